@@ -25,7 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, load_model, pick_device, sample,
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device, sample,
                         sampler_steps, save_diffusers, save_weights, seed_noise)
 from unet_io import Config, UserError, counted
 
@@ -78,27 +78,56 @@ def parse_numbers(text):
     return numbers
 
 
-def parse_classes(text, path):
-    """(the numbers of the classes that --class names, the names of all): '3,7-9,cat', the lines of a file.
+def shown_names(path, own, num_classes):
+    """What the user calls a model's classes: the lines of the file of --class_names, or its own names."""
+    if not path:
+        return own
+    names, classes = unet_io.read_class_names(path), len(own) or num_classes
+    if len(names) != classes:
+        raise UserError(f"{path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
+    return names
 
-    Line n, from 0, is the name of class n. One with a comma can be told alone only. path "": no file.
+
+def parse_classes(text, names, num_classes):
+    """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
+
+    At each place the longest name counts, so that a comma may be part of one. Where all names are numbers, 2 is
+    the class called 2, and 0-4 are those called 0 to 4.
     """
-    names = []
-    if path:
+    if not names and text:
         try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                names = [line.strip() for line in file]
-        except OSError as error:
-            raise UserError(f"{path} can't be read: {error.strerror}") from None
-    numbers = []
-    for part in [text] if text in names else text.split(",") if text else []:
-        try:
-            numbers += parse_numbers(part)
+            numbers = parse_numbers(text)
         except argparse.ArgumentTypeError as error:
-            if part.strip() not in names:
-                raise UserError(f"--class: {error}" + f"; nor is it a name in {path}" * bool(path)) from None
-            numbers.append(names.index(part.strip()))
-    return numbers, names
+            raise UserError(f"--class: {error}; the model's classes have no names, see --class_names") from None
+        if max(numbers) >= num_classes:
+            raise UserError(f"--class {max(numbers)} is none of the model's {num_classes} classes, which are counted"
+                            f" from 0")
+        return numbers
+    text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
+    are_numbers = all(re.fullmatch("[0-9]{1,9}", name) for name in names)
+    values = {int(name): number for name, number in places.items()} if are_numbers else {}
+    if len(values) < len(places):  # 1 and 01 are one number
+        values = {}
+    classes, at = [], 0
+    while text and at <= len(text):
+        here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
+        if not here and text[at:at + 1] == " ":
+            at += 1
+            continue
+        part = max(here, key=len, default=text[at:].split(",")[0])
+        at += len(part) + 1
+        if here:
+            classes.append(places[part])
+            continue
+        try:
+            numbers = parse_numbers(part) if values else []
+        except argparse.ArgumentTypeError:
+            numbers = []
+        if not numbers or not values.keys() >= set(numbers):
+            raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
+                            f" {unet_io.listed(names)}")
+        classes += [values[number] for number in numbers]
+    return classes
 
 
 def load_weights(path, use_ema=1, overrides=None):
@@ -113,15 +142,33 @@ def load_weights(path, use_ema=1, overrides=None):
     return unet_io.import_from_dev("train_dit").load_model(path, use_ema, overrides)
 
 
-def load_guide(path, config):
-    """The model of --guide_weights, which must take the same pictures, noise and classes, or no classes."""
-    guide, _ = load_weights(path)
+def load_guide(path, config, names):
+    """The model of --guide_weights, which must take the same pictures, noise and classes, or no classes.
+
+    names: of the model's classes, by which those of the guide are matched where it names them.
+    """
+    guide, checkpoint = load_weights(path)
+    theirs = checkpoint.class_names
+    by_name = bool(names and theirs and config.class_cond)
     for name in ("image_size", "in_channels", *DIFFUSION, *["num_classes"] * guide.config.class_cond):
         has, wanted = getattr(guide.config, name), getattr(config, name)
         wanted = 0 if name == "num_classes" and not config.class_cond else wanted
-        if has != wanted:
+        if has != wanted and not (name == "num_classes" and by_name):
             raise UserError(f"--guide_weights {path} has --{name} {has}, and the model that it is to guide"
                             f" {wanted}")
+    if not by_name:
+        if bool(names) != bool(theirs) and guide.config.class_cond:
+            unet_io.say(f"note: only one of the two models names its classes; those of {path} are taken for the same"
+                        f" in their order")
+        return guide
+    places = {unet_io.nfc(name): number for number, name in enumerate(theirs)}
+    unknown = [name for name in names if unet_io.nfc(name) not in places]
+    if unknown:
+        raise UserError(f"--guide_weights {path} does not know the classes {unet_io.listed(unknown)}: its classes are"
+                        f" {unet_io.listed(theirs)}")
+    table = label_table(guide).weight
+    table.data = table.data[[places[unet_io.nfc(name)] for name in names]]
+    guide.config.num_classes = len(names)
     return guide
 
 
@@ -376,11 +423,33 @@ def print_features(drawn, held_out, others, device):
     print_figures("EfficientNet-Lite0", [feature_figures(x, theirs) for x in (ours, yardstick)])
 
 
-def print_quality(pictures, images, seed, device, classes=None):
+def quality_labels(images, names, drawn):
+    """(labels of the held-out images as the model numbers its classes, or None; what is said of them).
+
+    names: of the model's classes, () where they are not known; drawn: the numbers of those that are drawn.
+    """
+    if images.labels is None:
+        return None, f"the accuracy of a classifier is left out: {images.path} has no labels, see prepare_data.py --labels"
+    if not names:
+        return images.labels, (f"note: the model does not name its classes, which are taken for those of {images.path}"
+                               f" in their order, {unet_io.listed(images.class_names)}")
+    try:
+        line = images.match_classes(names, trains=False)
+    except UserError as error:
+        return None, f"the accuracy of a classifier is left out: {error}"
+    missing = [names[number] for number in np.unique(images.labels) if number not in drawn]
+    if missing:
+        line += "; " * bool(line) + (f"{images.path} also has images of {unet_io.listed(missing)}, of which no pictures"
+                                     f" are drawn: the accuracy counts them as wrong")
+    return images.labels, f"note: {line}" * bool(line)
+
+
+def print_quality(pictures, images, seed, device, classes=None, names=()):
     """Compare pictures with held-out images, and as a yardstick other held-out images with these.
 
-    pictures: uint8 (N, C, S, S); classes: theirs, where the model has classes. All sets are equally large,
-    since most figures depend on it. Where pictures are left over, those used are evenly spread over classes.
+    pictures: uint8 (N, C, S, S); classes: theirs, where the model has classes, and the names of all. All sets are
+    equally large, since most figures depend on it. Where pictures are left over, those used are evenly spread over
+    classes.
     """
     size = pictures.shape[-1]
     n = quality_count(len(pictures), images, size)
@@ -398,12 +467,13 @@ def print_quality(pictures, images, seed, device, classes=None):
     print_features(drawn, held_out, others, device)
     if classes is None:
         return
-    if images.labels is None:
-        print(f"the accuracy of a classifier is left out: {images.path} has no labels, see prepare_data.py"
-              f" --labels")
+    labels, line = quality_labels(images, names, set(classes))
+    if line:
+        unet_io.say(line)
+    if labels is None:
         return
     of_drawn, of_held_out, of_others = (torch.from_numpy(x).long() for x in (
-        np.array(classes)[used], images.labels[order[:n]], images.labels[order[n:]]))
+        np.array(classes)[used], labels[order[:n]], labels[order[n:]]))
     print_figures("a classifier trained on", [
         {"accuracy %": 100 * classification_accuracy(x, labels, held_out, of_held_out, seed, device)}
         for x, labels in ((drawn, of_drawn), (others, of_others))])
@@ -445,9 +515,11 @@ def main():
     add("--seeds", type=parse_numbers, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
     add("--class", dest="classes", default="", metavar="LIST",
-        help="pictures of these classes, such as 3 or 0-4,7, equally many of each (default: of all)")
+        help="pictures of these classes, such as cat,dog, or 0-4,7 where they have no names, equally many of each"
+             " (default: of all)")
     add("--class_names", default="", metavar="FILE",
-        help="a name a line, of class 0, 1 ...: --class takes them too, such as cat,dog")
+        help="a name a line, of class 0, 1 ...: for a model whose classes have none, or others for --class; --export"
+             " keeps them")
     add("--guidance_scale", type=float, default=1.0, metavar="X",
         help="draw what differs so many times as much from pictures without a class (default: 1)")
     add("--guidance_interval", type=parse_interval, default=(0.0, 1.0), metavar="LO,HI",
@@ -547,6 +619,11 @@ def main():
         if not isinstance(model, UNet):
             raise UserError(f"{args.model_filename} is no UNet; python dev/train_dit.py --export writes a DiT's"
                             f" weights")
+        if args.class_names:
+            if not model.config.class_cond:
+                raise UserError("--class_names needs a model that was trained with --class_cond 1")
+            names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
+            checkpoint.sections |= unet_io.class_section(names)
         if target.endswith("/") or os.path.isdir(target):
             save_diffusers(target, model)
         else:
@@ -565,13 +642,9 @@ def main():
 
     if (args.classes or args.class_names) and not config.class_cond:
         raise UserError("--class needs a model that was trained with --class_cond 1")
-    classes, class_names = parse_classes(args.classes, args.class_names)
-    if max(classes, default=0) >= max(config.num_classes, 1):
-        raise UserError(f"--class {max(classes)} is none of the model's {config.num_classes} classes,"
-                        f" which are counted from 0")
-    if class_names and len(class_names) != config.num_classes:
-        raise UserError(f"{args.class_names} has {counted(len(class_names), 'line')} and the model"
-                        f" {counted(config.num_classes, 'class')}")
+    class_names = shown_names(args.class_names, checkpoint.class_names, config.num_classes)
+    own_names = checkpoint.class_names or class_names  # by which files are matched
+    classes = parse_classes(args.classes, class_names, config.num_classes)
     unet_io.check_range("guidance_scale", args.guidance_scale)
     guided = args.guidance_scale != 1
     if guided and not args.guide_weights and not (config.class_cond and config.cond_drop_prob):
@@ -579,9 +652,9 @@ def main():
                         f" without a class, by --cond_drop_prob, or another one, --guide_weights")
     if args.guide_weights and not guided:
         raise UserError("--guide_weights does nothing without a --guidance_scale; 2 is usual")
-    guide = load_guide(args.guide_weights, config).to(device) if args.guide_weights else None
+    guide = load_guide(args.guide_weights, config, own_names).to(device) if args.guide_weights else None
     edit = read_edit(args, config)
-    classes = classes or range(config.num_classes)
+    classes = classes or range(len(class_names) or config.num_classes)
     rows = [class_names[number] for number in classes] if class_names else []
     classes, columns = unet_io.spread_classes(config, classes, count)
     steps = sampler_steps(config, args.sampler, args.sample_steps)
@@ -635,7 +708,7 @@ def main():
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:
-        print_quality(pictures, held_out, args.seed, device, classes)
+        print_quality(pictures, held_out, args.seed, device, classes, own_names)
 
 
 if __name__ == "__main__":

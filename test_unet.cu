@@ -2527,6 +2527,7 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
         for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_floats; i++)
             m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
         if (kind == WEIGHTS) m.ema[0] = m.ema[1] = nullptr;
+        else m.data_checksum = "0123abcd";
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
         std::string written = file_text(v.path);
         content.assign(written.begin(), written.end());
@@ -2672,7 +2673,7 @@ static void test_valid_files(std::vector<Victim>* victims) {
     bool same = downloaded(m.master, m.plan.num_floats) == stored && m.adam_m[77] == 77.0f &&
                 file.step == 40 && file.smoothed == 0.25f && file.config.optimiser.lr_steps == 123 &&
                 !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
-                same_bits(&file.history, &history, sizeof history);
+                same_bits(&file.history, &history, sizeof history) && file.data_checksum == "0123abcd";
     write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f, history);
     report(same && differing.empty(), "checkpoint, written and read", "weights, moments and every flag%s",
            differing.c_str());
@@ -3041,7 +3042,10 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
                                  "model_weights",
                                  "",
                                  "more",
+                                 "class_names",
+                                 "data_checksum",
                                  "a name of 24 bytes, whole"};
+    const uint32_t all = sizeof names / sizeof *names;
     for (long i = 0; i < count && tally.bad.empty(); i++) {
         Victim now = {};
         now.path = test_folder + "/sealed.bin", now.kind = CHECKPOINT;
@@ -3056,14 +3060,14 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
             for (int edit = 1 + dice.below(3); edit > 0; edit--) {
                 auto& [name, data] = sections[dice.below((uint32_t)sections.size())];
                 switch (dice.below(8)) {
-                    case 0: name = names[dice.below(11)]; break;
+                    case 0: name = names[dice.below(all)]; break;
                     case 1: std::swap(data, sections[dice.below((uint32_t)sections.size())].second); break;
                     case 2:
                         data.resize(data.size() + dice.below(9) - std::min(data.size(), (size_t)4));
                         break;
                     case 3:
                         if (sections.size() < MAX_SECTIONS) sections.push_back(sections[dice.below(4)]);
-                        sections.back().first = names[dice.below(11)];
+                        sections.back().first = names[dice.below(all)];
                         break;
                     case 4: {  // a file's name of any bytes, up to longer than one may be
                         std::string hostile;
@@ -3114,6 +3118,73 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
         }
     report(bad.empty() && file_text(path) == before && files_in(test_folder) == files,
            "weights that are no numbers", "are never written%s", bad.c_str());
+}
+
+// The names of classes in files of images and of weights: what can't be names is refused, each with its reason.
+static void test_class_names() {
+    std::string path = test_folder + "/names.bin", bad;
+    const struct {
+        std::string names, says;  // of two classes; "" where they are fine
+    } cases[] = {{"cat\ndog\n", ""},
+                 {"10\n9\n", ""},
+                 {"d\xC3\xB8g\n\xF0\x9F\x90\x88\n", ""},
+                 {"cat, the small\n0-4\n", ""},
+                 {"cat\n", "1 names of classes for 2 classes"},
+                 {"cat\ndog\nfox\n", "3 names of classes for 2 classes"},
+                 {"cat\ndog", "1 names of classes for 2 classes"},
+                 {"cat\ndog\nfox", "2 names of classes for 2 classes"},
+                 {"", "0 names of classes for 2 classes"},
+                 {"cat\ncat\n", "two classes called cat"},
+                 {"cat\n\n", "a class without a name"},
+                 {std::string("c\0t\ndog\n", 8), "UTF-8"},
+                 {"cat\xFF\ndog\n", "UTF-8"},
+                 {"cat\xC3\ndog\n", "UTF-8"},          // a letter that ends too soon
+                 {"cat\x80\ndog\n", "UTF-8"},          // begins too late
+                 {"cat\xC0\xAF\ndog\n", "UTF-8"},      // has more bytes than it needs
+                 {"cat\xED\xA0\x80\ndog\n", "UTF-8"},  // is half of a pair of UTF-16
+                 {"cat\xF4\x90\x80\x80\ndog\n", "UTF-8"},
+                 {std::string(300, 'x') + "\n" + std::string(300, 'x') + "\n", "two classes called xxx"}};
+    Config config = smallest_config();
+    config.class_cond = 1, config.num_classes = 2;
+    for (auto& c : cases)
+        for (bool images : {true, false}) {
+            if (images) {
+                std::vector<char> content = image_file(6, 8, false, true);
+                content.resize(content.size() - strlen("cat\ndog\n"));
+                content.insert(content.end(), c.names.begin(), c.names.end());
+                int32_t bytes = (int32_t)c.names.size();
+                memcpy(&content[8 * sizeof bytes], &bytes, sizeof bytes);
+                seal(&content, IMAGES_CHECKSUM_FIELD);
+                write_whole(path, content, content.size());
+            } else {
+                Model m = Model();
+                build_model(&m, config, 1, false);
+                perturbed_weights(&m, 5);
+                write_checkpoint(path, m, 40, 0.25f, some_history());
+                WeightsFile file = open_weights(path);
+                Sections sections = {{"weights", file_text(path).substr(file.sections["weights"].offset,
+                                                                        file.sections["weights"].bytes)},
+                                     {"class_names", c.names}};
+                std::vector<char> content = sealed_weights(Reader(path).header, sections);
+                write_whole(path, content, content.size());
+            }
+            std::vector<std::string> found;
+            std::string message = refusal([&] {
+                Config wanted = {};
+                wanted.image_size = 8, wanted.in_channels = 3;
+                found = images ? read_images(path, wanted).class_names : open_weights(path).class_names;
+            });
+            std::string joined;
+            for (const std::string& name : found) joined += name + "\n";
+            // weights may name fewer classes than they have, or none
+            bool fewer = !images && (c.names == "cat\n" || c.names.empty());
+            bool right = c.says.empty() || fewer ? message.empty() && joined == c.names
+                                                 : is_sentence(message) && message.find(c.says) != message.npos &&
+                                                       message.find(path) != message.npos;
+            if (!right) bad += text("; %s: '%s'", printable(c.names).c_str(), message.c_str());
+        }
+    report(bad.empty(), "names of classes", "%zu, in images and in weights%s", sizeof cases / sizeof *cases,
+           bad.c_str());
 }
 
 // Files that random changes do not hit upon: each must be refused, its checksum being right.
@@ -3206,6 +3277,7 @@ static void test_readers(long mutations, uint32_t seed) {
     test_crafted_files(victims);
     test_mutations(victims, mutations, seed);
     test_sealed_files(victims, mutations / 20, seed);
+    test_class_names();
     running = "after the mutations";
     bool mended = true;
     std::string wrong;

@@ -200,6 +200,42 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
     return parts;
 }
 
+// A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
+static std::string shortened(const std::string& name, size_t most = 80) {
+    if (name.size() <= most) return name;
+    while (most && (name[most] & 0xC0) == 0x80) most--;
+    return name.substr(0, most) + "...";
+}
+
+// "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
+static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
+    std::string sentence;
+    for (size_t i = 0; i < std::min(names.size(), most); i++) {
+        if (i) sentence += i + 1 == names.size() ? " and " : ", ";
+        sentence += shortened(names[i]);
+    }
+    if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
+    return sentence;
+}
+
+// Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
+static bool is_utf8(const std::string& bytes) {
+    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // that needs so many bytes behind the first
+    for (size_t i = 0; i < bytes.size();) {
+        uint8_t first = (uint8_t)bytes[i++];
+        int more = first < 0x80 ? 0 : std::countl_one(first) - 1;
+        if (more < (first < 0x80 ? 0 : 1) || more > 3) return false;
+        uint32_t letter = more ? first & (0x3F >> more) : first;
+        for (int k = 0; k < more; k++) {
+            uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
+            if (next >> 6 != 2) return false;
+            letter = letter << 6 | (next & 0x3F);
+        }
+        if (letter < least[more] || letter > 0x10FFFF || (letter >= 0xD800 && letter < 0xE000)) return false;
+    }
+    return true;
+}
+
 // A path as a word for the shell.
 static std::string shell_word(const std::string& path) {
     auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
@@ -259,6 +295,7 @@ typedef char Path[MAX_PATH_LENGTH];
 #define IMPORTER "python generate.py --import"
 #define NETWORK_FIELDS                // of Config, besides
 enum { NETWORK_MAGIC = 0x54454E55 };  // "UNET", what its weights files begin with
+#define LABEL_TABLE "label_emb.weight"
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
 #endif
@@ -1148,6 +1185,8 @@ struct Model : OptimiserMemory {
     float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
     std::shared_ptr<char[]> memory;
     size_t bytes;
+    std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
+    std::string data_checksum = "";             // of the images that it is trained on
 };
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
@@ -1559,7 +1598,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
         case BLOCK_EMBED:
             add_layer("0.", {O, C});
             add_layer("2.", {O, O});
-            if (int rows = label_rows(c)) add_parameter(plan, "label_emb.weight", {rows, O}, INIT_NORMAL);
+            if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, O}, INIT_NORMAL);
             hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
             block.O = 0;  // residual blocks add theirs
             break;
@@ -2481,6 +2520,14 @@ static void upload_tensor(const Model& m, float* parameters, const Parameter& t,
     }
 }
 
+// Fresh values of a table, parameter number `index`, before they are scaled.
+static std::vector<float> normal_values(const Parameter& t, size_t index, uint32_t seed) {
+    std::vector<float> values(t.count);
+    for (size_t e = 0; e < t.count; e += 4)
+        random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
+    return values;
+}
+
 // Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
     size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
@@ -2493,8 +2540,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
             uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
             values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
         }
-        for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
-            random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
+        if (t.init == INIT_NORMAL) values = normal_values(t, index, seed);
         for (float& value : values) value *= t.scale;
         upload_tensor(*m, m->master, t, reordered(values, t, true).data());
     }
@@ -2605,6 +2651,8 @@ struct Dataset {
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
     std::vector<int> labels = {};  // (N), where there are classes
+    std::vector<std::string> class_names = {};  // which they number; some may have no image
+    std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
 };
 
 struct Section {
@@ -2619,6 +2667,8 @@ struct WeightsFile {
     float smoothed = 0;
     History history = History();
     std::map<std::string, Section> sections = {};  // by name
+    std::vector<std::string> class_names = {};     // of its first classes, by number; none: not known
+    std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
 // metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
@@ -2653,6 +2703,8 @@ struct Trainer {
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
     std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> notes;    // what was assumed of the classes
+    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
     // StepState's of the steps since the last line of the log, added up
     std::array<double, 8> quartiles = {};
 };
@@ -3120,8 +3172,9 @@ static std::vector<Flag> FLAGS = {
      "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "draw pictures of these classes, such as 3 or 0-4,7, equally many of each; without it, of all"},
-    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0, "a text, a line a class: names for --class"},
+     "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
+    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "a text, a line a class: names of a model's classes that has none, or others for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
     {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
@@ -3486,6 +3539,34 @@ static void shrink(Dataset* data, int width, int factor) {
     data->floats.swap(smaller);
 }
 
+// The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
+static std::vector<std::string> parse_class_names(const std::string& lines, const char* file, size_t least,
+                                                  size_t most) {
+    size_t count = std::ranges::count(lines, '\n');
+    if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
+        fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
+    if (lines.find('\0') != lines.npos || !is_utf8(lines))
+        fail("%s is damaged: its names of classes are no text in UTF-8", file);
+    std::vector<std::string> names = split(lines, '\n');
+    names.pop_back();  // what follows the last line feed
+    std::set<std::string> seen;
+    for (const std::string& name : names)
+        if (name.empty() || !seen.insert(name).second)
+            fail("%s is damaged: it has %s", file,
+                 name.empty() ? "a class without a name" : ("two classes called " + listed({name})).c_str());
+    return names;
+}
+
+// The names of the classes of an image file, which its header counts; none where it has no labels.
+static std::vector<std::string> read_class_names(Reader* in) {
+    int classes = in->header[5] ? in->header[7] : 0, bytes = in->header[8];
+    if (in->header[0] != IMAGES_MAGIC || !classes) return {};
+    if (classes < 0 || bytes < 0 || in->size < HEADER_BYTES + (size_t)bytes)
+        fail("%s is damaged: it claims %d classes with names of %d bytes", in->path.c_str(), classes, bytes);
+    in->seek(in->size - bytes);
+    return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
+}
+
 // The format: FORMATS.md. Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
@@ -3511,6 +3592,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
         fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
              N, C, H, W, claimed, in.size);
     if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
+    uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     int wanted = c.image_size, factor = H / wanted;
@@ -3521,6 +3603,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
                       "the images of " + path, "use fewer or smaller ones");
 
     Dataset data = {.count = N};
+    if (version) data.checksum = text("%08x", checksum);
     size_t count = (size_t)N * C * H * W;
     in.seek(HEADER_BYTES);
     data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
@@ -3532,17 +3615,46 @@ static Dataset read_images(const std::string& path, const Config& c) {
     for (int label : data.labels)
         if (label < 0 || label >= classes)
             fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
-    if (c.class_cond && (!classes || classes > c.num_classes))
-        fail("%s has %d classes and the model %d; see prepare_data.py --labels", name, classes,
-             c.num_classes);
+    data.class_names = read_class_names(&in);
     if (factor > 1) shrink(&data, W, factor);
     return data;
 }
 
-// The number of classes that an image file's header tells; 0 where it has none.
-static int classes_in(const std::string& path) {
+static std::vector<std::string> class_names_in(const std::string& path) {
     Reader in(path);
-    return in.header[0] == IMAGES_MAGIC && in.header[5] ? std::max(0, in.header[7]) : 0;
+    return read_class_names(&in);
+}
+
+// Numbers the labels of images as the model does, whose classes have these names. A class that it does not
+// know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
+static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
+                                 bool trains) {
+    const std::vector<std::string>& theirs = data->class_names;
+    std::vector<int> images(theirs.size()), to(theirs.size(), -1);
+    for (int label : data->labels) images[label]++;
+    std::vector<std::string> unknown, lacking;
+    std::string moved;
+    for (size_t i = 0; i < theirs.size(); i++) {
+        auto at = std::ranges::find(names, theirs[i]);
+        if (at != names.end()) to[i] = (int)(at - names.begin());
+        else if (images[i]) unknown.push_back(theirs[i]);
+        if (moved.empty() && images[i] && to[i] >= 0 && to[i] != (int)i)
+            moved = text("%s is number %zu there and %d in the model", listed({theirs[i]}).c_str(), i, to[i]);
+    }
+    if (!unknown.empty())
+        fail("%s has images of %s, which the model does not know: its classes are %s", file,
+             listed(unknown).c_str(), listed(names).c_str());
+    for (const std::string& name : names) {
+        size_t i = std::ranges::find(theirs, name) - theirs.begin();
+        if (i == theirs.size() || (trains && !images[i])) lacking.push_back(name);
+    }
+    for (int& label : data->labels) label = to[label];
+    data->class_names = names;
+    std::string lacks = lacking.empty() ? "" : text("has no images of %s", listed(lacking).c_str());
+    if (moved.empty() && lacks.empty()) return "";
+    if (moved.empty()) return text("%s %s, which the model knows", file, lacks.c_str());
+    return text("%s numbers its classes otherwise and is matched by their names: %s%s%s", file, moved.c_str(),
+                lacks.empty() ? "" : "; it ", lacks.c_str());
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
@@ -3612,7 +3724,7 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
              file->path.c_str(), size);
 }
 
-// What the sections besides the parameters hold: the flags that are texts, and a run's history.
+// What the sections besides the parameters hold: texts, of which some are flags, and a run's history.
 static void read_texts_and_history(WeightsFile* file, Reader* in) {
     for (const Flag& flag : FLAGS) {
         if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
@@ -3624,6 +3736,19 @@ static void read_texts_and_history(WeightsFile* file, Reader* in) {
         if (!why.empty())
             fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
     }
+    auto text_of = [&](const char* name) {
+        if (!file->sections.contains(name)) return std::string();
+        auto [offset, bytes] = file->sections[name];
+        in->seek(offset);
+        return in->take<std::string>(bytes);
+    };
+    size_t classes = file->config.class_cond ? file->config.num_classes : 0;
+    file->class_names = parse_class_names(text_of("class_names"), file->path.c_str(), 0, classes);
+    file->data_checksum = text_of("data_checksum");
+    bool known = !file->data_checksum.empty();
+    if (known && (file->data_checksum.size() != 8 ||
+                  file->data_checksum.find_first_not_of("0123456789abcdef") != std::string::npos))
+        fail("%s is damaged: its section data_checksum is no checksum", file->path.c_str());
     if (!file->sections.contains("state")) return;
     auto [offset, bytes] = file->sections["state"];
     History* h = &file->history;
@@ -3668,15 +3793,33 @@ static WeightsFile open_weights(const std::string& path) {
     return file;
 }
 
+// The table of classes for other classes than the file's: of each row the file's number, -1 for a fresh row.
+static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::vector<float>& stored,
+                                       const std::vector<int>& kept) {
+    const Parameter& t = m.plan.tensors[index];
+    size_t width = t.count / t.shape[0];
+    std::vector<float> values = normal_values(t, index, m.config.seed);
+    for (float& value : values) value *= t.scale;
+    for (size_t row = 0; row < kept.size(); row++)
+        if (kept[row] >= 0) std::copy_n(&stored[kept[row] * width], width, &values[row * width]);
+    return values;
+}
+
 // One section of parameters, from a file's order to memory's: `to`, this rank's share of them, on the device.
-static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section) {
+// kept: as in kept_rows_of; empty: the file's classes are the model's.
+static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
+                            const std::vector<int>& kept = {}) {
     Reader in(file.path);
     in.seek(file.sections.at(section).offset);
-    for (const Parameter& t : m.plan.tensors) {
-        auto stored = in.take<std::vector<float>>(t.count);
-        if (!all_finite(stored.data(), t.count))
+    for (size_t index = 0; index < m.plan.tensors.size(); index++) {
+        const Parameter& t = m.plan.tensors[index];
+        bool other_rows = !kept.empty() && t.name == LABEL_TABLE;
+        size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
+        auto stored = in.take<std::vector<float>>(count);
+        if (!all_finite(stored.data(), count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name.c_str(), section);
+        if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, reordered(stored, t, true).data());
     }
 }
@@ -3720,6 +3863,10 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     for (const Flag& flag : FLAGS)
         if (std::string value = flag_text(m.config, flag); flag.field < 0 && !value.empty())
             declare(flag.name, value.size()), out.write(value);
+    std::string names;
+    for (const std::string& name : m.class_names) names += name + "\n";
+    if (!names.empty()) declare("class_names", names.size()), out.write(names);
+    if (!m.data_checksum.empty()) declare("data_checksum", m.data_checksum.size()), out.write(m.data_checksum);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4190,13 +4337,18 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// The model of a file, or all that a resumed run keeps, which the given flags must not contradict.
+// The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
+// starts from a file's weights may have other classes.
+enum Taking { TO_DRAW, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
-                           bool resumes = false) {
+                           Taking taking) {
     for (const Flag& flag : FLAGS) {
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
-        if (!of_model && !(resumes && flag.on_resume == FIXED)) continue;
+        if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
         const GivenFlag* g = was_given(given, flag.name);
+        bool of_classes = is_named(flag, "class_cond") || is_named(flag, "num_classes") ||
+                          is_named(flag, "cond_drop_prob");
+        if (taking == TO_START && g && of_classes && config->class_cond) continue;
         std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
         if (g && asked != stored)
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
@@ -4213,19 +4365,15 @@ static Config given_config(const std::vector<GivenFlag>& given) {
     return config;
 }
 
-// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`; one of `names` stands for its place there.
-static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most,
-                                        const std::vector<std::string>& names = {}) {
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
     std::vector<uint32_t> numbers;
-    bool is_name = std::ranges::count(names, list);  // all of it, commas too
-    for (const std::string& range : is_name ? std::vector{list} : split(list, ',')) {
+    for (const std::string& range : split(list, ',')) {
         unsigned long first = 0, last = 0;
         int read = 0, ends = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &read, &last, &read);
         if (ends == 1) last = first;
         bool is_number = range.find_first_not_of("0123456789-") == range.npos;
-        auto name = std::ranges::find(names, range);
-        if (name != names.end() && !is_number) first = last = name - names.begin();
-        else if (!is_number || ends < 1 || range[read] || first > last || last > most)
+        if (!is_number || ends < 1 || range[read] || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
@@ -4234,22 +4382,81 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-static std::vector<std::string> class_names(const Config& c) {
-    if (!*c.class_names) return {};
+// The numbers that names are, to the classes that they name; empty unless all are numbers.
+static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& names) {
+    std::map<uint32_t, uint32_t> places;
+    for (size_t i = 0; i < names.size(); i++) {
+        bool is_number = names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
+        if (!is_number || !places.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i}).second) return {};
+    }
+    return places;
+}
+
+// The longest of the names that a list has at this place, up to a comma or its end; null where none is.
+static const std::string* name_at(const std::string& list, size_t at, const std::vector<std::string>& names) {
+    const std::string* longest = nullptr;
+    for (const std::string& name : names) {
+        size_t end = at + name.size();
+        bool is_here = !list.compare(at, name.size(), name) && (end == list.size() || list[end] == ',');
+        if (is_here && (!longest || name.size() > longest->size())) longest = &name;
+    }
+    return longest;
+}
+
+// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of
+// one. Where all names are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+    std::vector<uint32_t> classes;
+    std::map<uint32_t, uint32_t> places = values_of(names);
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        const std::string* name = name_at(list, at, names);
+        while (!name && list[at] == ' ') name = name_at(list, ++at, names);
+        if (name) {
+            classes.push_back((uint32_t)(name - names.data()));
+            end = at + name->size();
+            continue;
+        }
+        end = std::min(list.find(',', at), list.size());
+        std::string part = list.substr(at, end - at);
+        std::vector<uint32_t> numbers;
+        if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
+        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
+                       shortened(list).c_str(), shortened(part).c_str(), listed(names).c_str());
+        for (uint32_t number : numbers) classes.push_back(places[number]);
+    }
+    return classes;
+}
+
+// What the user calls the classes of a model: the lines of --class_names, or the names that it has.
+static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
+    if (!*c.class_names || !c.class_cond) return own;
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    for (std::string& name : names)
+        if (name.ends_with('\r')) name.pop_back();
     if (names.back().empty()) names.pop_back();
-    if ((int)names.size() != c.num_classes)
-        fail("--class_names %s has %zu lines and the model %d classes", c.class_names, names.size(),
-             c.num_classes);
+    size_t classes = own.empty() ? c.num_classes : own.size();
+    if (names.size() != classes)
+        fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(), classes);
     return names;
 }
-// The classes that pictures are drawn of; none where the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c) {
+
+// The classes that pictures are drawn of, by default all that have names, or all where none has; none where
+// the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<std::string>& names) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    std::vector<std::string> names = class_names(c);
-    if (!*c.classes) return consecutive(0, c.class_cond ? c.num_classes : 0);
-    return parse_list("class", c.classes, c.num_classes - 1, names);
+    int all = names.empty() ? c.num_classes : (int)names.size();
+    if (!*c.classes) return consecutive(0, c.class_cond ? all : 0);
+    return names.empty() ? parse_list("class", c.classes, all - 1) : parse_classes(c.classes, names);
+}
+
+// What the rows of a grid show, where each is a class: " (rows: cat, dog)".
+static std::string rows_text(const Config& c, const std::vector<std::string>& names, int columns) {
+    std::string joined;
+    if (!columns || names.empty()) return "";
+    for (uint32_t number : wanted_classes(c, names)) joined += (joined.empty() ? "" : ", ") + names[number];
+    return " (rows: " + joined + ")";
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
@@ -4309,7 +4516,7 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
-    take_from_file(&config, given, file);
+    take_from_file(&config, given, file, TO_DRAW);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     using Needs = std::pair<const char*, const char*>;
     for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
@@ -4329,19 +4536,15 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
 
 // The grid, and what --strip and --output_dir ask for.
 static void write_pictures(const Config& c, const std::vector<Beginning>& begins, int columns,
-                           const std::vector<float>& pictures, const std::vector<float>& strip,
-                           double seconds) {
+                           const std::string& rows, const std::vector<float>& pictures,
+                           const std::vector<float>& strip, double seconds) {
     int count = (int)begins.size();
     std::string grid = c.output_name;
     // the way from one seed to another in a row, if it is not too long
     if (c.interpolate) columns = c.interpolate <= 16 ? c.interpolate : 0;
     write_grid(grid, pictures, count, c, columns);
-    std::string rows;
-    std::vector<std::string> names = class_names(c);
-    if (columns && !names.empty())
-        for (uint32_t number : wanted_classes(c)) rows += (rows.empty() ? " (rows: " : ", ") + names[number];
     say("%s: %s in %s, %.3fs each%s", grid.c_str(), counted(count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / count, (rows + (rows.empty() ? "" : ")")).c_str());
+        human_time(seconds).c_str(), seconds / count, c.interpolate ? "" : rows.c_str());
     if (c.strip) {
         grid.insert(grid.size() - strlen(".png"), "_strip");
         write_grid(grid, strip, count * c.strip, c, c.strip);
@@ -4363,9 +4566,16 @@ static void add_first_picture(std::vector<float>* known, const char* path, Confi
 }
 
 // The model of --guide_weights, its running mean where there is one, for the same pictures.
-static void load_guide(Model* guide, const Config& c) {
+static void load_guide(Model* guide, const Config& c, const std::vector<std::string>& class_names) {
     WeightsFile file = open_weights(c.guide_weights);
     const Config& g = file.config;
+    if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
+        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
+             "python generate.py matches them by name",
+             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
+    if (g.class_cond && file.class_names.empty() != class_names.empty())
+        say("note: only one of the two models names its classes; those of %s are taken for the same in their order",
+            c.guide_weights);
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
         const Flag& flag = flag_named(name);
@@ -4384,7 +4594,8 @@ static void load_guide(Model* guide, const Config& c) {
 static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = drawing_config(given);
     std::vector<Beginning> begins = wanted_pictures(config);
-    int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config));
+    std::vector<std::string> names = shown_names(config, file.class_names);
+    int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config, names));
     int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
@@ -4404,7 +4615,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
         config.interpolate ? " and between" : "");
     if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
     Model guide;
-    if (*config.guide_weights) load_guide(&guide, config);
+    if (*config.guide_weights) load_guide(&guide, config, file.class_names);
     std::vector<float> pictures, strip;
     double start = seconds_now();
     if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
@@ -4413,7 +4624,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
         exit(130);
     }
     if (world.rank) return;
-    write_pictures(config, begins, columns, pictures, strip, seconds_now() - start);
+    std::string rows = rows_text(config, names, columns);
+    write_pictures(config, begins, columns, rows, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -4428,7 +4640,7 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     t->checkpoints = list_checkpoints(config->out_dir);
     const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
-    take_from_file(config, given, file, true);
+    take_from_file(config, given, file, TO_RESUME);
     // a preset's free flags were for the run's start: what was typed then came over them
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
@@ -4448,6 +4660,68 @@ static void share_batch(Config* c) {
              batch, part, parts, ranks, fit);
 }
 
+// Which rows of the weights' table of classes a new run keeps, and what is said of it.
+static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string>& names,
+                      const std::vector<std::string>& before) {
+    const WeightsFile& file = t->start;
+    int known = file.config.class_cond ? file.config.num_classes : 0;
+    bool had_none = known && file.config.cond_drop_prob > 0, has_none = c.cond_drop_prob > 0;
+    std::vector<std::string> kept, fresh, dropped;
+    std::vector<int> rows, same(label_rows(file.config));
+    std::iota(same.begin(), same.end(), 0);
+    for (size_t row = 0; row < (size_t)c.num_classes; row++) {
+        bool is_named = row < names.size() && !before.empty();
+        auto at = is_named ? std::ranges::find(before, names[row]) : before.begin();
+        if (is_named) rows.push_back(at == before.end() ? -1 : (int)(at - before.begin()));
+        else rows.push_back(row >= before.size() && row < (size_t)known ? (int)row : -1);
+        if (row < names.size()) (rows[row] < 0 ? fresh : kept).push_back(names[row]);
+    }
+    if (has_none) rows.push_back(had_none ? known : -1);
+    if (rows == same) return;
+    t->kept_rows = rows;
+    for (const std::string& name : before)
+        if (!std::ranges::count(names, name)) dropped.push_back(name);
+    std::string line = text("%s is trained on for the classes of %s: ", file.path.c_str(), c.data_file);
+    line += kept.empty() ? "none is known" : listed(kept) + (kept.size() > 1 ? " are kept" : " is kept");
+    if (!fresh.empty()) line += ", " + listed(fresh) + (fresh.size() > 1 ? " are new" : " is new");
+    if (!dropped.empty()) line += ", " + listed(dropped) + (dropped.size() > 1 ? " are dropped" : " is dropped");
+    if (has_none != had_none) line += text(", and the row for no class is %s", has_none ? "new" : "dropped");
+    t->notes.push_back(line);
+}
+
+// The names of a run's classes, by which all files are matched: those of the weights that it continues, or of
+// its images; and their number.
+static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::vector<GivenFlag>& given) {
+    const WeightsFile& file = t->start;
+    const GivenFlag* told = was_given(given, "num_classes");
+    int known = file.path.empty() || !file.config.class_cond ? 0 : file.config.num_classes;
+    std::vector<std::string> names, before = file.class_names;
+    if (known && before.empty() && *c->class_names) {
+        Config stored = file.config;
+        strcpy(stored.class_names, c->class_names);
+        before = shown_names(stored, {});
+    }
+    if (!(c->num_classes || known) || file_exists(c->data_file)) names = class_names_in(c->data_file);
+    if (known && before.empty() && !names.empty())
+        t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
+                                "%s; --class_names FILE tells others",
+                                file.path.c_str(), c->data_file, listed(names).c_str()));
+    const GivenFlag* listing = was_given(given, "class_names");
+    if (listing && listing->origin.empty() && !(known && file.class_names.empty()))
+        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
+                                c->class_names, file.class_names.empty() ? c->data_file : file.path.c_str()));
+    if (c->resume_given) return before.empty() ? names : before;
+
+    bool same = names.empty() || before.empty() || before == names;
+    if (!c->num_classes || !told) c->num_classes = known && same ? known : (int)names.size();
+    if (known && before.empty() && c->num_classes != known)
+        fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
+             "the flag out, or name them with --class_names FILE",
+             c->num_classes, file.path.c_str(), known);
+    if (!file.path.empty()) plan_rows(t, *c, names, before);
+    return names;
+}
+
 // A run's configuration and plan from its flags, and the file that it starts from, if there is one.
 static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
@@ -4455,9 +4729,10 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         resume_run(t, &config, given);
     } else if (*config.model_weights) {
         t->start = open_weights(config.model_weights);
-        take_from_file(&config, given, t->start);
+        take_from_file(&config, given, t->start, TO_START);
     }
-    if (config.class_cond && !config.num_classes) config.num_classes = classes_in(config.data_file);
+    std::vector<std::string> class_names;
+    if (config.class_cond) class_names = plan_classes(t, &config, given);
     *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
     share_batch(&config);
@@ -4468,6 +4743,7 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
             config.resume_given && flag.field && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     t->model = plan_model(config, microbatch_of(config), true);
+    t->model.class_names = class_names;
 }
 
 // Locks the run's folder. Its checkpoints must be those that the run was configured with: none, if it is new.
@@ -4492,7 +4768,7 @@ static void load_start(Trainer* t) {
     const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
     if (!m->config.resume_given) {
-        read_parameters(*m, m->master, file, "weights");
+        read_parameters(*m, m->master, file, "weights", t->kept_rows);
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {
@@ -4504,13 +4780,36 @@ static void load_start(Trainer* t) {
     use_weights(m, m->master);
 }
 
+// Matches the classes of the images with the model's, and says what was assumed of them, and of other images.
+static void check_classes(Trainer* t) {
+    const Config& c = t->model.config;
+    const std::vector<std::string>& names = t->model.class_names;
+    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
+    t->model.data_checksum = now;
+    if (c.resume_given && !before.empty() && !now.empty() && before != now)
+        t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum "
+                                "is %s, and was %s); from here on it learns from this one",
+                                c.data_file, t->step, now.c_str(), before.c_str()));
+    for (Dataset* data : {&t->images, &t->validation}) {
+        bool trains = data == &t->images;
+        const char* file = trains ? c.data_file : c.val_file;
+        if (!c.class_cond || !data->count) continue;
+        if (data->labels.empty() || (int)names.size() > c.num_classes)
+            fail("%s has %zu classes and the model %d; see prepare_data.py --labels", file,
+                 data->class_names.size(), c.num_classes);
+        std::string line = match_classes(data, file, names, trains);
+        if (!line.empty()) t->notes.push_back(line);
+    }
+    wanted_classes(c, names);
+}
+
 // Everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
     check_memory(t->model, c.num_samples, "lower --num_samples");
-    wanted_classes(c);
     t->images = read_images(c.data_file, c);
     if (*c.val_file) t->validation = read_images(c.val_file, c);
+    check_classes(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
     for (long step : of_ranks(&t->model, (int)t->step))
@@ -4562,13 +4861,15 @@ static void save_samples(Trainer* t) {
     std::vector<float> pictures;
     double start = seconds_now();
     auto begins = begin_with(consecutive(c.seed, c.num_samples));
-    int columns = set_classes(&begins, wanted_classes(c));
+    const std::vector<std::string>& names = t->model.class_names;
+    int columns = set_classes(&begins, wanted_classes(c, names));
     if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
     if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str());
+    say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
+        rows_text(c, names, columns).c_str());
     if (long broken = count_broken(pictures, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -4760,6 +5061,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
     plan_run(&trainer, given);
     if (!config.dry_run) prepare_run(&trainer);
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
+    for (const std::string& line : trainer.notes) say("note: %s", line.c_str());
     note_attention(config, given);
     if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");

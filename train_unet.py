@@ -42,6 +42,7 @@ ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "
                 "dropout", "rescale_timesteps", "resblock_updown", "conv_resample", "learn_sigma",
                 "use_new_attention_order")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
+OF_CLASSES = ("class_cond", "num_classes", "cond_drop_prob")  # which --model_weights may change
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -491,13 +492,13 @@ def chosen_weights(checkpoint, use_ema, path):
     return checkpoint.sections.get(section, checkpoint.sections["weights"])
 
 
-def load_model(path, use_ema=1, overrides=None):
+def load_model(path, use_ema=1, overrides=None, free=()):
     """(UNet, Checkpoint) from a .bin, old or new, from a .pt or .safetensors that save_weights wrote, or from
     a .pt with the bare state dict of guided-diffusion's model, of UNet, or of the trainer before it.
 
     use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
     overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
-    there is as in _read_bare. A new file knows all, and others are refused. Raises UserError.
+    there is as in _read_bare. A new file knows all, and others are refused, but of names in free. Raises UserError.
     """
     overrides = dict(overrides or {})
     if os.path.exists(path) and not os.path.isfile(path):
@@ -511,7 +512,8 @@ def load_model(path, use_ema=1, overrides=None):
         if checkpoint.old:
             checkpoint.config = _with_old_attention(checkpoint.config, overrides).check()
     if not checkpoint.old:
-        refuse_contradictions(overrides, checkpoint.config, path)
+        told = {name: value for name, value in overrides.items() if name not in free}
+        refuse_contradictions(told, checkpoint.config, path)
     # no memory until the number of parameters is known to be right
     model = _unet_without_memory(checkpoint.config, path)
     tensors = len(list(model.parameters()))
@@ -551,7 +553,8 @@ def _read_pt(path, overrides):
     except Exception as error:
         raise UserError(f"{path} can't be loaded as a PyTorch file: {_first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("config"), dict):
-        return _from_state(path, state.get("state_dict"), state["config"], state.get("step", 0))
+        return _from_state(path, state.get("state_dict"), state["config"], state.get("step", 0),
+                           state.get("class_names", ()))
     for key in ("state_dict", "model"):
         state = state[key] if isinstance(state, dict) and isinstance(state.get(key), dict) else state
     return _read_bare(path, state, overrides)
@@ -666,9 +669,10 @@ def _read_safetensors(path):
                         f" generate.py --export wrote can be read")
     try:
         config, step = json.loads(metadata["config"]), int(metadata.get("step", 0))
+        names = json.loads(metadata.get("class_names", "[]"))
     except (ValueError, RecursionError):
-        config = step = None
-    return _from_state(path, state, config, step)
+        config = step = names = None
+    return _from_state(path, state, config, step, names)
 
 
 def _need_safetensors(path):
@@ -679,8 +683,8 @@ def _need_safetensors(path):
     return safetensors
 
 
-def _from_state(path, state, config, step):
-    """Checkpoint from tensors by PyTorch's names and a dict with the configuration's fields."""
+def _from_state(path, state, config, step, class_names=()):
+    """Checkpoint from tensors by PyTorch's names, a dict with the configuration's fields, and a list."""
     known = {field.name: field.type for field in dataclasses.fields(Config)}
     if not isinstance(config, dict) or not unet_io.is_number(step, int) or not 0 <= step < 2**31:
         raise UserError(f"{path} is damaged: its configuration or its step, {step!r:.40}, can't be read")
@@ -693,10 +697,16 @@ def _from_state(path, state, config, step):
     except (TypeError, ValueError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     config = Config(**values).check(f"{path}: its configuration")
+    if not isinstance(class_names, (list, tuple)) or not all(isinstance(name, str) and "\n" not in name
+                                                             for name in class_names):
+        raise UserError(f"{path} is damaged: its names of classes are no list of texts of a line each")
+    names = unet_io.class_section(class_names)
+    unet_io.parse_class_names(names.get("class_names", "").encode("utf-8", "surrogatepass"), path, len(class_names),
+                              config.num_classes if config.class_cond else 0)
     _check_tensors(path, state)
     model = _unet_without_memory(config, path)
     weights = _flat_weights(path, state, model, "the model of its configuration")
-    return Checkpoint(config, {"weights": weights}, step=step, tensors=len(state))
+    return Checkpoint(config, {"weights": weights} | names, step=step, tensors=len(state))
 
 
 def save_weights(path, model, checkpoint):
@@ -704,18 +714,21 @@ def save_weights(path, model, checkpoint):
 
     By the ending of `path`: .bin, for ./train_unet; .pt, a dict of "state_dict", "config" and "step" that
     torch.load reads with weights_only=True; .safetensors, with "config" (JSON) and "step" in its metadata.
+    Where they are known the names of the classes go with them, as "class_names": a list, there in JSON.
     """
-    config, step = dataclasses.asdict(checkpoint.config), checkpoint.step
+    config, step, names = dataclasses.asdict(checkpoint.config), checkpoint.step, list(checkpoint.class_names)
     config["ema_rate"] = tuple(config["ema_rate"])  # torch.load takes no class of ours
     state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     if path.endswith(".bin"):
-        weights = dict(weights=to_numpy(file_order(model, state.values())))
+        weights = dict(weights=to_numpy(file_order(model, state.values()))) | unet_io.class_section(names)
         unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=checkpoint.run))
     elif path.endswith((".pt", ".pth")):
         with unet_io.replacing(path) as file:
-            torch.save(dict(state_dict=state, config=config, step=step), file)
+            told = dict(class_names=names) if names else {}
+            torch.save(dict(state_dict=state, config=config, step=step) | told, file)
     elif path.endswith(".safetensors"):
         metadata = dict(format="pt", config=json.dumps(config), step=str(step))
+        metadata |= dict(class_names=json.dumps(names)) if names else {}
         block = _need_safetensors(path).torch.save(state, metadata)
         with unet_io.replacing(path) as file:
             file.write(block)
@@ -1269,6 +1282,86 @@ def replay(model, images, config, steps, dtype=torch.float32, device="cpu"):
     return np.array([trainer.step() for _ in range(steps)])
 
 
+def label_table(model):
+    """The nn.Embedding of a model's classes, of a UNet or of a DiT."""
+    return model.label_emb if isinstance(model, UNet) else model.y_embedder.embedding_table
+
+
+def with_rows(model, config, rows):
+    """A model of this Config with the weights of another one, which knows other classes.
+
+    rows: for each row of the label embedding that of the other model; -1: a fresh one.
+    """
+    fresh = init_weights(UNet(config), config.seed)
+    fresh.load_state_dict({name: value for name, value in model.state_dict().items()
+                           if not name.startswith("label_emb.")}, strict=False)
+    for row, before in enumerate(rows):
+        if before >= 0:
+            label_table(fresh).weight.data[row] = label_table(model).weight.data[before]
+    return fresh
+
+
+def kept_rows(config, names, source, before):
+    """(the rows that with_rows takes, or None where all stay; what is said of them).
+
+    names: of the images' classes, which the new model is to know; before: of the classes of source, a Config.
+    """
+    known = source.num_classes if source.class_cond else 0
+    had_none, has_none = bool(known and source.cond_drop_prob), config.cond_drop_prob > 0
+    places = {unet_io.nfc(name): number for number, name in enumerate(before)}
+    rows = []
+    for row in range(config.num_classes):
+        if row < len(names) and before:
+            rows.append(places.get(unet_io.nfc(names[row]), -1))
+        else:
+            rows.append(row if len(before) <= row < known else -1)
+    kept, fresh = ([name for name, row in zip(names, rows) if (row >= 0) == stays] for stays in (True, False))
+    if has_none:
+        rows.append(known if had_none else -1)
+    if rows == list(range(source.label_rows())):
+        return None, ""
+    now = set(map(unet_io.nfc, names))
+    said = [(kept, "kept"), (fresh, "new"), ([name for name in before if unet_io.nfc(name) not in now], "dropped")]
+    parts = [f"{unet_io.listed(group)} {'are' if len(group) > 1 else 'is'} {what}" for group, what in said if group]
+    parts = parts if kept else ["none is known", *parts]
+    if has_none != had_none:
+        parts.append(f"and the row for no class is {'new' if has_none else 'dropped'}")
+    return rows, ", ".join(parts)
+
+
+def plan_classes(config, run, given, source, path, data_names):
+    """(names of the run's classes, kept_rows for with_rows or None, notes); sets config.num_classes.
+
+    By the names all files are matched: those of the weights that the run continues, or of its images.
+    source: the Checkpoint that it starts from, if any, its path; data_names: of the images' classes.
+    """
+    notes, before = [], source.class_names if source else ()
+    known = source.config.num_classes if source and source.config.class_cond else 0
+    if run.class_names and known and not before:
+        before = unet_io.read_class_names(run.class_names)
+        if len(before) != known:
+            raise UserError(f"--class_names {run.class_names} has {unet_io.counted(len(before), 'line')} and the"
+                            f" model {known} classes")
+    elif run.class_names:
+        notes.append(f"--class_names {run.class_names} is not needed: the classes are called as"
+                     f" {path if before else run.data_file} calls them")
+    if known and not before:
+        notes.append(f"{path} does not name its classes, which are taken for those of {run.data_file} in their order,"
+                     f" {unet_io.listed(data_names)}; --class_names FILE tells others")
+    if run.resume is not None:
+        return before or data_names, None, notes
+    if not config.num_classes or "num_classes" not in given and source:
+        same = not before or before == data_names
+        config.num_classes = known if known and same else len(data_names)
+    if known and not before and config.num_classes != known:
+        raise UserError(f"--num_classes {config.num_classes} contradicts {path}, which was made with {known} classes"
+                        f" and does not name them; leave the flag out, or name them with --class_names FILE")
+    if not source:
+        return data_names, None, notes
+    rows, line = kept_rows(config, data_names, source.config, before)
+    return data_names, rows, notes + [f"{path} is trained on for the classes of {run.data_file}: {line}"] * bool(line)
+
+
 def debug_state(prefix, config, images=None, steps=0):
     """Write reference values for the tests of the C++ program; the gradients of step 0 in float64.
 
@@ -1323,6 +1416,7 @@ RUN_FLAGS = {  # name: (default, help)
     "data_dir": ("", "images for prepare_data.py, which makes OUT_DIR/data_SIZE.bin of them; replaces --data_file"),
     "val_file": ("", "images for a validation loss at every save"),
     "model_weights": ("", "a .bin, .pt or .safetensors to start from instead of new weights"),
+    "class_names": ("", "a text, a line a class: names for weights that don't name their classes"),
     "out_dir": ("out", "folder for checkpoints, metrics.jsonl and samples"),
     "log_every": (50, "steps between two lines of the log"),
     "save_every": (1000, "steps between two checkpoints, 0 for none but the last"),
@@ -1397,35 +1491,47 @@ def pick_device(name=""):
     return name or best
 
 
-def adopt(config, given, source, path, names):
-    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
-    refuse_contradictions({name: given[name] for name in names if name in given}, source, path)
+def adopt(config, given, source, path, names, free=()):
+    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it.
+
+    free: flags that may.
+    """
+    given = {name: given[name] for name in names if name in given}
+    refuse_contradictions({name: value for name, value in given.items() if name not in free}, source, path)
     for name in names:
         if name not in given:
             setattr(config, name, getattr(source, name))
 
 
 def start_model(config, run, given):
-    """(model, checkpoint to restore or None, its path): new weights, --model_weights or --resume."""
+    """(model, Checkpoint, path) of --model_weights or --resume; (None, None, "") for new weights."""
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        for name in unet_io.TEXT_SECTIONS:
+        for name in unet_io.FLAG_SECTIONS:
             if name not in given and name in checkpoint.sections:
                 setattr(run, name, checkpoint.sections[name])
         for name in ("steps", "log_every", "save_every", "sample_every"):
             if name not in given:
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
-    if run.model_weights:
-        told = {name: value for name, value in (unet_io.PRESETS.get(run.preset, {}) | given).items()
-                if name in ARCHITECTURE + DIFFUSION and run.model_weights.endswith((".pt", ".pth"))}
-        model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told)
-        adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION)
-        return model, None, run.model_weights
+    if not run.model_weights:
+        return None, None, ""
+    told = {name: value for name, value in (unet_io.PRESETS.get(run.preset, {}) | given).items()
+            if name in ARCHITECTURE + DIFFUSION and run.model_weights.endswith((".pt", ".pth"))}
+    free = OF_CLASSES if given.get("class_cond", True) else ()
+    model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told, free=free)
+    if not (checkpoint.config.class_cond or given.get("class_cond")):
+        free = ()
+    adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free)
+    return model, checkpoint, run.model_weights
+
+
+def new_model(config, run):
+    """A UNet with fresh weights."""
     torch.manual_seed(config.seed)
     model = UNet(config)
-    return (model if run.init == "torch" else init_weights(model, config.seed)), None, ""
+    return model if run.init == "torch" else init_weights(model, config.seed)
 
 
 def refuse_other_run(folder):
@@ -1502,10 +1608,9 @@ def train(config, run, given):
     device = pick_device(run.device)
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.cudnn.benchmark = True
-    if config.class_cond and not config.num_classes and not run.data_dir and os.path.isfile(run.data_file):
-        config.num_classes = len(unet_io.read_images(run.data_file).class_names)
     model, checkpoint, path = start_model(config, run, given)
-    if not checkpoint:
+    resumes = run.resume is not None
+    if not resumes:
         refuse_other_run(run.out_dir)
         note_unused_start(run)
     os.makedirs(run.out_dir, exist_ok=True)
@@ -1513,11 +1618,24 @@ def train(config, run, given):
     validation = unet_io.read_images(run.val_file) if run.val_file else None
     if validation:
         validation.check_size(config.image_size, config.in_channels)
+    names, rows, notes = (), None, []
+    if config.class_cond:
+        names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
+    before = checkpoint.sections.get("data_checksum", "") if resumes else ""
+    if before and images.checksum and before != images.checksum:
+        notes.append(f"{images.path} is not the file that the run had images from until step {checkpoint.step} (its"
+                     f" checksum is {images.checksum}, and was {before}); from here on it learns from this one")
+    if config.class_cond and len(names) <= config.num_classes:  # or else check_labels says so
+        notes += filter(None, [images.match_classes(names)])
+        notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
+    model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
+    for line in notes:
+        unet_io.say(f"note: {line}")
     compile = device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
                       operators=run.operators)
     smoothed = None
-    if checkpoint:
+    if resumes:
         trainer.restore(checkpoint, path)
         smoothed = checkpoint.smoothed_loss
         unet_io.say(f"resumed {path} after step {trainer.steps_done}")
@@ -1549,14 +1667,15 @@ def train(config, run, given):
         settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_FIELDS}
         state = trainer.checkpoint(smoothed or 0.0, settings, data_file=os.path.abspath(images.path),
                                    val_file=run.val_file and os.path.abspath(run.val_file),
-                                   model_weights=run.model_weights and os.path.abspath(run.model_weights))
+                                   model_weights=run.model_weights and os.path.abspath(run.model_weights),
+                                   data_checksum=images.checksum, **unet_io.class_section(names))
         unet_io.write_checkpoint(name, state)
         unet_io.say(f"saved {name}")
         return name
 
-    saved = path if checkpoint else ""
+    saved = path if resumes else ""
     metrics = Metrics(os.path.join(run.out_dir, "metrics.jsonl"), trainer.steps_done)
-    if run.steps == 0 and not checkpoint:
+    if run.steps == 0 and not resumes:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
         saved = save()
     bar = tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None)
@@ -1588,11 +1707,11 @@ def train(config, run, given):
             last_time, last_step = time.time(), step
         if run.sample_every and step % run.sample_every == 0:
             name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
-            classes, columns = unet_io.spread_classes(config, range(config.num_classes), 16)
+            classes, columns = unet_io.spread_classes(config, range(len(names) or config.num_classes), 16)
             pictures = unet_io.to_uint8(sample_average(trainer, range(16), classes).numpy())
             try:
                 unet_io.save_grid(name, pictures, columns)
-                unet_io.say(f"wrote {name}")
+                unet_io.say(f"wrote {name}" + f" (rows: {', '.join(names)})" * bool(columns and names))
             except UserError as error:
                 tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
             last_time, last_step = time.time(), step
@@ -1625,8 +1744,13 @@ def main():
         if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
             raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
                             f" another")
-        model, _, _ = start_model(config, run, given)
-        checkpoint = Checkpoint(config, {"weights": to_numpy(file_order(model, model.parameters()))})
+        model, source, path = start_model(config, run, given)
+        if source and any(getattr(config, name) != getattr(source.config, name) for name in OF_CLASSES):
+            raise UserError(f"--init_model_only writes {path} with its own classes, whatever --class_cond, --num_classes"
+                            f" and --cond_drop_prob say; leave them out")
+        model = new_model(config, run) if model is None else model
+        checkpoint = Checkpoint(config, {"weights": to_numpy(file_order(model, model.parameters()))}
+                                | unet_io.class_section(source.class_names if source else ()))
         unet_io.write_checkpoint(target, checkpoint)
         preset = f" --preset {run.preset}" if "preset" in given else ""
         count = sum(p.numel() for p in model.parameters())

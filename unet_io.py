@@ -218,6 +218,19 @@ def counted(n, noun):
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def listed(names, most=8):
+    """'apple, banana and 3 more': names in a sentence, at most as many as one can take in."""
+    names = [name if len(name) <= 80 else f"{name[:80]}..." for name in names]
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def nfc(name):
+    """A name as names are compared: é may be one letter of Unicode or two, and is the same."""
+    return unicodedata.normalize("NFC", name)
+
+
 # ----------------------------------------------------------------------------------------------------
 # 2. random numbers
 #
@@ -854,8 +867,9 @@ class Images:
     """A data set. pixels: (N, C, H, W), uint8 or float32, mapped and read on demand."""
     pixels: np.ndarray
     labels: np.ndarray = None  # int32 (N,) or None
-    class_names: tuple = ()
+    class_names: tuple = ()    # which they number; some may have no image
     path: str = "images"
+    checksum: str = ""         # the file's, 8 hexadecimal digits; old ones have none
 
     def __len__(self):
         return len(self.pixels)
@@ -869,6 +883,32 @@ class Images:
             raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make"
                             " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
                             f" --image_size {image_size}")
+
+    def match_classes(self, names, trains=True):
+        """Number the labels as a model does whose classes have these names. Raises UserError for others.
+
+        Returns what else differs in a sentence, "" where nothing does. trains: of each class images are needed.
+        """
+        if self.labels is None:
+            raise UserError(f"{self.path} has no labels, and the model knows classes: make it with"
+                            f" prepare_data.py --labels")
+        known = {nfc(name): number for number, name in enumerate(names)}
+        images = np.bincount(self.labels, minlength=len(self.class_names))
+        numbers = np.array([known.get(nfc(name), -1) for name in self.class_names], np.int32)
+        unknown = [name for name, n, count in zip(self.class_names, numbers, images) if n < 0 and count]
+        if unknown:
+            raise UserError(f"{self.path} has images of {listed(unknown)}, which the model does not know: its"
+                            f" classes are {listed(names)}")
+        moved = [f"{name} is number {i} there and {n} in the model"
+                 for i, (name, n, count) in enumerate(zip(self.class_names, numbers, images)) if count and n != i]
+        there = {nfc(name) for name, count in zip(self.class_names, images) if count or not trains}
+        lacking = [name for name in names if nfc(name) not in there]
+        lacks = f"has no images of {listed(lacking)}" if lacking else ""
+        self.labels, self.class_names = numbers[self.labels], tuple(names)
+        if moved:
+            return (f"{self.path} numbers its classes otherwise and is matched by their names: {moved[0]}"
+                    + f"; it {lacks}" * bool(lacks))
+        return lacks and f"{self.path} {lacks}, which the model knows"
 
     def check_labels(self, config):
         """Raise UserError unless there are the labels that class_cond needs."""
@@ -890,6 +930,34 @@ class Images:
         if self.pixels.dtype == np.uint8:
             return total / np.float32(127.5 * k * k) - np.float32(1)
         return total / np.float32(k * k)
+
+
+def parse_class_names(data, path, least, most):
+    """The names of classes in bytes of UTF-8, each ended by a newline, from least to most of them: a tuple."""
+    count = data.count(b"\n")
+    if not least <= count <= most or data and not data.endswith(b"\n"):
+        raise UserError(f"{path} is damaged: it has {count} names of classes for {most} classes")
+    try:
+        names = tuple(data.decode("utf-8").split("\n")[:-1])
+    except UnicodeDecodeError:
+        names = ("\0",)
+    if any("\0" in name for name in names):
+        raise UserError(f"{path} is damaged: its names of classes are no text in UTF-8")
+    if "" in names:
+        raise UserError(f"{path} is damaged: it has a class without a name")
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise UserError(f"{path} is damaged: it has two classes called {twice}")
+    return names
+
+
+def read_class_names(path):
+    """A text file's lines as names of classes 0, 1 ...: a tuple. Raises UserError."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return tuple(line.strip() for line in file)
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}") from None
 
 
 def read_images(path):
@@ -924,12 +992,11 @@ def read_images(path):
             raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}"
                             + ", outside [-1, 1]" * (version == 0))
     images = Images(pixels.reshape(shape), path=path)
+    if version:
+        images.checksum = f"{int(header[9]) & 0xFFFFFFFF:08x}"
     if classes:
         images.labels = np.frombuffer(data[end:labels_end].tobytes(), "<i4")
-        names = data[labels_end:].tobytes().decode("utf-8", "replace")
-        images.class_names = tuple(names.split("\n")[:-1])
-        if not names.endswith("\n") or len(images.class_names) != classes:
-            raise UserError(f"{path} has {len(images.class_names)} class names for {classes} classes")
+        images.class_names = parse_class_names(data[labels_end:].tobytes(), path, classes, classes)
         if images.labels.min() < 0 or images.labels.max() >= classes:
             raise UserError(f"{path} has a label outside 0 ... {classes - 1}")
     return images
@@ -1030,7 +1097,8 @@ def write_old_images(path, pixels):
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
 TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
-TEXT_SECTIONS = ("data_file", "val_file", "model_weights", "guidance_interval")
+FLAG_SECTIONS = ("data_file", "val_file", "model_weights", "guidance_interval")
+TEXT_SECTIONS = (*FLAG_SECTIONS, "class_names", "data_checksum")
 WEIGHTS_VERSION, VERSION_2_FIELD = 2, 107  # the latter and those behind it are new in version 2
 
 
@@ -1045,6 +1113,16 @@ class Checkpoint:
     tensors: int = 0  # number of parameter tensors; 0 when the file doesn't tell
     old: bool = False
     run: dict = dataclasses.field(default_factory=dict)  # what the header tells of RUN_FIELDS
+
+    @property
+    def class_names(self):
+        """The names of the model's first classes, by number: a tuple; () where they are not known."""
+        return tuple(self.sections.get("class_names", "").split("\n")[:-1])
+
+
+def class_section(names):
+    """{"class_names": text} for a Checkpoint's sections; {} without names."""
+    return {"class_names": "".join(f"{name}\n" for name in names)} if names else {}
 
 
 # Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
@@ -1163,7 +1241,13 @@ def read_checkpoint(path, kind=Config):
         raise UserError(f"{path} is damaged: its loss is no number")
     run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()
            if version > 1 or index < VERSION_2_FIELD}
-    return Checkpoint(_unpack_config(header, path, kind), sections, step, float(floats[60]), tensors, run=run)
+    config = _unpack_config(header, path, kind)
+    if "class_names" in table:
+        first, last = table["class_names"]
+        parse_class_names(data[first:last].tobytes(), path, 0, config.num_classes if config.class_cond else 0)
+    if not re.fullmatch("[0-9a-f]{8}|", sections.get("data_checksum", "")):
+        raise UserError(f"{path} is damaged: its section data_checksum is no checksum")
+    return Checkpoint(config, sections, step, float(floats[60]), tensors, run=run)
 
 
 def _read_old_weights(path, header, data):

@@ -22,6 +22,7 @@
     int depth, hidden_size, patch_size; \
     float mlp_ratio;
 enum { NETWORK_MAGIC = 0x00546944 };  // "DiT"
+#define LABEL_TABLE "y_embedder.embedding_table.weight"
 enum BlockKind { BLOCK_EMBED, BLOCK_PATCHES, BLOCK_TRANSFORMER, BLOCK_FINAL };
 static const char* const BLOCK_NAMES[] = {"embedding", "patches", "transformer", "final"};
 
@@ -539,7 +540,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         add_linear(&plan, name, {D, first ? FREQUENCIES : D}, 1, false, first ? 2 : 3);
     }
     if (int classes = label_rows(c))
-        add_parameter(&plan, "y_embedder.embedding_table.weight", {classes, D}, INIT_NORMAL);
+        add_parameter(&plan, LABEL_TABLE, {classes, D}, INIT_NORMAL);
     for (Parameter& t : std::span(plan.tensors).subspan(2))
         if (is_matrix(t)) t.init = INIT_NORMAL, t.scale = 0.02f;
     Block embed = {.kind = BLOCK_EMBED, .C = FREQUENCIES, .H = 1, .out_H = 1};

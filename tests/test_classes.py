@@ -1,5 +1,12 @@
 """Labels from the image file to the pictures: preparing, training, resuming, drawing by class, refusals."""
+import contextlib
 import gzip
+import io
+import json
+import signal
+import subprocess
+import types
+import unicodedata
 import zlib
 
 import numpy as np
@@ -10,8 +17,7 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run, same_bits, start_flags,
-    write_toy_images)
+    TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run, same_bits, start_flags, write_toy_images)
 from unet_io import Config, UserError
 
 CLASSES = TOY | dict(class_cond=True, num_classes=3, cond_drop_prob=0.3, predict="v")
@@ -214,3 +220,456 @@ def test_create_model_with_classes():
             model(*wrong)
     with pytest.raises(UserError, match="num_classes"):
         train_unet.UNet(Config(**TOY | dict(class_cond=True)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# classes are names: whatever numbers a file gives them
+
+FRUIT = ("apple", "banana", "cherry")
+PROGRAMS = ("train_unet", "train_unet.py")
+
+
+def write_fruit(path, names, shown=FRUIT, n=12, seed=1):
+    """Images of the classes `shown` in turns, whose pixels tell the class, in a file that numbers `names` so."""
+    coarse = np.random.default_rng(seed).integers(0, 160, (n, 3, 8, 8))
+    classes = [shown[i % len(shown)] for i in range(n)]
+    pixels = coarse + np.array([sum(map(ord, name)) % 96 for name in classes])[:, None, None, None]
+    numbered(path, pixels.astype(np.uint8), classes, names)
+    return str(path)
+
+
+def numbered(path, pixels, classes, names):
+    """An image file as FORMATS.md has it, of these names in this order, be there images of them or not."""
+    text = "".join(f"{name}\n" for name in names).encode()
+    labels = np.array([names.index(name) for name in classes], "<i4")
+    data = pixels.tobytes() + labels.tobytes() + text
+    header = np.zeros(256, "<i4")
+    header[:9] = [unet_io.IMAGES_MAGIC, *pixels.shape, 1, 1, len(names), len(text)]
+    header[9] = np.uint32(zlib.crc32(header.tobytes(), zlib.crc32(data))).view(np.int32)
+    path.write_bytes(header.tobytes() + data)
+
+
+def named_file(path, config, names):
+    """Perturbed weights whose classes have these names; () for none. -> the model"""
+    model = perturbed_file(path, config)
+    checkpoint = unet_io.read_checkpoint(str(path))
+    checkpoint.sections |= unet_io.class_section(names)
+    unet_io.write_checkpoint(str(path), checkpoint)
+    return model
+
+
+def started(program, *flags, status=0):
+    """Run one of PROGRAMS with flags for ./train_unet; train_unet.py here, which is quicker. -> stdout and stderr"""
+    if program == "train_unet":
+        return run(TRAIN, *flags, status=status)
+    flags = list(map(str, flags))
+    for name in ("--num_samples", "--sample_steps"):
+        if name in flags:
+            at = flags.index(name)
+            del flags[at:at + 2]
+    handled = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        sentence = call(train_unet, *flags, "--sample_every", 0, "--device", "cpu")
+    for number, handler in handled.items():
+        signal.signal(number, handler)
+    assert bool(sentence) == bool(status), sentence
+    return types.SimpleNamespace(stdout=out.getvalue(), stderr=f"error: {sentence}\n" if sentence else "")
+
+
+def turned_away(program, *flags, says):
+    """The command ends with one sentence on stderr that holds every string of `says`."""
+    result = started(program, *flags, status=1)
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result.stderr
+    for text in says:
+        assert text in result.stderr, (text, result.stderr)
+
+
+def notes_in(result):
+    return [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+
+
+def val_loss(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["val_loss"] for line in lines if "val_loss" in line]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_validation_by_name(tmp_path, program):
+    """A validation file that lacks a class, and numbers the others anew, has the loss of one with the model's numbers.
+    """
+    config = Config(**CLASSES)
+    perturbed_file(tmp_path / "w.bin", config)
+    data = write_fruit(tmp_path / "data.bin", FRUIT)
+    losses, notes = {}, {}
+    for name, names in dict(right=FRUIT, moved=("apple", "cherry"), mirrored=FRUIT[::-1],
+                            more=("apple", "cherry", "date")).items():
+        held_out = write_fruit(tmp_path / f"{name}.bin", names, ("apple", "cherry"), 8, seed=2)
+        result = started(program, *start_flags(config, data, tmp_path / name, 2, model_weights=tmp_path / "w.bin"),
+                         "--val_file", held_out)
+        losses[name] = val_loss(tmp_path / name)
+        notes[name] = [line for line in notes_in(result) if f"{name}.bin" in line]
+    assert losses["right"] and losses["moved"] == losses["mirrored"] == losses["more"] == losses["right"]
+    assert not notes["right"] and "cherry is number 1 there and 2 in the model" in notes["moved"][0]
+    assert "cherry is number 0 there and 2 in the model" in notes["mirrored"][0]
+    assert all(len(notes[name]) == 1 for name in ("moved", "mirrored", "more"))
+    assert [name for name in notes if "has no images of banana" in "".join(notes[name])] == ["moved", "more"]
+    stranger = write_fruit(tmp_path / "stranger.bin", ("apple", "date"), ("apple", "date"))
+    turned_away(program, *start_flags(config, data, tmp_path / "no", 2), "--val_file", stranger,
+                says=["stranger.bin", "date", "its classes are apple, banana and cherry"])
+    bare = tmp_path / "bare.bin"
+    unet_io.write_images(str(bare), unet_io.read_images(data).pixels)
+    turned_away(program, *start_flags(config, data, tmp_path / "no", 2), "--val_file", bare, says=["bare.bin", "labels"])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_resume_by_name(tmp_path, program):
+    """Resumed with the same images under other numbers, a run has the same bits; what differs is said, a class that the
+    model doesn't know refused."""
+    config = Config(**CLASSES)
+    data, moved = write_fruit(tmp_path / "data.bin", FRUIT), write_fruit(tmp_path / "moved.bin", FRUIT[::-1])
+    for name in ("a", "b", "c"):
+        started(program, *start_flags(config, data, tmp_path / name, 2))
+    file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "a", 2)))
+    assert file.class_names == FRUIT and file.sections["data_checksum"] == unet_io.read_images(data).checksum
+    quick = ["--num_samples", 0, "--out_dir"]
+    assert not notes_in(started(program, "--steps", 4, *quick, tmp_path / "a", "--resume"))
+    lines = notes_in(started(program, "--steps", 4, *quick, tmp_path / "b", "--data_file", moved, "--resume"))
+    assert len(lines) == 2 and "is not the file that the run had images from until step 2" in lines[0]
+    assert file.sections["data_checksum"] in lines[0] and "cherry is number 0 there and 2 in the model" in lines[1]
+    files = [unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4))) for name in ("a", "b")]
+    for section in unet_io.TENSOR_SECTIONS[:2]:
+        assert same_bits(files[0].sections[section], files[1].sections[section])
+    assert files[1].class_names == FRUIT
+    assert files[1].sections["data_checksum"] == unet_io.read_images(moved).checksum
+    stranger = write_fruit(tmp_path / "stranger.bin", (*FRUIT, "date"), ("apple", "date"))
+    turned_away(program, "--steps", 4, *quick, tmp_path / "c", "--data_file", stranger, "--resume",
+                says=["stranger.bin has images of date", "its classes are apple, banana and cherry"])
+    fewer = write_fruit(tmp_path / "fewer.bin", FRUIT[:2], FRUIT[:2])
+    lines = notes_in(started(program, "--steps", 4, *quick, tmp_path / "c", "--data_file", fewer, "--resume"))
+    assert "has no images of cherry" in lines[1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_unnamed_checkpoints(tmp_path, program):
+    """A checkpoint from before names were stored: its classes are taken for the file's, which is said; from then on it
+    has names. --class_names tells others."""
+    config = Config(**CLASSES)
+    data = write_fruit(tmp_path / "data.bin", FRUIT)
+    for name in ("a", "b", "c"):
+        started(program, *start_flags(config, data, tmp_path / name, 2))
+        path = str(checkpoint_in(tmp_path / name, 2))
+        file = unet_io.read_checkpoint(path)
+        del file.sections["class_names"], file.sections["data_checksum"]
+        unet_io.write_checkpoint(path, file)
+    go_on = ["--steps", 3, "--num_samples", 0, "--resume", "--out_dir"]
+    lines = notes_in(started(program, *go_on, tmp_path / "a"))
+    assert len(lines) == 1 and "does not name its classes" in lines[0] and "apple, banana and cherry" in lines[0]
+    assert unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "a", 3))).class_names == FRUIT
+    (tmp_path / "names").write_text("apple\nbanana\ncherry\n")
+    moved = write_fruit(tmp_path / "moved.bin", FRUIT[::-1])
+    lines = notes_in(started(program, *go_on, tmp_path / "b", "--data_file", moved, "--class_names",
+                             tmp_path / "names"))
+    assert len(lines) == 1 and "matched by their names" in lines[0]
+    first, second = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 3))) for name in "ab")
+    assert same_bits(first.sections["weights"], second.sections["weights"]) and second.class_names == FRUIT
+    many = write_fruit(tmp_path / "many.bin", (*FRUIT, "date"))
+    turned_away(program, *go_on, tmp_path / "c", "--data_file", many, says=["4", "3", "many.bin"])
+
+
+# ----------------------------------------------------------------------------------------------------
+# fine-tuning
+
+def first_state(program, folder, config, data, weights, *flags):
+    """(state dict, Checkpoint, notes) of a run of no steps."""
+    words = ["--data_file", data, "--out_dir", folder, "--steps", 0, "--model_weights", weights, "--seed", config.seed,
+             "--num_samples", 0, *flags]
+    result = started(program, *words)
+    model, checkpoint = train_unet.load_model(str(checkpoint_in(folder, 0)))
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}, checkpoint, notes_in(result)
+
+
+def fresh_rows(config):
+    """The table of classes of a new run."""
+    model = train_unet.init_weights(train_unet.UNet(config), config.seed)
+    return model.label_emb.weight.detach().numpy()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_other_classes(tmp_path, program):
+    """Rows of known names go to their new numbers, others begin anew, the row for no class stays."""
+    config = Config(**CLASSES)
+    old = {name: p.detach().numpy() for name, p in named_file(tmp_path / "w.bin", config, FRUIT).named_parameters()}
+    rows = old.pop("label_emb.weight")
+
+    def tune(name, names, *flags, cond_drop_prob=0.3, num_classes=None, weights="w.bin"):
+        data = write_fruit(tmp_path / f"{name}.bin", names, names)
+        state, checkpoint, notes = first_state(program, tmp_path / name, config, data, tmp_path / weights, *flags)
+        assert checkpoint.class_names == names and checkpoint.config.num_classes == (num_classes or len(names))
+        table = state.pop("label_emb.weight")
+        assert all(same_bits(state[key], old[key]) for key in old) and state.keys() == old.keys()
+        now = Config(**CLASSES | dict(num_classes=num_classes or len(names), cond_drop_prob=cond_drop_prob))
+        return table, fresh_rows(now), notes
+
+    table, fresh, notes = tune("other", ("avocado", "banana", "cherry", "date"))
+    assert same_bits(table[[1, 2, 4]], rows[[1, 2, 3]]) and np.abs(table - fresh)[[0, 3]].max() < 2e-6
+    assert len(notes) == 1 and "banana and cherry are kept, avocado and date are new, apple is dropped" in notes[0]
+    table, _, notes = tune("same", FRUIT)
+    assert same_bits(table, rows) and not notes
+    table, _, notes = tune("turned", FRUIT[::-1])
+    assert same_bits(table, rows[[2, 1, 0, 3]]) and "are kept" in notes[0] and len(notes) == 1
+    table, fresh, notes = tune("room", ("apple", "date"), "--num_classes", 4, num_classes=4)
+    assert same_bits(table[[0, 4]], rows[[0, 3]]) and np.abs(table - fresh)[1:4].max() < 2e-6
+    table, _, notes = tune("told", FRUIT, "--cond_drop_prob", 0, cond_drop_prob=0)
+    assert same_bits(table, rows[:3]) and "the row for no class is dropped" in notes[0]
+    strangers, fresh, notes = tune("strangers", ("x", "y"))
+    assert same_bits(strangers[2], rows[3]) and "none is known, x and y are new" in notes[0]
+
+    four = write_fruit(tmp_path / "four.bin", (*FRUIT, "date"))
+    turned_away(program, "--data_file", four, "--out_dir", tmp_path / "no", "--steps", 0, "--model_weights",
+                tmp_path / "w.bin", "--num_classes", 3, says=["four.bin has 4 classes", "3"])
+    named_file(tmp_path / "none.bin", Config(**CLASSES | dict(cond_drop_prob=0.0)), FRUIT)
+    _, fresh, notes = tune("hidden", FRUIT, "--cond_drop_prob", 0.3, weights="none.bin")
+    assert "the row for no class is new" in notes[0]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_weights_of_fewer_words(tmp_path, program):
+    """Weights without names, and weights without classes: what is assumed is said, what can't be refused."""
+    config = Config(**CLASSES)
+    model = perturbed_file(tmp_path / "w.bin", config)
+    rows = model.label_emb.weight.detach().numpy()
+    two = write_fruit(tmp_path / "two.bin", ("cherry", "date"), ("cherry", "date"))
+    state, checkpoint, notes = first_state(program, tmp_path / "a", config, two, tmp_path / "w.bin")
+    assert same_bits(state["label_emb.weight"], rows) and checkpoint.class_names == ("cherry", "date")
+    assert len(notes) == 1 and "w.bin does not name its classes" in notes[0] and "cherry and date" in notes[0]
+    (tmp_path / "names").write_text("apple\nbanana\ncherry\n")
+    state, checkpoint, notes = first_state(program, tmp_path / "b", config, two, tmp_path / "w.bin", "--class_names",
+                                           tmp_path / "names")
+    assert same_bits(state["label_emb.weight"][[0, 2]], rows[[2, 3]]) and len(notes) == 1
+    assert "cherry is kept, date is new, apple and banana are dropped" in notes[0]
+    start = ["--data_file", two, "--steps", 0, "--model_weights", tmp_path / "w.bin", "--out_dir", tmp_path / "no"]
+    turned_away(program, *start, "--num_classes", 2, says=["--num_classes 2 contradicts", "--class_names FILE"])
+    turned_away(program, *start, "--class_cond", 0, says=["--class_cond", "contradicts"])
+
+    plain = Config(**TOY | dict(predict="v"))
+    old = {name: p.detach().numpy() for name, p in perturbed_file(tmp_path / "plain.bin", plain).named_parameters()}
+    state, checkpoint, notes = first_state(program, tmp_path / "c", config, two, tmp_path / "plain.bin",
+                                           "--class_cond", 1, "--cond_drop_prob", 0.1)
+    table = state.pop("label_emb.weight")
+    assert all(same_bits(state[key], old[key]) for key in old) and state.keys() == old.keys()
+    assert np.abs(table - fresh_rows(Config(**CLASSES | dict(num_classes=2, cond_drop_prob=0.1)))).max() < 2e-6
+    assert len(notes) == 1 and "none is known, cherry and date are new, and the row for no class is new" in notes[0]
+    start[5] = tmp_path / "plain.bin"
+    turned_away(program, *start, "--num_classes", 2, says=["--num_classes", "contradicts"])
+
+
+def test_other_classes_once_more(tmp_path):
+    """config.txt of a fine-tuning is the same run once more; so is the run, resumed."""
+    named_file(tmp_path / "w.bin", Config(**CLASSES), FRUIT)
+    data = write_fruit(tmp_path / "data.bin", ("banana", "date", "elder", "fig"), ("banana", "date", "fig"))
+    words = ["--data_file", data, "--model_weights", tmp_path / "w.bin", "--num_samples", 0, "--batch_size", 4]
+    result = run(TRAIN, *words, "--out_dir", tmp_path / "a", "--steps", 4)
+    assert [line for line in notes_in(result) if "data.bin has no images of elder, which the model knows" in line]
+    run(TRAIN, "--config", tmp_path / "a/config.txt", "--out_dir", tmp_path / "b")
+    run(TRAIN, *words, "--out_dir", tmp_path / "c", "--steps", 2)
+    run(TRAIN, "--resume", tmp_path / "c", "--steps", 4)
+    files = [unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4))) for name in "abc"]
+    assert all(same_bits(files[0].sections["weights"], file.sections["weights"]) for file in files[1:])
+    assert all(file.class_names == ("banana", "date", "elder", "fig") for file in files)
+    assert files[0].config.num_classes == 4
+
+
+def test_room_for_classes(tmp_path):
+    """More classes than names: pictures are drawn of those with names, and grids while training too."""
+    data = write_fruit(tmp_path / "data.bin", FRUIT)
+    config = Config(**CLASSES | dict(num_classes=9))
+    text = run(TRAIN, *start_flags(config, data, tmp_path / "run", 2), "--num_samples", 6).stdout
+    assert "samples_00000002.png (rows: apple, banana, cherry)" in text
+    assert unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 2))).config.num_classes == 9
+    draw = [TRAIN, "--out_dir", tmp_path / "run", "--sample_steps", 2, "--output_name", tmp_path / "x.png"]
+    assert "(rows: apple, banana, cherry)" in run(*draw, "--generate", 6).stdout
+    refused(*draw, "--generate", 1, "--class", 5, says=["no class called '5'", "apple, banana and cherry"], status=2)
+
+
+# ----------------------------------------------------------------------------------------------------
+# drawing
+
+def both_draw(folder, weights, count, *flags):
+    """(picture of ./train_unet, picture of generate.py, what the first printed); a sentence in place of what is refused.
+    """
+    words = ["--sample_steps", 3, *flags]
+    name = folder / "x.png"
+    if name.exists():
+        name.unlink()
+    command = [TRAIN, "--model_weights", folder / weights, "--generate", count, "--output_name", name, *words]
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    ours = picture(name) if not result.returncode else result.stderr
+    if name.exists():
+        name.unlink()
+    sentence = call(generate, "--model_filename", folder / weights, "--num_images", count, "--output_name", name,
+                    "--device", "cpu", *words)
+    return ours, sentence or picture(name), result.stdout
+
+
+NAMES = {  # what --class says: the numbers of the classes
+    ("circle", "square", "triangle"): {"square": [1], "triangle,circle": [2, 0], "square, circle": [1, 0]},
+    ("1", "2", "10", "11", "12"): {"2": [1], "11": [3], "1-2": [0, 1], "10-12,1": [2, 3, 4, 0]},
+    ("00", "01", "02", "10"): {"2": [2], "02": [2], "0-2": [0, 1, 2]},
+    ("cat", "cat, small", "small", "0-1", "x-y"): {
+        "cat, small": [1], "cat, small,cat": [1, 0], "0-1": [3], "x-y,0-1": [4, 3], "small,cat": [2, 0]}}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_class_by_name(tmp_path, names):
+    """--class takes the stored names first; both programs draw what a model without names draws by number."""
+    config = Config(**CLASSES | dict(num_classes=len(names)))
+    named_file(tmp_path / "named.bin", config, names)
+    perturbed_file(tmp_path / "plain.bin", config)
+    for text, numbers in NAMES[names].items():
+        count = 2 * len(numbers)
+        ours, theirs, said = both_draw(tmp_path, "named.bin", count, "--class", text)
+        expected, _, _ = both_draw(tmp_path, "plain.bin", count, "--class", ",".join(map(str, numbers)))
+        assert (ours == expected).all() and np.abs(ours - theirs).max() <= 2, text
+        rows = ", ".join(names[number] for number in numbers)
+        assert (f"(rows: {rows})" in said) == (len(numbers) > 1)
+    for text in ("nobody", "3-", "", "7"):
+        for answer in both_draw(tmp_path, "named.bin", 1, "--class", text)[:2]:
+            assert not isinstance(answer, str) if text == "" else "--class" in answer and answer.count("\n") <= 1
+
+
+def test_unicode_names():
+    """Letters of one or of two characters are the same name."""
+    two = unicodedata.normalize("NFD", "café")
+    assert two != "café" and generate.parse_classes(two, ("bar", "café"), 2) == [1]
+    images = unet_io.Images(np.zeros((2, 3, 8, 8), np.uint8), np.array([0, 1]), (two, "bar"))
+    assert "is number 0 there and 1 in the model" in images.match_classes(("bar", "café"))
+    assert images.labels.tolist() == [1, 0] and images.class_names == ("bar", "café")
+
+
+def test_from_folders_to_pictures(tmp_path):
+    """Names of folders are what --class takes, in both programs, without any file of names."""
+    from PIL import Image
+    for name in ("circle", "square", "triangle"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(np.full((8, 8, 3), 40 * i + len(name), np.uint8)).save(tmp_path / "in" / name / f"{i}.png")
+    assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 8, "--labels", "--output_name",
+                tmp_path / "x.bin") == ""
+    run(TRAIN, *start_flags(Config(**CLASSES), tmp_path / "x.bin", tmp_path, 2))
+    weights = checkpoint_in(tmp_path, 2).name
+    ours, theirs, said = both_draw(tmp_path, weights, 8, "--class", "square")
+    assert np.abs(ours - theirs).max() <= 2 and "rows" not in said
+    assert "(rows: circle, square, triangle)" in both_draw(tmp_path, weights, 6)[2]
+
+
+# ----------------------------------------------------------------------------------------------------
+# other files
+
+def test_names_travel(tmp_path):
+    """Exports and imports keep the names; --class_names gives them to a model without any."""
+    config = Config(**CLASSES)
+    named_file(tmp_path / "w.bin", config, FRUIT)
+    perturbed_file(tmp_path / "bare.bin", config)
+    (tmp_path / "names").write_text("x\ny\nz\n")
+    for name in ("a.pt", "a.safetensors", "a.bin"):
+        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", tmp_path / name) == ""
+        assert train_unet.load_model(str(tmp_path / name))[1].class_names == FRUIT
+        assert call(generate, "--import", tmp_path / name, "--export", tmp_path / "back.bin") == ""
+        assert unet_io.read_checkpoint(str(tmp_path / "back.bin")).class_names == FRUIT
+        run(TRAIN, "--model_weights", tmp_path / "back.bin", "--generate", 1, "--sample_steps", 1, "--class", "banana",
+            "--output_name", tmp_path / "x.png")
+    assert call(generate, "--import", tmp_path / "bare.bin", "--export", tmp_path / "named.bin", "--class_names",
+                tmp_path / "names") == ""
+    assert unet_io.read_checkpoint(str(tmp_path / "named.bin")).class_names == ("x", "y", "z")
+    assert call(generate, "--import", tmp_path / "bare.bin", "--export", tmp_path / "b.pt") == ""
+    assert train_unet.load_model(str(tmp_path / "b.pt"))[1].class_names == ()
+    import torch
+    held = torch.load(tmp_path / "a.pt", weights_only=True)
+    for names, says in ((["x"] * 3, "two classes called x"), (["a", "b", "c", "d"], "4 names of classes for 3"),
+                        (["a", 3], "no list of texts"), ("abc", "no list of texts"), (["a\0"], "UTF-8"),
+                        (["\ud800"], "UTF-8"), (["a\nb"], "no list of texts")):
+        torch.save(held | dict(class_names=names), tmp_path / "bad.pt")
+        with pytest.raises(UserError, match=says):
+            train_unet.load_model(str(tmp_path / "bad.pt"))
+
+
+def test_quality_by_name(tmp_path, monkeypatch, capsys):
+    """The accuracy of a classifier is told of the model's numbers, whatever the held-out file's are."""
+    named_file(tmp_path / "w.bin", Config(**CLASSES), FRUIT)
+    perturbed_file(tmp_path / "bare.bin", Config(**CLASSES))
+    seen = []
+    monkeypatch.setattr(generate, "classification_accuracy",
+                        lambda images, labels, tests, of_tests, *_: seen.append([labels, of_tests]) or 0.5)
+    monkeypatch.setattr(generate, "feature_network", lambda: (None, "nothing"))
+
+    def judged(names, *flags, shown=FRUIT, weights="w.bin"):
+        held_out = write_fruit(tmp_path / "held.bin", names, shown)
+        seen.clear()
+        capsys.readouterr()
+        assert call(generate, "--model_filename", tmp_path / weights, "--num_images", 6, "--sample_steps", 1, "--device",
+                    "cpu", "--output_name", tmp_path / "x.png", "--quality", held_out, *flags) == ""
+        return [tensor.tolist() for pair in seen for tensor in pair], capsys.readouterr().out
+
+    right, said = judged(FRUIT)
+    assert right[0] == [0, 0, 1, 1, 2, 2] and set(right[1]) <= {0, 1, 2} and "note" not in said
+    moved, said = judged(FRUIT[::-1])
+    assert moved == right and "cherry is number 0 there and 2 in the model" in said
+    none, said = judged((*FRUIT, "date"), shown=("apple", "date"))
+    assert not none and "left out" in said and "date, which the model does not know" in said
+    _, said = judged(FRUIT, "--class", "apple,banana")
+    assert "images of cherry, of which no pictures are drawn" in said
+    same, said = judged(FRUIT, weights="bare.bin")
+    assert same == right and "does not name its classes" in said
+
+
+def test_guide_by_name(tmp_path):
+    """A guide that numbers its classes otherwise guides as one that doesn't, or is refused."""
+    config = Config(**CLASSES | dict(seed=4))
+    named_file(tmp_path / "w.bin", Config(**CLASSES), FRUIT)
+    named_file(tmp_path / "guide.bin", config, FRUIT)
+    perturbed_file(tmp_path / "bare.bin", config)
+    turned = unet_io.read_checkpoint(str(tmp_path / "guide.bin"))
+    model, _ = train_unet.load_model(str(tmp_path / "guide.bin"))
+    model.label_emb.weight.data = model.label_emb.weight.data[[2, 0, 1, 3]]
+    turned.sections |= unet_io.class_section(["cherry", "apple", "banana"])
+    turned.sections["weights"] = train_unet.to_numpy(train_unet.file_order(model, model.parameters()))
+    unet_io.write_checkpoint(str(tmp_path / "turned.bin"), turned)
+    named_file(tmp_path / "others.bin", config, ("apple", "banana", "date"))
+    drawn = {}
+    for name in ("guide", "turned", "others", "bare"):
+        flags = ["--guide_weights", tmp_path / f"{name}.bin", "--guidance_scale", 2]
+        ours, theirs, said = both_draw(tmp_path, "w.bin", 3, *flags)
+        drawn[name] = ours, theirs
+        assert ("only one of the two models names its classes" in said) == (name == "bare")
+    assert np.abs(drawn["guide"][0] - drawn["guide"][1]).max() <= 2
+    assert (drawn["turned"][1] == drawn["guide"][1]).all() and (drawn["bare"][1] == drawn["guide"][1]).all()
+    assert "cherry, apple and banana" in drawn["turned"][0] and "date" in drawn["others"][0]
+    assert "does not know the classes cherry" in drawn["others"][1]
+
+
+@pytest.mark.parametrize("text, says", [
+    ("cat\n", "1 names of classes for 2"), ("cat\ndog", "1 names of classes for 2"), ("cat\ncat\n", "two classes"),
+    ("\ncat\n", "without a name"), ("c\0t\ndog\n", "UTF-8"), (b"c\xfft\ndog\n", "UTF-8")])
+def test_damaged_names(tmp_path, text, says):
+    """In images and in weights, in both programs, one sentence."""
+    text = text if isinstance(text, bytes) else text.encode()
+    data = np.zeros((4, 3, 8, 8), np.uint8).tobytes() + np.array([0, 1, 0, 1], "<i4").tobytes() + text
+    header = np.zeros(256, "<i4")
+    header[:9] = [unet_io.IMAGES_MAGIC, 4, 3, 8, 8, 1, 1, 2, len(text)]
+    header[9] = np.uint32(zlib.crc32(header.tobytes(), zlib.crc32(data))).view(np.int32)
+    (tmp_path / "x.bin").write_bytes(header.tobytes() + data)
+    with pytest.raises(UserError, match=says):
+        unet_io.read_images(str(tmp_path / "x.bin"))
+    config = Config(**CLASSES | dict(num_classes=2))
+    refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 1), says=[says, "x.bin"])
+    assert not (tmp_path / "run").exists()
+    if b"\xff" in text or text == b"cat\n":
+        return  # a text section is written as text, and weights may name fewer classes
+    perturbed_file(tmp_path / "w.bin", config)
+    file = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+    file.sections["class_names"] = text.decode()
+    unet_io.write_checkpoint(str(tmp_path / "w.bin"), file)
+    says = says if b"dog" not in text or b"\0" in text else "2"
+    with pytest.raises(UserError, match=says):
+        unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, says=["w.bin", says])

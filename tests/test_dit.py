@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import generate
 import train_unet
 import unet_io
 from harness import (
-    GPU, ROOT, SANITIZERS, TRAIN, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu, picture,
-    refused, run, same_bits, sanitized, script, settings, start_flags, write_toy_images)
+    GPU, ROOT, SANITIZERS, TRAIN, call, check_gpu_gradients, checkpoint_in, error_of, first_gradients, losses_in, on_gpu,
+    picture, refused, run, same_bits, sanitized, script, settings, start_flags, write_toy_images)
 from test_command_line import completed
 from test_layers import Layers
 
@@ -524,3 +525,33 @@ def test_gpu(monkeypatch, tmp_path, toy_images, precision, test, arguments):
     """The tests above once more, with the program built for the GPU."""
     monkeypatch.setattr(sys.modules[__name__], "DIT", dit_on_gpu(precision))
     test(tmp_path, *([toy_images] if "toy_images" in test.__code__.co_varnames else []), *arguments)
+
+
+def test_classes_by_name(tmp_path, toy_images):
+    """A DiT's classes have names too: stored, drawn by name in both programs, kept or begun anew in a fine-tuning."""
+    config = Config(**TOY | dict(class_cond=True, num_classes=3, cond_drop_prob=0.3))
+    data = toy_images(config)
+    run(DIT, *start_flags(config, data, tmp_path / "run", 2))
+    path = checkpoint_in(tmp_path / "run", 2)
+    model, checkpoint = train_dit.load_model(str(path), use_ema=0)
+    assert checkpoint.class_names == ("cat", "dog", "fox")
+    weights, rows = tmp_path / "run" / path.name, model.y_embedder.embedding_table.weight.detach().numpy()
+    draw = ["--sample_steps", 3, "--class", "fox,cat", "--output_name", tmp_path / "x.png"]
+    result = run(DIT, "--model_weights", weights, "--generate", 4, *draw)
+    ours = picture(tmp_path / "x.png")
+    assert "(rows: fox, cat)" in result.stdout
+    assert call(generate, "--model_filename", weights, "--num_images", 4, "--device", "cpu", *draw) == ""
+    assert np.abs(ours - picture(tmp_path / "x.png")).max() <= 2
+    images = unet_io.read_images(data)
+    names = [{"cat": "ant", "dog": "fox", "fox": "cat"}[images.class_names[label]] for label in images.labels]
+    unet_io.write_images(str(tmp_path / "other.bin"), images.pixels, names)  # ant, cat, fox
+    result = run(DIT, "--data_file", tmp_path / "other.bin", "--model_weights", weights, "--out_dir", tmp_path / "tuned",
+                 "--steps", 0, "--batch_size", 2)
+    tuned, checkpoint = train_dit.load_model(str(checkpoint_in(tmp_path / "tuned", 0)), use_ema=0)
+    table = tuned.y_embedder.embedding_table.weight.detach().numpy()
+    assert checkpoint.class_names == ("ant", "cat", "fox") and same_bits(table[1:], rows[[0, 2, 3]])
+    fresh = train_dit.init_weights(DiT(config), 0).y_embedder.embedding_table.weight.detach().numpy()
+    assert np.abs(table[0] - fresh[0]).max() < 1e-7
+    assert "cat and fox are kept, ant is new, dog is dropped" in result.stdout
+    others = [(p, q) for (name, p), q in zip(model.named_parameters(), tuned.parameters()) if "y_embedder" not in name]
+    assert all(same_bits(p.detach(), q.detach()) for p, q in others)

@@ -305,7 +305,7 @@ def test_class_names(tmp_path, draw, capsys):
     (tmp_path / "few").write_text("cat\n")
     named = ["--class_names", tmp_path / "names"]
     grids = []
-    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "0,døg"]):
+    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "cat, døg"]):
         grids.append(draw("w", *words))
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1].endswith("grid.png (rows: cat, døg)" if words[0] == "--class_names" else "grid.png")
@@ -313,7 +313,8 @@ def test_class_names(tmp_path, draw, capsys):
     assert same_bits(draw("w", *named, "--class", "fox, the red"), draw("w", "--class", "1"))
     assert "rows" not in capsys.readouterr().out
     for name, words, says in (("w", [*named, "--class", "cow"], "'cow'"), ("w", ["--class", "cat"], "'cat'"),
-                              ("w", [*named, "--class", "3"], "--class 3 is none of the model's 3 classes"),
+                              ("w", ["--class", "3"], "--class 3 is none of the model's 3 classes"),
+                              ("w", [*named, "--class", "0"], "no class called '0'"),
                               ("w", ["--class_names", tmp_path / "few"], "1 line and the model 3 class"),
                               ("w", ["--class_names", tmp_path / "none"], "none can't be read"),
                               ("plain", named, "class_cond"), ("plain", ["--class", 0], "class_cond")):
@@ -434,7 +435,7 @@ def test_class_names_in_the_program(tmp_path):
     (tmp_path / "names").write_text("cat\nfox, the red\ndøg\n", encoding="utf-8")
     (tmp_path / "few").write_text("cat\n")
     named, grids = ["--class_names", tmp_path / "names"], []
-    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "0,døg"]):
+    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "cat, døg"]):
         text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--sample_steps", 6, *words,
                    "--output_name", tmp_path / "x.png").stdout
         assert ("rows: cat, døg" in text) == (words[0] == "--class_names")
