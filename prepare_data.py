@@ -49,7 +49,6 @@ import signal
 import stat
 import sys
 import threading
-import unicodedata
 import warnings
 import zipfile
 import zlib
@@ -60,7 +59,7 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from unet_io import UserError, class_order, counted, printable
+from unet_io import UserError, class_order, counted, listed, nfc, printable
 
 # What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
 # decoder. TGA comes last, because its files begin with no mark of their own.
@@ -73,7 +72,6 @@ MAX_IDX_BYTES = 1 << 36     # of an IDX file, as its header claims
 AHEAD = 64                  # pictures decoded before they are written, at most ...
 AHEAD_BYTES = 256 << 20     # ... and bytes of them
 HANDFUL = 5                 # images that a class should have
-SHOWN = 5                   # names that a note gives as examples
 LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # beside what begins with a dot
 
 
@@ -106,13 +104,6 @@ def note(text):
     print(f"note: {printable(text)}", file=sys.stderr)
 
 
-def listed(names):
-    """The first few of the names, and how many more there are."""
-    names = list(names)
-    more = len(names) - SHOWN
-    return ", ".join(map(str, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")
-
-
 def is_hidden(part):
     """Whether a part of a path names what no user means: a hidden file, a trash, a folder of thumbnails."""
     return part in LEFT_OUT or part.startswith(".") and part not in (".", "..")
@@ -126,7 +117,7 @@ def may_be_image(name):
 
 def as_class(text):
     """The name of a class from any text: one line, without what a terminal would obey, in NFC."""
-    return printable(unicodedata.normalize("NFC", " ".join(text.split())))
+    return printable(nfc(" ".join(text.split())))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -407,7 +398,7 @@ class Finder:
         self.path, self.source, self.whole, self.ends = path, source, {}, {}
         for name in source.names:
             for named in (name, os.path.splitext(name)[0]):
-                named = unicodedata.normalize("NFC", named)
+                named = nfc(named)
                 self.whole.setdefault(named, []).append(name)
                 for end in self.ends_of(named):
                     self.ends.setdefault(end, []).append(name)
@@ -419,7 +410,7 @@ class Finder:
         return ["/".join(parts[i:]) for i in range(1, len(parts))]
 
     def __call__(self, file):
-        file = os.path.normpath(unicodedata.normalize("NFC", file).replace("\\", "/"))
+        file = os.path.normpath(nfc(file).replace("\\", "/"))
         ways = [self.whole.get(file), self.ends.get(file), *map(self.whole.get, self.ends_of(file))]
         for names in filter(None, ways):
             if len(set(names)) > 1:

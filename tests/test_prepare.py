@@ -778,14 +778,14 @@ def test_label_level(tmp_path):
     folder = make_colours(tmp_path / "in", *names)
     images, _, _, err = class_file(folder, labels="folder")
     assert images.class_names == ("images",)
-    assert "note: the innermost folders give 1 class (images); --label_level 1 gives 2 (train, val)," \
-        " --label_level 2 gives 3 (cat, dog, fox)" in err
+    assert "note: the innermost folders give 1 class (images); --label_level 1 gives 2 (train and val)," \
+        " --label_level 2 gives 3 (cat, dog and fox)" in err
     assert "note: all images are of one class, images" in err
     images, _, _, err = class_file(folder, labels="folder", label_level=2)
     assert images.class_names == ("cat", "dog", "fox") and "innermost" not in err
     assert [name for _, name in named(images)] == [name.split("/")[1] for name in sorted(names)]
     images, _, _, err = class_file(folder / "train", labels="folder")
-    assert "--label_level 1 gives 3 (cat, dog, fox)" in err
+    assert "--label_level 1 gives 3 (cat, dog and fox)" in err
     assert class_file(folder / "train", labels="folder", label_level=1)[0].class_names == ("cat", "dog", "fox")
     good = make_colours(tmp_path / "good", "a/1.png", "a/b/2.png", "c/d/3.png")
     assert "innermost" not in class_file(good, labels="folder")[3]
@@ -796,7 +796,7 @@ def test_label_level(tmp_path):
                         (["--labels", "--label_level", -1], "--label_level -1")):
         assert says in call(prepare_data, *common, *words)
     make_colours(tmp_path / "sides", "cat/train/1.png", "cat/test/2.png", "dog/train/3.png", "dog/test/4.png")
-    assert "--label_level 1 gives 2 (cat, dog)" in class_file(tmp_path / "sides", labels="folder")[3]
+    assert "--label_level 1 gives 2 (cat and dog)" in class_file(tmp_path / "sides", labels="folder")[3]
 
 
 def test_labels_from_names(tmp_path):
@@ -1219,6 +1219,6 @@ def test_notes_of_folders(tmp_path):
     """Both sides of somebody's split at once, and names that differ by capital letters, are said."""
     folder = make_colours(tmp_path / "in", "train/Cat/a.png", "val/cat/b.png")
     err = class_file(folder, labels="folder")[3]
-    assert "has pictures in train, val, and all are read" in err
-    assert "note: 2 classes that differ by capital letters only: Cat, cat" in err
+    assert "has pictures in train and val, and all are read" in err
+    assert "note: 2 classes that differ by capital letters only: Cat and cat" in err
     assert "and all are read" not in class_file(folder / "train", labels="folder")[3]
