@@ -3913,26 +3913,157 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
-// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any
-// viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
-static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
-    int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
+// lines (height, pitch): of each the filter's name, and the pixels. The filter is 4, Paeth's: a byte becomes
+// its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
+// left + above - corner. It begins with the last line, so that what it reads is not filtered yet.
+static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t channels) {
+    std::vector<uint8_t> filtered(pitch), nothing(pitch, 0);
+    for (size_t end = lines->size(); end; end -= pitch) {
+        uint8_t* line = lines->data() + end - pitch;
+        const uint8_t* above = end > pitch ? line - pitch : nothing.data();
+        filtered[0] = 4;
+        for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
+        for (size_t i = 1 + channels; i < pitch; i++) {
+            int left = line[i - channels], up = above[i], corner = above[i - channels];
+            int to_left = abs(up - corner), to_up = abs(left - corner);
+            int to_corner = abs(left + up - 2 * corner);
+            int nearest = to_up <= to_corner ? up : corner;
+            nearest = to_left <= std::min(to_up, to_corner) ? left : nearest;
+            filtered[i] = (uint8_t)(line[i] - nearest);
+        }
+        std::ranges::copy(filtered, line);
+    }
+}
+
+// The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
+// that deflate allows, the counts are made more alike.
+static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
+    std::vector<int> parents, depths;
+    do {
+        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
+        for (size_t symbol = 0; symbol < counts.size(); symbol++)
+            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
+        parents.assign(counts.size(), -1);
+        while (roots.size() > 1) {
+            auto [count, node] = roots.extract(roots.begin()).value();
+            auto [other_count, other] = roots.extract(roots.begin()).value();
+            parents[node] = parents[other] = (int)parents.size();
+            roots.insert({count + other_count, (int)parents.size()});
+            parents.push_back(-1);
+        }
+        depths.assign(parents.size(), 0);
+        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
+            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
+        for (uint32_t& count : counts) count = (count + 1) / 2;
+    } while (std::ranges::max(depths) > 15);
+    depths.resize(counts.size());
+    return depths;
+}
+
+// Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
+struct Bits {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
+    }
+    void fill_byte() { put(0, -count & 7); }
+};
+static uint32_t reversed(uint32_t code, int n) {
+    uint32_t turned = 0;
+    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    return turned;
+}
+
+// A block of deflate's stream (RFC 1951) with a Huffman code of its own. Bytes that repeat the one before
+// them are a match at distance 1; in what a network drew longer distances find nothing. A block that would
+// not become shorter is stored.
+static void deflate(Bits* out, std::span<const uint8_t> block, bool is_last) {
+    enum { STORED = 0, OWN_CODE = 2, END = 256, MATCH = 257, SYMBOLS = 286, SHORTEST = 4, LONGEST = 257 };
+    auto walk = [&](auto literal, auto match) {
+        for (size_t i = 0, n; i < block.size(); i += n) {
+            n = 0;
+            while (i && n < LONGEST && i + n < block.size() && block[i + n] == block[i - 1]) n++;
+            if (n >= SHORTEST) {  // its length is told by a symbol and some bits more
+                int more = std::max(0, (int)std::bit_width(n - 3) - 3);
+                match(MATCH + 4 * more + (int)((n - 3) >> more), (n - 3) & ((1 << more) - 1), more);
+            } else {
+                n = 1;
+                literal(block[i]);
+            }
+        }
+    };
+    std::vector<uint32_t> counts(SYMBOLS, 0), codes(SYMBOLS, 0);
+    size_t bits = 17 + 3 * 19 + 4 * (SYMBOLS + 1);  // that tell the code, and then what is told in it
+    walk([&](int byte) { counts[byte]++; },
+         [&](int symbol, uint32_t, int more) {
+             counts[symbol]++;
+             bits += more + 1;
+         });
+    counts[END] = 1;
+    std::vector<int> lengths = code_lengths(counts);
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) bits += counts[symbol] * lengths[symbol];
+    if (bits > 8 * (block.size() + 4)) {
+        out->put(is_last + 2 * STORED, 3);
+        out->fill_byte();
+        out->put((uint32_t)block.size(), 16);
+        out->put(~(uint32_t)block.size() & 0xFFFF, 16);
+        out->bytes.append((const char*)block.data(), block.size());
+        return;
+    }
+    uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+    for (int length = 1; length <= 15; length++, code *= 2)
+        for (int symbol = 0; symbol < SYMBOLS; symbol++)
+            if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+    out->put(is_last + 2 * OWN_CODE, 3);
+    out->put(SYMBOLS - 257, 5);
+    out->put(0, 5);  // a single distance
+    out->put(15, 4);
+    // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+    for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
+    for (int length : lengths) out->put(reversed(length, 4), 4);
+    out->put(reversed(1, 4), 4);
+    walk([&](int byte) { out->put(codes[byte], lengths[byte]); },
+         [&](int symbol, uint32_t rest, int more) {
+             out->put(codes[symbol], lengths[symbol]);
+             out->put(rest, more);
+             out->put(0, 1);
+         });
+    out->put(codes[END], lengths[END]);
+}
+
+// lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
+// RGB or RGBA (PNG specification, RFC 1950). No library is needed. Each block is a chunk of its own, so that a
+// chunk's length does not limit the picture.
+static void write_png(const std::string& path, std::vector<uint8_t> lines, int width, int height) {
+    size_t most = 65535, pitch = lines.size() / height;  // bytes of a block that can be stored; of a line
+    int channels = (int)((pitch - 1) / width);
     std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
+    filter_lines(&lines, pitch, channels);
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
     write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
-    for (size_t start = 0; start < lines.size(); start += 65535) {
-        size_t bytes = std::min((size_t)65535, lines.size() - start);
-        std::string block(1, (char)(start + bytes == lines.size()));  // whether it is the last
-        for (size_t value : {bytes, ~bytes}) block += (char)value, block += (char)(value >> 8);
-        block.append((const char*)&lines[start], bytes);
-        write_png_chunk(&out, "IDAT", block);
+    Bits stream;
+    uint64_t a = 1, b = 0;  // Adler-32
+    for (size_t start = 0; start < lines.size(); start += most) {
+        std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
+        for (uint8_t byte : block) {
+            a += byte;
+            b += a;
+        }
+        a %= 65521;
+        b %= 65521;
+        deflate(&stream, block, start + block.size() == lines.size());
+        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
-    write_png_chunk(&out, "IDAT", big_endian(b << 16 | a));
+    stream.fill_byte();
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
@@ -3954,7 +4085,7 @@ static void write_grid(const std::string& path, std::span<const float> pictures,
             lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
         }
     }
-    write_png(path, lines, width, height);
+    write_png(path, std::move(lines), width, height);
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
