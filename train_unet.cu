@@ -5358,6 +5358,11 @@ static void run_program(int argc, char** argv) {
 #endif
 
 int main(int argc, char** argv) {
+    signal(SIGILL, [](int) {  // the compiler was told to use what the processor has that it runs on
+        const char sentence[] =
+            "error: this program was built for another processor; run make on this machine\n";
+        _exit(write(STDERR_FILENO, sentence, sizeof sentence - 1) < 0 ? 2 : 1);
+    });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
     // A file must not become standard output because that was closed: its descriptors are taken first.
     for (int taken : {0, 1, 2})
