@@ -18,6 +18,7 @@ compiles = $(shell echo '$(1)' | $(CXX) -x c++ - $(2) -o /dev/null 2>/dev/null &
 
 OPENMP := $(call compiles,int main() {},-fopenmp)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+PROCESSOR := $(shell grep -m 1 -iE '^(flags|features)' /proc/cpuinfo 2>/dev/null | cksum)
 GPU := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 GPU_MEMORY := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
 GPU_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
@@ -54,11 +55,12 @@ report:
 	@echo "GPU:          $(if $(GPU),$(GPU) (sm_$(GPU_ARCH)),not found: nvidia-smi lists none)"
 	@echo "building for: the $(if $(filter cpu,$(DEVICE)),CPU,GPU)"
 
-# Rewritten only when a setting changes, so that everything built with the old ones is built again.
+# Rewritten only when a setting changes, so that everything built with the old ones is built again; or the processor, on
+# another machine that shares this folder: -march=native uses all that it can do.
+SETTINGS := $(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH) $(PROCESSOR)
 $(BUILD)/settings: settings
 	@mkdir -p $(BUILD)
-	@echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' | cmp -s - $@ || \
-		echo '$(CXX) $(CXXFLAGS) $(OMP_FLAGS) $(DEVICE) $(PRECISION) $(GPU_ARCH)' > $@
+	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
 
 data/%.bin: data/%.bin.gz
 	gzip -dc $< > $@.tmp && mv $@.tmp $@

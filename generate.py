@@ -547,7 +547,8 @@ def main():
     add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
         help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
     add("--output_name", "--output_filename", default="samples.png", metavar="FILE",
-        help="all pictures in a grid (default: samples.png); .npy: as an array of floats, (N, C, H, W)")
+        help="all pictures in a grid (default: samples.png); .npz: as an array of bytes, (N, H, W, C), with"
+             " their classes, as evaluators read them; .npy: of floats, (N, C, H, W)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
     add("--strip", type=int, default=0, metavar="N",
         help="also write OUTPUT_strip.png: a row a picture, N steps from noise to picture")
@@ -600,8 +601,8 @@ def main():
 
     target = export_target(args)
     stem, ending = os.path.splitext(args.output_name)
-    as_array = ending == ".npy"
-    ending = ".png" if as_array else ending  # of --strip and --nearest
+    as_floats, as_bytes = ending == ".npy", ending.lower() == ".npz"
+    ending = ".png" if as_floats or as_bytes else ending  # of --strip and --nearest
     if not target:
         unet_io.check_target(args.output_name)
         unet_io.picture_format(stem + ending)
@@ -656,12 +657,12 @@ def main():
     edit = read_edit(args, config)
     classes = classes or range(len(class_names) or config.num_classes)
     rows = [class_names[number] for number in classes] if class_names else []
-    classes, columns = unet_io.spread_classes(config, classes, count)
+    classes, groups = unet_io.spread_classes(config, classes, count)
     steps = sampler_steps(config, args.sampler, args.sample_steps)
     if not 0 <= args.strip <= steps:
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
-    check_memory(count, args.strip, shape, 4 if as_array else 1)
+    check_memory(count, args.strip, shape, 4 if as_floats else 1)
     names = args.seeds or range(args.seed, args.seed + count)
     if args.interpolate:  # the pictures are numbered
         names, ends = range(count), seed_noise(args.seeds, shape)
@@ -680,20 +681,27 @@ def main():
         if not torch.isfinite(x).all():
             raise UserError(f"the pictures that {args.model_filename} draws are NaN or infinite, so none are"
                             f" written: its training had gone wrong; use an older one")
-        pictures.append(x.numpy() if as_array else unet_io.to_uint8(x.numpy()))
+        pictures.append(x.numpy() if as_floats else unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)
 
-    if args.interpolate:
-        columns = count if count <= 16 else None  # as ./train_unet lays them out
-    if as_array:
+    groups = 0 if args.interpolate else groups
+    layout = unet_io.grid_layout(count, groups, config.image_size)
+    if args.interpolate and count <= 16:
+        layout = count, count  # as ./train_unet lays them out
+    said = ""
+    if as_floats:
         with unet_io.replacing(args.output_name) as file:
             np.save(file, pictures)
-        pictures, columns = unet_io.to_uint8(pictures), None
+        pictures = unet_io.to_uint8(pictures)
+    elif as_bytes:
+        unet_io.save_arrays(args.output_name, pictures, classes)
     else:
-        unet_io.save_grid(args.output_name, pictures, columns)
-    unet_io.say(f"wrote {args.output_name}" + f" (rows: {', '.join(rows)})" * bool(columns and rows))
+        unet_io.save_grid(args.output_name, pictures, layout)
+        said = unet_io.rows_text(rows, count, groups, layout)
+    unet_io.say(f"wrote {args.output_name}{said}")
     if args.strip:
-        unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), args.strip)
+        layout = unet_io.grid_layout(count * args.strip, count, config.image_size)
+        unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), layout)
         unet_io.say(f"wrote {stem}_strip{ending}")
     if args.output_dir:
         os.makedirs(args.output_dir, exist_ok=True)
@@ -703,8 +711,9 @@ def main():
     if images:
         where, distances = nearest(pictures, images, config.image_size)
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
+        pairs = pairs.reshape(-1, *pictures.shape[1:])
         columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
-        unet_io.save_grid(f"{stem}_nearest{ending}", pairs.reshape(-1, *pictures.shape[1:]), columns)
+        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, (columns, len(pairs)))
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:

@@ -248,6 +248,9 @@ static std::string shell_word(const std::string& path) {
 namespace fs = std::filesystem;
 static std::error_code ignored;  // where an answer is enough
 
+static bool has_ending(const std::string& path, const char* ending) {
+    return path.size() >= strlen(ending) && !strcasecmp(&path[path.size() - strlen(ending)], ending);
+}
 static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 static std::string human_bytes(double bytes) {
@@ -1878,7 +1881,7 @@ HOST_DEVICE static inline BoundTerm cumulative(float z) {
 // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
 // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
-    bool black = x0 < -0.999f, white = x0 > 0.999f;
+    bool black = x0<-0.999f, white = x0> 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
     BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
@@ -2457,7 +2460,8 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
-    if (with_gaps > 5e8) fail("%s are too many for one PNG; %s", what.c_str(), instead);
+    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz") && !m.config.strip;
+    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
 }
@@ -2650,7 +2654,7 @@ struct Dataset {
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
-    std::vector<int> labels = {};  // (N), where there are classes
+    std::vector<int> labels = {};               // (N), where there are classes
     std::vector<std::string> class_names = {};  // which they number; some may have no image
     std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
 };
@@ -2961,11 +2965,11 @@ static std::vector<uint32_t> consecutive(uint32_t first, int count) {
     std::iota(numbers.begin(), numbers.end(), first);
     return numbers;
 }
-// The pictures' classes. Returns the columns of a grid with a row a class; 0: not equally many of each.
+// The pictures' classes. Returns how many there are; 0 where not equally many pictures are of each.
 static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_t>& classes) {
     size_t n = begins->size(), k = classes.size();
     for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
-    return k > 1 && n % k == 0 ? (int)(n / k) : 0;
+    return k > 1 && n % k == 0 ? (int)k : 0;
 }
 
 static bool all_finite(const float* values, size_t n) {
@@ -3095,7 +3099,8 @@ static std::vector<Flag> FLAGS = {
     {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
     {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0, "PNG grid that --generate writes"},
+    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0,
+     "PNG grid that --generate writes, or X.npz: arrays"},
     {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
      "folder into which --generate also writes each picture, as SEED.png"},
 
@@ -3866,7 +3871,8 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     std::string names;
     for (const std::string& name : m.class_names) names += name + "\n";
     if (!names.empty()) declare("class_names", names.size()), out.write(names);
-    if (!m.data_checksum.empty()) declare("data_checksum", m.data_checksum.size()), out.write(m.data_checksum);
+    if (!m.data_checksum.empty())
+        declare("data_checksum", m.data_checksum.size()), out.write(m.data_checksum);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3913,48 +3919,272 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// lines (height, 1 + width * channels): a 0 (no filter) and the pixels, grey, grey and alpha, RGB, or RGBA.
-// They are stored, not compressed (PNG specification, RFC 1950 and 1951): no library is needed, and any
-// viewer reads it. Each block is a chunk of its own, so that a chunk's length does not limit the picture.
-static void write_png(const std::string& path, const std::vector<uint8_t>& lines, int width, int height) {
-    int channels = (int)(lines.size() / height / width);  // the 0 adds less than one
+// lines (height, pitch): of each the filter's name, and the pixels. The filter is 4, Paeth's: a byte becomes
+// its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
+// left + above - corner. It begins with the last line, so that what it reads is not filtered yet.
+static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t channels) {
+    std::vector<uint8_t> filtered(pitch), nothing(pitch, 0);
+    for (size_t end = lines->size(); end; end -= pitch) {
+        uint8_t* line = lines->data() + end - pitch;
+        const uint8_t* above = end > pitch ? line - pitch : nothing.data();
+        filtered[0] = 4;
+        for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
+        for (size_t i = 1 + channels; i < pitch; i++) {
+            int left = line[i - channels], up = above[i], corner = above[i - channels];
+            int to_left = abs(up - corner), to_up = abs(left - corner);
+            int to_corner = abs(left + up - 2 * corner);
+            int nearest = to_up <= to_corner ? up : corner;
+            nearest = to_left <= std::min(to_up, to_corner) ? left : nearest;
+            filtered[i] = (uint8_t)(line[i] - nearest);
+        }
+        std::ranges::copy(filtered, line);
+    }
+}
+
+// The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
+// that deflate allows, the counts are made more alike.
+static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
+    std::vector<int> parents, depths;
+    do {
+        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
+        for (size_t symbol = 0; symbol < counts.size(); symbol++)
+            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
+        parents.assign(counts.size(), -1);
+        while (roots.size() > 1) {
+            auto [count, node] = roots.extract(roots.begin()).value();
+            auto [other_count, other] = roots.extract(roots.begin()).value();
+            parents[node] = parents[other] = (int)parents.size();
+            roots.insert({count + other_count, (int)parents.size()});
+            parents.push_back(-1);
+        }
+        depths.assign(parents.size(), 0);
+        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
+            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
+        for (uint32_t& count : counts) count = (count + 1) / 2;
+    } while (std::ranges::max(depths) > 15);
+    depths.resize(counts.size());
+    return depths;
+}
+
+// Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
+struct Bits {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
+    }
+    void fill_byte() { put(0, -count & 7); }
+};
+static uint32_t reversed(uint32_t code, int n) {
+    uint32_t turned = 0;
+    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    return turned;
+}
+
+// A block of deflate's stream (RFC 1951) with a Huffman code of its own. Bytes that repeat the one before
+// them are a match at distance 1; in what a network drew longer distances find nothing. A block that would
+// not become shorter is stored.
+static void deflate(Bits* out, std::span<const uint8_t> block, bool is_last) {
+    enum { STORED = 0, OWN_CODE = 2, END = 256, MATCH = 257, SYMBOLS = 286, SHORTEST = 4, LONGEST = 257 };
+    auto walk = [&](auto literal, auto match) {
+        for (size_t i = 0, n; i < block.size(); i += n) {
+            n = 0;
+            while (i && n < LONGEST && i + n < block.size() && block[i + n] == block[i - 1]) n++;
+            if (n >= SHORTEST) {  // its length is told by a symbol and some bits more
+                int more = std::max(0, (int)std::bit_width(n - 3) - 3);
+                match(MATCH + 4 * more + (int)((n - 3) >> more), (n - 3) & ((1 << more) - 1), more);
+            } else {
+                n = 1;
+                literal(block[i]);
+            }
+        }
+    };
+    std::vector<uint32_t> counts(SYMBOLS, 0), codes(SYMBOLS, 0);
+    size_t bits = 17 + 3 * 19 + 4 * (SYMBOLS + 1);  // that tell the code, and then what is told in it
+    walk([&](int byte) { counts[byte]++; },
+         [&](int symbol, uint32_t, int more) {
+             counts[symbol]++;
+             bits += more + 1;
+         });
+    counts[END] = 1;
+    std::vector<int> lengths = code_lengths(counts);
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) bits += counts[symbol] * lengths[symbol];
+    if (bits > 8 * (block.size() + 4)) {
+        out->put(is_last + 2 * STORED, 3);
+        out->fill_byte();
+        out->put((uint32_t)block.size(), 16);
+        out->put(~(uint32_t)block.size() & 0xFFFF, 16);
+        out->bytes.append((const char*)block.data(), block.size());
+        return;
+    }
+    uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+    for (int length = 1; length <= 15; length++, code *= 2)
+        for (int symbol = 0; symbol < SYMBOLS; symbol++)
+            if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+    out->put(is_last + 2 * OWN_CODE, 3);
+    out->put(SYMBOLS - 257, 5);
+    out->put(0, 5);  // a single distance
+    out->put(15, 4);
+    // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+    for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
+    for (int length : lengths) out->put(reversed(length, 4), 4);
+    out->put(reversed(1, 4), 4);
+    walk([&](int byte) { out->put(codes[byte], lengths[byte]); },
+         [&](int symbol, uint32_t rest, int more) {
+             out->put(codes[symbol], lengths[symbol]);
+             out->put(rest, more);
+             out->put(0, 1);
+         });
+    out->put(codes[END], lengths[END]);
+}
+
+// lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
+// RGB or RGBA (PNG specification, RFC 1950). No library is needed. Each block is a chunk of its own, so that a
+// chunk's length does not limit the picture.
+static void write_png(const std::string& path, std::vector<uint8_t> lines, int width, int height) {
+    size_t most = 65535, pitch = lines.size() / height;  // bytes of a block that can be stored; of a line
+    int channels = (int)((pitch - 1) / width);
     std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
+    filter_lines(&lines, pitch, channels);
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
     write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (uint8_t value : lines) a = (a + value) % 65521, b = (b + a) % 65521;
-    for (size_t start = 0; start < lines.size(); start += 65535) {
-        size_t bytes = std::min((size_t)65535, lines.size() - start);
-        std::string block(1, (char)(start + bytes == lines.size()));  // whether it is the last
-        for (size_t value : {bytes, ~bytes}) block += (char)value, block += (char)(value >> 8);
-        block.append((const char*)&lines[start], bytes);
-        write_png_chunk(&out, "IDAT", block);
+    Bits stream;
+    uint64_t a = 1, b = 0;  // Adler-32
+    for (size_t start = 0; start < lines.size(); start += most) {
+        std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
+        for (uint8_t byte : block) {
+            a += byte;
+            b += a;
+        }
+        a %= 65521;
+        b %= 65521;
+        deflate(&stream, block, start + block.size() == lines.size());
+        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
-    write_png_chunk(&out, "IDAT", big_endian(b << 16 | a));
+    stream.fill_byte();
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
 
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps; columns 0: about square. A NaN is black.
-static void write_grid(const std::string& path, std::span<const float> pictures, int N, const Config& c,
-                       int columns = 0, int gap = 2) {
-    if (!columns) columns = (int)ceil(sqrt((double)N));
-    int H = c.image_size, C = c.in_channels, rows = (N + columns - 1) / columns;
-    int width = columns * (H + gap) + gap, height = rows * (H + gap) + gap;
+// A float from -1 to 1 as a byte; a NaN is black.
+static uint8_t byte_of(float value) {
+    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
+}
+
+// Where N pictures lie in a grid: in so many columns, and a new row begins with every group of so many.
+struct Layout {
+    int N, columns, group;
+    int rows_of(int count) const { return (count + columns - 1) / columns; }
+    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
+    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
+    int column(int n) const { return n % group % columns; }
+};
+// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
+// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+static Layout grid_layout(int N, int groups, int image_size) {
+    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+    int each = N / groups;
+    auto side = [](const Layout& layout) { return std::max(layout.columns, layout.rows()); };
+    Layout best = {N, each, each};
+    if (side(best) * (image_size + 2) <= 4000) return best;
+    for (int columns = 1; columns <= N; columns++) {
+        Layout layout = {N, columns, columns < each ? each : N};
+        if ((columns < each || columns % each == 0) && side(layout) < side(best)) best = layout;
+    }
+    return best;
+}
+
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps. What a viewer may refuse is said.
+static void write_grid(const std::string& path, std::span<const float> pictures, const Layout& layout,
+                       const Config& c, int gap = 2) {
+    int H = c.image_size, C = c.in_channels;
+    int width = layout.columns * (H + gap) + gap, height = layout.rows() * (H + gap) + gap;
     size_t pitch = 1 + (size_t)width * C;
     std::vector<uint8_t> lines(pitch * height, 255);
-    for (int y = 0; y < height; y++) lines[y * pitch] = 0;
-    for (size_t i = 0; i < (size_t)N * H * H; i++) {
-        size_t n = i / H / H, row = n / columns * (H + gap) + gap + i / H % H,
-               column = n % columns * (H + gap) + gap + i % H;
-        for (int k = 0; k < C; k++) {
-            float value = fminf(fmaxf(pictures[i * PIXEL + k], -1.0f), 1.0f);
-            lines[row * pitch + 1 + column * C + k] = (uint8_t)((value + 1.0f) * 127.5f + 0.5f);
-        }
+    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
+        int n = (int)(i / H / H);
+        size_t y = layout.row(n) * (H + gap) + gap + i / H % H,
+               x = layout.column(n) * (H + gap) + gap + i % H;
+        for (int k = 0; k < C; k++) lines[y * pitch + 1 + x * C + k] = byte_of(pictures[i * PIXEL + k]);
     }
-    write_png(path, lines, width, height);
+    write_png(path, std::move(lines), width, height);
+    if (std::max(width, height) > 4000 && layout.N > 1)
+        say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
+            path.c_str(), width, height);
+}
+
+static std::string little_endian(uint64_t value, int bytes) {
+    std::string number;
+    for (int i = 0; i < bytes; i++) number += (char)(value >> 8 * i);
+    return number;
+}
+
+// A file of NumPy's arrays, .npz: a zip in which the files NAME.npy are stored. All sizes have 64 bits
+// (PKWARE's APPNOTE 6.3, sections 4.3 to 4.5).
+struct ArrayFile {
+    Writer out;
+    std::string entries = "";  // of the list of all files, which comes last
+    uint64_t offset = 0;
+    int count = 0;
+
+    // `type` and `shape` as NumPy's header has them.
+    void add(const std::string& name, const std::string& type, const std::string& shape, const auto& data) {
+        std::string start = "{'descr': '" + type + "', 'fortran_order': False, 'shape': " + shape + ", }";
+        start.append(64 - (start.size() + 11) % 64, ' ');
+        start = "\x93NUMPY\x01" + std::string(1, 0) + little_endian(start.size() + 1, 2) + start + "\n";
+        uint64_t bytes = start.size() + data.size();
+        uint32_t crc = crc32(data.data(), data.size(), crc32(start.data(), start.size()));
+        // version 4.5, no flags, stored, the first moment of 1980, and sizes that follow behind the name
+        std::string file = little_endian(45, 2) + little_endian(0, 6) + little_endian(33, 2) +
+                           little_endian(crc, 4) + little_endian(UINT64_MAX, 8) +
+                           little_endian(name.size(), 2);
+        std::string sizes = little_endian(bytes, 8) + little_endian(bytes, 8);
+        std::string begin = "PK\3\4" + file + little_endian(20, 2) + name + little_endian(1, 2) +
+                            little_endian(16, 2) + sizes;
+        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + little_endian(0, 10) +
+                   little_endian(UINT32_MAX, 4) + name + little_endian(1, 2) + little_endian(24, 2) + sizes +
+                   little_endian(offset, 8);
+        out.write(begin + start);
+        out.write(data.data(), data.size());
+        offset += begin.size() + bytes;
+        count++;
+    }
+    void commit() {
+        std::string counts = little_endian(count, 8) + little_endian(count, 8);
+        std::string where = little_endian(entries.size(), 8) + little_endian(offset, 8);
+        out.write(entries + "PK\6\6" + little_endian(44, 8) + little_endian(45, 2) + little_endian(45, 2) +
+                  little_endian(0, 8) + counts + where);
+        out.write("PK\6\7" + little_endian(0, 4) + little_endian(offset + entries.size(), 8) +
+                  little_endian(1, 4));
+        out.write("PK\5\6" + little_endian(0, 4) + little_endian(UINT64_MAX, 8) +
+                  little_endian(UINT32_MAX, 4) + little_endian(0, 2));
+        out.commit();
+    }
+};
+
+// pictures (N, H, W, PIXEL) as arr_0, bytes (N, H, W, C), and where the model has classes theirs as arr_1,
+// int64 (N): what the evaluators of guided-diffusion and others read.
+static void write_arrays(const std::string& path, const std::vector<float>& pictures,
+                         const std::vector<Beginning>& begins, const Config& c) {
+    int N = (int)begins.size(), H = c.image_size, C = c.in_channels;
+    std::vector<uint8_t> bytes;
+    bytes.reserve((size_t)N * H * H * C);
+    for (size_t i = 0; i < (size_t)N * H * H; i++)
+        for (int k = 0; k < C; k++) bytes.push_back(byte_of(pictures[i * PIXEL + k]));
+    std::string labels;
+    for (const Beginning& begin : begins) labels += little_endian(begin.label, 8);
+    ArrayFile file = {Writer(path)};
+    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), bytes);
+    if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
+    file.commit();
 }
 
 // ---- logs -------------------------------------------------------------------------------------------------
@@ -4346,8 +4576,8 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
         if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
         const GivenFlag* g = was_given(given, flag.name);
-        bool of_classes = is_named(flag, "class_cond") || is_named(flag, "num_classes") ||
-                          is_named(flag, "cond_drop_prob");
+        bool of_classes =
+            is_named(flag, "class_cond") || is_named(flag, "num_classes") || is_named(flag, "cond_drop_prob");
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
         std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
         if (g && asked != stored)
@@ -4386,7 +4616,8 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
 static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& names) {
     std::map<uint32_t, uint32_t> places;
     for (size_t i = 0; i < names.size(); i++) {
-        bool is_number = names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
+        bool is_number =
+            names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
         if (!is_number || !places.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i}).second) return {};
     }
     return places;
@@ -4437,7 +4668,8 @@ static std::vector<std::string> shown_names(const Config& c, const std::vector<s
     if (names.back().empty()) names.pop_back();
     size_t classes = own.empty() ? c.num_classes : own.size();
     if (names.size() != classes)
-        fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(), classes);
+        fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
+             classes);
     return names;
 }
 
@@ -4451,12 +4683,16 @@ static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<s
     return names.empty() ? parse_list("class", c.classes, all - 1) : parse_classes(c.classes, names);
 }
 
-// What the rows of a grid show, where each is a class: " (rows: cat, dog)".
-static std::string rows_text(const Config& c, const std::vector<std::string>& names, int columns) {
-    std::string joined;
-    if (!columns || names.empty()) return "";
+// What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
+static std::string rows_text(const Config& c, const std::vector<std::string>& names, int groups,
+                             const Layout& layout) {
+    if (!groups || names.empty()) return "";
+    int each = layout.N / groups;
+    std::string kind = "rows", joined;
+    if (layout.columns < each) kind = text("%d rows each", layout.rows() / groups);
+    if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
     for (uint32_t number : wanted_classes(c, names)) joined += (joined.empty() ? "" : ", ") + names[number];
-    return " (rows: " + joined + ")";
+    return " (" + kind + ": " + joined + ")";
 }
 
 // Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
@@ -4528,33 +4764,32 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    std::string grid = config.output_name;
-    if (grid.size() < 4 || strcasecmp(&grid[grid.size() - 4], ".png"))
-        fail("--output_name %s: pictures are written as PNG; end the name in .png", grid.c_str());
+    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npz"))
+        fail("--output_name %s: pictures are written as PNG or .npz; end the name in .png or .npz",
+             config.output_name);
     return {config, file};
 }
 
-// The grid, and what --strip and --output_dir ask for.
-static void write_pictures(const Config& c, const std::vector<Beginning>& begins, int columns,
+// The grid or arrays, and what --strip and --output_dir ask for. rows: see rows_text.
+static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const Layout& layout,
                            const std::string& rows, const std::vector<float>& pictures,
                            const std::vector<float>& strip, double seconds) {
     int count = (int)begins.size();
-    std::string grid = c.output_name;
-    // the way from one seed to another in a row, if it is not too long
-    if (c.interpolate) columns = c.interpolate <= 16 ? c.interpolate : 0;
-    write_grid(grid, pictures, count, c, columns);
-    say("%s: %s in %s, %.3fs each%s", grid.c_str(), counted(count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / count, c.interpolate ? "" : rows.c_str());
+    bool as_arrays = has_ending(c.output_name, ".npz");
+    if (as_arrays) write_arrays(c.output_name, pictures, begins, c);
+    else write_grid(c.output_name, pictures, layout, c);
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
+        human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
     if (c.strip) {
-        grid.insert(grid.size() - strlen(".png"), "_strip");
-        write_grid(grid, strip, count * c.strip, c, c.strip);
-        say("%s: %s of each", grid.c_str(), counted(c.strip, "step").c_str());
+        std::string path = std::string(c.output_name, strlen(c.output_name) - 4) + "_strip.png";
+        write_grid(path, strip, grid_layout(count * c.strip, count, c.image_size), c);
+        say("%s: %s of each", path.c_str(), counted(c.strip, "step").c_str());
     }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
     for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
         write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
-                   std::span(pictures).subspan(n * elements, elements), 1, c, 1, 0);
+                   std::span(pictures).subspan(n * elements, elements), {1, 1, 1}, c, 0);
     say("%s: each picture on its own", c.output_dir);
 }
 
@@ -4570,11 +4805,13 @@ static void load_guide(Model* guide, const Config& c, const std::vector<std::str
     WeightsFile file = open_weights(c.guide_weights);
     const Config& g = file.config;
     if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
-        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
-             "python generate.py matches them by name",
-             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
+        fail(
+            "--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
+            "python generate.py matches them by name",
+            c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
     if (g.class_cond && file.class_names.empty() != class_names.empty())
-        say("note: only one of the two models names its classes; those of %s are taken for the same in their order",
+        say("note: only one of the two models names its classes; those of %s are taken for the same in their "
+            "order",
             c.guide_weights);
     for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
                              "zero_terminal_snr", "num_classes"}) {
@@ -4595,7 +4832,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = drawing_config(given);
     std::vector<Beginning> begins = wanted_pictures(config);
     std::vector<std::string> names = shown_names(config, file.class_names);
-    int count = (int)begins.size(), columns = set_classes(&begins, wanted_classes(config, names));
+    int count = (int)begins.size(), groups = set_classes(&begins, wanted_classes(config, names));
     int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
@@ -4624,8 +4861,12 @@ static void run_generate(const std::vector<GivenFlag>& given) {
         exit(130);
     }
     if (world.rank) return;
-    std::string rows = rows_text(config, names, columns);
-    write_pictures(config, begins, columns, rows, pictures, strip, seconds_now() - start);
+    if (config.interpolate) groups = 0;
+    Layout layout = grid_layout(count, groups, config.image_size);
+    // the way from one seed to another in a row, if it is not too long
+    if (config.interpolate && count <= 16) layout.columns = count;
+    std::string rows = rows_text(config, names, groups, layout);
+    write_pictures(config, begins, layout, rows, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -4684,7 +4925,8 @@ static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string
     std::string line = text("%s is trained on for the classes of %s: ", file.path.c_str(), c.data_file);
     line += kept.empty() ? "none is known" : listed(kept) + (kept.size() > 1 ? " are kept" : " is kept");
     if (!fresh.empty()) line += ", " + listed(fresh) + (fresh.size() > 1 ? " are new" : " is new");
-    if (!dropped.empty()) line += ", " + listed(dropped) + (dropped.size() > 1 ? " are dropped" : " is dropped");
+    if (!dropped.empty())
+        line += ", " + listed(dropped) + (dropped.size() > 1 ? " are dropped" : " is dropped");
     if (has_none != had_none) line += text(", and the row for no class is %s", has_none ? "new" : "dropped");
     t->notes.push_back(line);
 }
@@ -4703,9 +4945,10 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     }
     if (!(c->num_classes || known) || file_exists(c->data_file)) names = class_names_in(c->data_file);
     if (known && before.empty() && !names.empty())
-        t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
-                                "%s; --class_names FILE tells others",
-                                file.path.c_str(), c->data_file, listed(names).c_str()));
+        t->notes.push_back(
+            text("%s does not name its classes, which are taken for those of %s in their order, "
+                 "%s; --class_names FILE tells others",
+                 file.path.c_str(), c->data_file, listed(names).c_str()));
     const GivenFlag* listing = was_given(given, "class_names");
     if (listing && listing->origin.empty() && !(known && file.class_names.empty()))
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
@@ -4715,9 +4958,10 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     bool same = names.empty() || before.empty() || before == names;
     if (!c->num_classes || !told) c->num_classes = known && same ? known : (int)names.size();
     if (known && before.empty() && c->num_classes != known)
-        fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
-             "the flag out, or name them with --class_names FILE",
-             c->num_classes, file.path.c_str(), known);
+        fail(
+            "--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
+            "the flag out, or name them with --class_names FILE",
+            c->num_classes, file.path.c_str(), known);
     if (!file.path.empty()) plan_rows(t, *c, names, before);
     return names;
 }
@@ -4787,9 +5031,10 @@ static void check_classes(Trainer* t) {
     const std::string &before = t->start.data_checksum, &now = t->images.checksum;
     t->model.data_checksum = now;
     if (c.resume_given && !before.empty() && !now.empty() && before != now)
-        t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum "
-                                "is %s, and was %s); from here on it learns from this one",
-                                c.data_file, t->step, now.c_str(), before.c_str()));
+        t->notes.push_back(
+            text("%s is not the file that the run had images from until step %ld (its checksum "
+                 "is %s, and was %s); from here on it learns from this one",
+                 c.data_file, t->step, now.c_str(), before.c_str()));
     for (Dataset* data : {&t->images, &t->validation}) {
         bool trains = data == &t->images;
         const char* file = trains ? c.data_file : c.val_file;
@@ -4862,14 +5107,15 @@ static void save_samples(Trainer* t) {
     double start = seconds_now();
     auto begins = begin_with(consecutive(c.seed, c.num_samples));
     const std::vector<std::string>& names = t->model.class_names;
-    int columns = set_classes(&begins, wanted_classes(c, names));
+    int groups = set_classes(&begins, wanted_classes(c, names));
+    Layout layout = grid_layout(c.num_samples, groups, c.image_size);
     if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, c.num_samples, c, columns); });
+    std::string failure = failure_of([&] { write_grid(path, pictures, layout, c); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
-        rows_text(c, names, columns).c_str());
+        rows_text(c, names, groups, layout).c_str());
     if (long broken = count_broken(pictures, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -4921,9 +5167,11 @@ static void give_up(Trainer* t, const StepState& result) {
         float most = 0;
         for (float pixel : t->images.floats) most = std::max(most, fabsf(pixel));
         if (most > 1000)
-            fail("the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a standard "
-                 "deviation of 1; make it again with --range or --data_std of prepare_data.py",
-                 what, value, c.data_file, most);
+            fail(
+                "the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a "
+                "standard "
+                "deviation of 1; make it again with --range or --data_std of prepare_data.py",
+                what, value, c.data_file, most);
         fail("the %s became %s in step 1, before any update: %s", what, value,
              *c.model_weights ? "the weights of --model_weights are too large; start from others"
                               : "these images and flags leave the range of numbers");
@@ -5110,6 +5358,11 @@ static void run_program(int argc, char** argv) {
 #endif
 
 int main(int argc, char** argv) {
+    signal(SIGILL, [](int) {  // the compiler was told to use what the processor has that it runs on
+        const char sentence[] =
+            "error: this program was built for another processor; run make on this machine\n";
+        _exit(write(STDERR_FILENO, sentence, sizeof sentence - 1) < 0 ? 2 : 1);
+    });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
     // A file must not become standard output because that was closed: its descriptors are taken first.
     for (int taken : {0, 1, 2})

@@ -9,7 +9,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
-8. pictures                   to_uint8, picture_format, save_grid
+8. pictures                   to_uint8, picture_format, grid_layout, rows_text, save_grid, save_arrays
 
 All files are little-endian, a header of 256 int32 and then data; FORMATS.md describes them byte by byte.
 Every reader compares the header with the length of the file before it allocates anything, and raises
@@ -637,15 +637,15 @@ PRESETS = {
 
 
 def spread_classes(config, classes, count):
-    """(a class for each of `count` pictures, equally many of each; columns of a grid with a row a class).
+    """(a class for each of `count` pictures, equally many of each; how many classes there are, see grid_layout).
 
-    (None, None) without class_cond; the second is None where the numbers don't come out even.
+    (None, 0) without class_cond; the second is 0 where the numbers don't come out even.
     """
     if not config.class_cond:
-        return None, None
+        return None, 0
     classes = list(classes)
-    rows = [classes[i * len(classes) // count] for i in range(count)]
-    return rows, count // len(classes) if len(classes) > 1 and count % len(classes) == 0 else None
+    spread = [classes[i * len(classes) // count] for i in range(count)]
+    return spread, len(classes) if len(classes) > 1 and count % len(classes) == 0 else 0
 
 
 def flags_of(config):
@@ -1422,16 +1422,66 @@ def save_picture(path, pixels):
         raise UserError(f"{path} can't be written: {error}") from None
 
 
-def save_grid(path, pixels, columns=None, gap=2):
+def grid_layout(n, groups, image_size):
+    """(columns, group) of a grid of n pictures: a new row begins with every `group` of them.
+
+    About square. Of groups of equally many pictures, such as classes, each has a row, or where that needs
+    more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+    """
+    if not groups:
+        return math.ceil(math.sqrt(n)), n
+    each = n // groups
+
+    def side(layout):
+        columns, group = layout
+        return max(columns, n // group * -(-group // columns))
+
+    best = each, each
+    if side(best) * (image_size + 2) > 4000:
+        others = [(columns, each if columns < each else n) for columns in range(1, n + 1)
+                  if columns < each or columns % each == 0]
+        best = min([best, *others], key=side)
+    return best
+
+
+def rows_text(names, n, groups, layout):
+    """' (rows: cat, dog)': what the rows of a grid show, where classes are the groups of its layout."""
+    if not groups or not names:
+        return ""
+    columns, each = layout[0], n // groups
+    kind = "rows"
+    if columns < each:
+        kind = f"{-(-each // columns)} rows each"
+    elif columns > each:
+        kind = f"{columns // each} in a row"
+    return f" ({kind}: {', '.join(names)})"
+
+
+def save_grid(path, pixels, layout=None, gap=2):
     """Write uint8 (N, C, H, W) as one picture, row by row on white, `gap` pixels around and between.
 
-    columns: ceil(sqrt(N)) unless given.
+    layout: grid_layout's, about square unless given. What a viewer may refuse is said.
     """
     n, channels, height, width = pixels.shape
-    columns = columns or math.ceil(math.sqrt(n))
-    rows = -(-n // columns)
+    columns, group = layout or grid_layout(n, 0, width)
+    rows_of_group = -(-group // columns)
+    rows = n // group * rows_of_group + -(-(n % group) // columns)
     grid = np.full((channels, gap + rows * (height + gap), gap + columns * (width + gap)), 255, np.uint8)
     for i in range(n):
-        y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
+        row, column = i // group * rows_of_group + i % group // columns, i % group % columns
+        y, x = gap + row * (height + gap), gap + column * (width + gap)
         grid[:, y:y + height, x:x + width] = pixels[i]
     save_picture(path, grid)
+    if max(grid.shape) > 4000 and n > 1:
+        say(f"{path} has {grid.shape[2]} x {grid.shape[1]} pixels; --output_name X.npz or --output_dir suits"
+            f" so many pictures better")
+
+
+def save_arrays(path, pixels, classes=None):
+    """Write uint8 (N, C, H, W) as arr_0, (N, H, W, C), and their classes, where there are any, as arr_1,
+    int64 (N): the .npz that the evaluators of guided-diffusion and others read."""
+    arrays = [np.ascontiguousarray(np.moveaxis(pixels, 1, -1))]
+    if classes is not None:
+        arrays.append(np.array(classes, np.int64))
+    with replacing(path) as file:
+        np.savez(file, *arrays)

@@ -48,6 +48,15 @@ const Layers& layers_for(const char* op, const Tensor& x) {
 #endif
 }
 
+// A tensor's numbers may be gone while its shape stays: FSDP frees the storage of parameters between two uses.
+void check_memory(const char* op, const char* name, const Tensor& t) {
+    if (!t.numel()) return;
+    int64_t last = t.storage_offset();
+    for (int64_t i = 0; i < t.dim(); i++) last += (t.size(i) - 1) * t.stride(i);
+    TORCH_CHECK(t.has_storage() && t.storage().nbytes() >= (last + 1) * t.itemsize(), op, ": ", name,
+                " has shape ", t.sizes(), " and no memory for it: its storage was freed or made smaller");
+}
+
 // A call of an operator on the device of x, with the memory that it asks for until it is over.
 struct Call {
     const char* op;
@@ -59,6 +68,7 @@ struct Call {
 
     Call(const char* name, const Tensor& like)
         : op(name), x(like), guard(like.device()), layers(layers_for(name, like)) {
+        check_memory(op, "the first tensor", x);
 #ifdef WITH_CUDA
         if (x.is_cuda()) {
             place.device = x.get_device();
@@ -88,6 +98,7 @@ struct Call {
         TORCH_CHECK(t.device() == x.device(), op, ": ", name, " is on ", t.device(), " and x on ",
                     x.device());
         TORCH_CHECK(t.sizes() == sizes, op, ": ", name, " has shape ", t.sizes(), ", needed is ", sizes);
+        check_memory(op, name, t);
     }
     // Of x's type too.
     void check_activation(const Tensor& t, const char* name, at::IntArrayRef sizes) const {
@@ -454,6 +465,7 @@ Tensor timestep_embedding(const Tensor& t, int64_t width, int64_t max_period, do
                           at::ScalarType type) {
     TORCH_CHECK(t.dim() == 1 && at::isIntegralType(t.scalar_type(), false),
                 "timestep_embedding: t is (B,), of integers");
+    check_memory("timestep_embedding", "t", t);
     TORCH_CHECK(width > 0 && width % 2 == 0, "timestep_embedding: width is even, not ", width);
     TORCH_CHECK(max_period > 0 && max_period < 1 << 30, "timestep_embedding: max_period is 1 to 2^30, not ",
                 max_period);

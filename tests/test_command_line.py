@@ -60,6 +60,24 @@ def completed(*words, program="./train_unet", cwd=ROOT):
     return sorted(words)
 
 
+def test_another_processor(tmp_path):
+    """A program that meets an instruction which the processor lacks says so; make builds again on another processor."""
+    process = subprocess.Popen([TRAIN, "--steps", "1000000", "--out_dir", tmp_path, "--data_file", write_toy_images(
+        tmp_path / "x.bin", size=32), "--preset", "tiny"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("train_unet on")
+    process.send_signal(signal.SIGILL)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors == "error: this program was built for another processor; run make on this machine\n"
+    written = []
+    for name in ("some", "another"):
+        run("make", "-C", ROOT, tmp_path / "settings", f"BUILD={tmp_path}", f"PROCESSOR={name}")
+        written.append((tmp_path / "settings").read_text())
+    assert written[0].replace("some", "another") == written[1] != written[0]
+    run("make", "-C", ROOT, tmp_path / "settings", f"BUILD={tmp_path}")
+    assert re.search(r" \d+ \d+$", (tmp_path / "settings").read_text())  # this one's
+
+
 def test_completion(tmp_path):
     """Flags, choices, presets and file names, all from the program's --help."""
     help = run(TRAIN, "--help").stdout

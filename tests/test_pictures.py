@@ -3,10 +3,14 @@ import contextlib
 import dataclasses
 import functools
 import io
+import math
 import os
+import pathlib
 import re
 import resource
 import signal
+import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -244,6 +248,200 @@ def test_picture_on_a_full_disk(tmp_path, ending):
     unet_io.save_grid(target, noise)
     with Image.open(target) as image:
         assert np.asarray(image).shape == (406, 406, 3)
+
+
+# ----------------------------------------------------------------------------------------------------
+# files of pictures
+
+WRITER = r"""
+#define main train_unet_main
+#include "../train_unet.cu"
+#undef main
+// lines of "png width height channels FILE.raw FILE.png", or of "layout N groups image_size"
+int main() {
+    char what[16], from[1024], to[1024];
+    int a, b, c;
+    while (scanf("%15s %d %d %d", what, &a, &b, &c) == 4) {
+        if (!strcmp(what, "layout")) {
+            Layout layout = grid_layout(a, b, c);
+            printf("%d %d %d\n", layout.columns, layout.group, layout.rows());
+            continue;
+        }
+        if (scanf("%1023s %1023s", from, to) != 2) return 1;
+        size_t bytes = (size_t)a * c;
+        std::vector<uint8_t> lines(b * (1 + bytes));
+        FILE* file = fopen(from, "rb");
+        for (int y = 0; y < b; y++)
+            if (fread(&lines[y * (1 + bytes) + 1], 1, bytes, file) != bytes) return 1;
+        fclose(file);
+        write_png(to, std::move(lines), a, b);
+    }
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def writer(tmp_path_factory):
+    """writer(lines): the output's lines of a program that calls write_png and grid_layout of train_unet.cu."""
+    folder = tmp_path_factory.mktemp("writer")
+    (folder / "writer.cpp").write_text(WRITER.replace("..", str(train_unet.__file__).rsplit("/", 1)[0]))
+    run("g++", "-std=c++20", "-O1", "-w", "-fsanitize=undefined", "-fno-sanitize-recover", "-o",
+        folder / "writer", folder / "writer.cpp", "-ldl")
+
+    def call_writer(lines):
+        return run(folder / "writer", input="\n".join(lines) + "\n").stdout.splitlines()
+    return call_writer
+
+
+def written(writer, folder, arrays):
+    """The PNG files of uint8 (height, width, channels) arrays."""
+    lines, paths = [], []
+    for n, array in enumerate(arrays):
+        array.tofile(folder / f"{n}.raw")
+        paths.append(folder / f"{n}.png")
+        height, width, channels = array.shape
+        lines.append(f"png {width} {height} {channels} {folder / f'{n}.raw'} {paths[-1]}")
+    writer(lines)
+    return paths
+
+
+def rough(rng, shape):
+    """Runs, steps and noise."""
+    steps = rng.integers(0, 256, shape) * (rng.random(shape) < rng.choice([0.01, 0.1, 0.5]))
+    return (np.cumsum(steps, axis=int(rng.integers(3))) // rng.integers(1, 9) % 256).astype(np.uint8)
+
+
+def test_png(writer, tmp_path):
+    """Pillow and zlib read back each byte: all channels, sizes around those of blocks and runs, and counts that a
+    code of 15 bits can't follow."""
+    rng = np.random.default_rng(0)
+    arrays = [rough(rng, (height, width, channels)) for channels in (1, 2, 3, 4) for width in (1, 2, 3, 8, 33, 259)
+              for height in (1, 2, 5, 64)]
+    arrays += [rng.integers(0, 256, (height, 1, 1), dtype=np.uint8) for height in (32767, 32768, 40000)]
+    arrays += [np.full((height, 1000, 1), value, np.uint8) for height in (65, 66, 131) for value in (0, 255)]
+    arrays += [rough(rng, shape) for shape in ((2, 70000, 3), (16400, 5, 3), (70000, 1, 1))]
+    for length in range(1, 12):  # runs, of each length up to 2 * 257 as well
+        arrays.append(np.repeat(np.arange(200, dtype=np.uint8) * 7, length).reshape(1, -1, 1))
+    arrays.append(np.concatenate([np.repeat(np.uint8(9 + n % 3), n) for n in range(1, 530)]).cumsum().astype(np.uint8)
+                  .reshape(1, -1, 1))
+    counts = [1, 1]
+    while sum(counts) < 60000:  # Fibonacci's: the longest codes there are
+        counts.append(counts[-1] + counts[-2])
+    skewed = np.concatenate([np.full(count, 11 * n % 256, np.uint8) for n, count in enumerate(counts)])
+    rng.shuffle(skewed)
+    arrays.append(np.cumsum(skewed).astype(np.uint8).reshape(1, -1, 1))
+    for array, path in zip(arrays, written(writer, tmp_path, arrays), strict=True):
+        with Image.open(path) as image:
+            image.verify()  # checksums
+        with Image.open(path) as image:
+            assert image.mode == ("L", "LA", "RGB", "RGBA")[array.shape[2] - 1]
+            assert (np.asarray(image).reshape(array.shape) == array).all()
+        contents, chunks, at = path.read_bytes(), [], 8
+        while at < len(contents):
+            size = int.from_bytes(contents[at:at + 4], "big")
+            chunks.append((contents[at + 4:at + 8], contents[at + 8:at + 8 + size]))
+            at += 12 + size
+        stream = zlib.decompressobj()
+        inflated = stream.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
+        assert stream.eof and not stream.unused_data and len(inflated) == array.size + array.shape[0]
+        blocks = -(-len(inflated) // 65535)
+        assert len(contents) <= len(inflated) + 100 + 18 * blocks  # as if it were stored
+
+
+def test_png_is_small(writer, tmp_path):
+    """Grids that models drew become as small as Pillow makes them at its best, within a tenth; noise does not grow."""
+    names = {"unet64_samples": 0.46, "fashion32_samples": 0.45, "tiny_samples": 0.24, "dit32_samples": 0.54}
+    arrays = []
+    for name in names:
+        with Image.open(pathlib.Path(train_unet.__file__).parent / f"data/{name}.png") as image:
+            arrays.append(np.atleast_3d(np.asarray(image)))
+    arrays.append(np.random.default_rng(0).integers(0, 256, (300, 300, 3), np.uint8))
+    *paths, noise = written(writer, tmp_path, arrays)
+    for path, array, most in zip(paths, arrays, names.values()):
+        buffer = io.BytesIO()
+        Image.fromarray(array.squeeze()).save(buffer, "png", compress_level=9)
+        assert path.stat().st_size < most * array.size and path.stat().st_size < 1.1 * len(buffer.getvalue())
+    assert noise.stat().st_size < arrays[-1].size + 300 + 200  # a byte a line, and some for each block
+
+
+def test_grids_that_fit(writer):
+    """Both programs lay out a grid in the same way: a class has rows of its own, or a part of one, and 4,000 pixels a
+    side are not exceeded where they need not be."""
+    cases = [(n, 0, size) for n in (1, 2, 16, 17, 1000, 50000) for size in (8, 64)]
+    cases += [(each * groups, groups, size) for each in (1, 2, 7, 61, 62, 200, 500) for groups in (1, 2, 10, 60, 61, 1000)
+              for size in (8, 32, 64, 256)]
+    found = [list(map(int, line.split())) for line in writer([f"layout {n} {groups} {size}" for n, groups, size in cases])]
+    for (n, groups, size), (columns, group, rows) in zip(cases, found, strict=True):
+        assert (columns, group) == unet_io.grid_layout(n, groups, size)
+        rows_of_group = -(-group // columns)
+        places = {(i // group * rows_of_group + i % group // columns, i % group % columns) for i in range(n)}
+        assert len(places) == n and max(row for row, _ in places) == rows - 1
+        each = n // (groups or 1)
+        if not groups:
+            assert columns == math.ceil(math.sqrt(n))
+        elif max(each, groups) * (size + 2) <= 4000:
+            assert columns == group == each and rows == groups  # a row each
+        else:
+            assert (group == each and columns < each) or columns % each == 0
+            room = 4000 // (size + 2)
+            if n <= room * room // 4:  # where it is not a close fit
+                assert max(columns, rows) <= room
+            assert max(columns, rows) <= max(each, groups)
+
+
+def test_many_pictures_of_classes(tmp_path):
+    """Both programs show each class in several rows where one would be wider than 4,000 pixels, and say so."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(class_cond=True, num_classes=3, predict="v")))
+    (tmp_path / "names").write_text("ape\nbee\ncat\n")
+    common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
+    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1203, *common, "--output_name",
+               tmp_path / "a.png").stdout
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 1203, *common,
+                    "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
+    assert "(12 rows each: ape, bee, cat)" in text and "(12 rows each: ape, bee, cat)" in printed.getvalue()
+    ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+    assert ours.shape == theirs.shape == (362, 342, 3) and np.abs(ours - theirs).max() <= 2
+    for grid in (ours, theirs):  # 401 = 11 * 34 + 27: the rest of a class's last row is white
+        for of_class in range(3):
+            row = grid[2 + 10 * (12 * of_class + 11):][:8]
+            assert (row[:, 2 + 10 * 27:] == 255).all() and row[:, 2:8 + 10 * 26].min() < 250
+
+
+ARRAYS = {"colours and classes": dict(class_cond=True, num_classes=3), "grey": dict(in_channels=1), "alpha": dict(in_channels=4)}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays(tmp_path, name):
+    """--output_name X.npz: bytes (N, H, W, C), and the classes of a model that knows classes, from both programs."""
+    config = Config(**TOY | dict(predict="v") | ARRAYS[name])
+    perturbed_file(tmp_path / "w.bin", config)
+    common = ["--seed", 5, "--sample_steps", 4, "--strip", 2]
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 7, *common, "--output_name", tmp_path / "a.npz",
+        "--output_dir", tmp_path / "each")
+    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 7, *common, "--output_name",
+                tmp_path / "b.npz", "--device", "cpu") == ""
+    found = []
+    for which in "ab":
+        with zipfile.ZipFile(tmp_path / f"{which}.npz") as archive:
+            assert archive.testzip() is None
+        with np.load(tmp_path / f"{which}.npz", allow_pickle=False) as arrays:
+            assert arrays.files == ["arr_0", "arr_1"][:1 + config.class_cond]
+            pixels = arrays["arr_0"]
+            assert pixels.dtype == np.uint8 and pixels.shape == (7, 8, 8, config.in_channels) and pixels.std() > 5
+            if config.class_cond:
+                assert arrays["arr_1"].dtype == np.int64 and arrays["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
+        assert (tmp_path / f"{which}_strip.png").exists() and not (tmp_path / f"{which}.png").exists()
+        found.append(pixels.astype(int))
+    assert np.abs(found[0] - found[1]).max() <= 2
+    for seed, pixels in zip(range(5, 12), found[0], strict=True):
+        assert (picture(tmp_path / f"each/{seed:06d}.png").reshape(pixels.shape) == pixels).all()
+    # a PNG of so many could not be written, and arrays can
+    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1000000, "--dry_run", "--output_name",
+               tmp_path / "c.npz").stdout
+    assert "memory" in text
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--output_name", tmp_path / "c.npy",
+            says=["c.npy", ".png", ".npz"])
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):

@@ -5,6 +5,8 @@ import copy
 import os
 import re
 import sys
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -434,6 +436,201 @@ def test_no_second_derivatives(place, ops):
 
 
 # ----------------------------------------------------------------------------------------------------
+# the transforms of torch.func, and forward mode
+
+FORWARD = ["conv3x3, all", "conv3x3, odd channels", "conv1x1, all", "linear", "upsample", "downsample, odd channels",
+           "gelu, images"]
+NO_FORWARD = {"group norm, modulated": "group_norm", "group norm, SiLU, two pixels": "group_norm",
+              "norm and conv3x3, all": "norm_conv3x3", "attention, odd pixels": "attention"}
+TRANSFORMED = [*FORWARD, *NO_FORWARD]
+
+
+def pair_of(case, ops, device, dtype):
+    """(ours, PyTorch's, as functions of a dictionary of tensors; our inputs; theirs in float64)"""
+    torch.compiler.reset()  # which counts what is compiled
+    (mine, theirs), shapes, options = CASES[case]
+    tensors = inputs_of(shapes, device, dtype)
+    return (lambda t: mine(ops, **t, **options), lambda t: theirs(**t, **options), tensors,
+            {name: t.double().cpu() for name, t in tensors.items()})
+
+
+def tangents_of(tensors, names):
+    """Normals for these inputs, zeros for the others."""
+    made = inputs_of({name: t.shape for name, t in tensors.items()}, "cpu", torch.float32, seed=7)
+    return {name: made[name].to(t) * (name in names) for name, t in tensors.items()}
+
+
+def dual_tangent(function, tensors, tangents, names):
+    """As torch.func.jvp's, by dual tensors; what is not named has no tangent."""
+    with torch.autograd.forward_ad.dual_level():
+        duals = {name: torch.autograd.forward_ad.make_dual(t, tangents[name]) if name in names else t
+                 for name, t in tensors.items()}
+        return torch.autograd.forward_ad.unpack_dual(function(duals)).tangent
+
+
+def same(found, expected, limit):
+    """Of tensors, or dictionaries of them."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[name], expected[name], limit) for name in expected)
+    return found.shape == expected.shape and error_of(found.detach().cpu().double(), expected.detach()) < limit
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_forward_mode(case, place, ops):
+    """The tangent of torch.func.jvp, of dual tensors and of a graph: PyTorch's, for each input and for all."""
+    device, dtype, limit = place
+    ours, theirs, tensors, wide = pair_of(case, ops, device, dtype)
+    for names in (*([name] for name in tensors), list(tensors)):
+        tangents = tangents_of(tensors, names)
+        expected = torch.func.jvp(theirs, (wide,), ({name: t.double().cpu() for name, t in tangents.items()},))[1]
+        out, found = torch.func.jvp(ours, (tensors,), (tangents,))
+        assert expected.abs().max() > 0 and same(found, expected, limit), names
+        assert torch.equal(out, ours(tensors)) and found.dtype == out.dtype
+        assert same(dual_tangent(ours, tensors, tangents, names), expected, limit), names
+    compiled = torch.compile(lambda t, dt: torch.func.jvp(ours, (t,), (dt,))[1], fullgraph=True, backend="aot_eager")
+    assert same(compiled(tensors, tangents), expected, limit)
+
+
+def squares(function):
+    return lambda t: function(t).float().square().sum() if next(iter(t.values())).dtype != torch.float64 \
+        else function(t).square().sum()
+
+
+@pytest.mark.parametrize("case", FORWARD)
+def test_forward_over_reverse(case, place, ops):
+    """The tangent of a gradient, as in a Hessian times a vector; of gelu, whose gradient is not linear, a refusal."""
+    device, dtype, limit = place
+    ours, theirs, tensors, wide = pair_of(case, ops, device, dtype)
+    tangents = tangents_of(tensors, list(tensors))
+    wide_tangents = {name: t.double().cpu() for name, t in tangents.items()}
+    if case.startswith("gelu"):
+        with pytest.raises(NotImplementedError, match="gelu_backward has no derivative in forward mode"):
+            torch.func.jvp(torch.func.grad(squares(ours)), (tensors,), (tangents,))
+        return
+    expected = torch.func.jvp(torch.func.grad(squares(theirs)), (wide,), (wide_tangents,))[1]
+    found = torch.func.jvp(torch.func.grad(squares(ours)), (tensors,), (tangents,))[1]
+    assert same(found, expected, limit if dtype == torch.float32 else 4 * limit)  # rounded twice more
+
+
+@pytest.mark.parametrize("case", NO_FORWARD)
+def test_no_forward_mode(case, place, ops):
+    """What has no derivative in forward mode says so, whatever input the tangent comes with; never zero."""
+    device, dtype, _ = place
+    ours, _, tensors, _ = pair_of(case, ops, device, dtype)
+    sentence = f"^{NO_FORWARD[case]} has no derivative in forward mode"
+    for name in tensors:
+        tangents = tangents_of(tensors, [name])
+        with pytest.raises(NotImplementedError, match=sentence):
+            dual_tangent(ours, tensors, tangents, [name])
+        with pytest.raises(NotImplementedError, match=sentence):
+            torch.func.jvp(lambda t: ours(tensors | {name: t}), (tensors[name],), (tangents[name],))
+    with pytest.raises(NotImplementedError, match=sentence):
+        torch.func.jvp(torch.func.grad(squares(ours)), (tensors,), (tangents,))
+    with pytest.raises(Exception, match="has no derivative in forward mode"):
+        torch.compile(lambda t, dt: torch.func.jvp(ours, (t,), (dt,))[1], backend="aot_eager")(tensors, tangents)
+    with torch.autograd.forward_ad.dual_level():  # no tangent comes here, or forward mode is off
+        assert torch.equal(ours(tensors), ours(tensors))
+
+
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_torch_func(case, place, ops):
+    """grad and vjp of torch.func, alone and in a graph; second derivatives are refused there too."""
+    device, dtype, limit = place
+    ours, theirs, tensors, wide = pair_of(case, ops, device, dtype)
+    dout = upstream(theirs(wide).shape)
+    expected, = torch.func.vjp(theirs, wide)[1](dout.double())
+    found, = torch.func.vjp(ours, tensors)[1](dout.to(tensors["x"]))
+    assert same(found, expected, limit)
+    loss = lambda function, dout: lambda t: (function(t) * dout).sum()  # noqa: E731
+    ours, dout = loss(ours, dout.to(tensors["x"])), dout.double()
+    assert same(torch.func.grad(ours)(tensors), expected, limit)
+    compiled = torch.compile(torch.func.grad(ours), fullgraph=True, backend="aot_eager")
+    assert same(compiled(tensors), expected, limit)
+    if case in ("upsample", "downsample, odd channels"):
+        return
+    with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+        torch.func.grad(lambda t: sum(g.square().sum() for g in torch.func.grad(squares(ours))(t).values()))(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("case", TRANSFORMED)
+def test_gradients_of_each_sample(case, place, ops):
+    """vmap over grad, and vmap over a backward pass: PyTorch's numbers."""
+    device, dtype, limit = place
+    ours, theirs, tensors, wide = pair_of(case, ops, device, dtype)
+    if case.startswith(("linear", "gelu")):  # whose batch is any dimension
+        ours_of_one, theirs_of_one = ours, theirs
+    else:
+        one = lambda function: lambda t: function({name: value[None] if name in ACTIVATIONS else value  # noqa: E731
+                                                   for name, value in t.items()})
+        ours_of_one, theirs_of_one = one(ours), one(theirs)
+    dims = ({name: 0 if name in ACTIVATIONS else None for name in tensors},)
+    expected = torch.vmap(torch.func.grad(squares(theirs_of_one)), dims)(wide)
+    assert same(torch.vmap(torch.func.grad(squares(ours_of_one)), dims)(tensors), expected, 2 * limit)
+    out, wide_out = torch.vmap(ours_of_one, dims)(tensors), torch.vmap(theirs_of_one, dims)(wide)
+    assert same(out, wide_out, limit)
+    douts = upstream((2, *theirs(wide).shape))
+    found, expected = leaves(tensors), leaves(wide)
+    found, expected = (dict(zip(t, torch.autograd.grad(f(t), list(t.values()), d, is_grads_batched=True))) for f, t, d in (
+        (ours, found, douts.to(tensors["x"])), (theirs, expected, douts.double())))
+    assert same(found, expected, limit)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_jacobians(ops):
+    """jacfwd, jacrev and hessian of a 3x3 convolution and of a layer behind one."""
+    ours, theirs, tensors, wide = pair_of("conv3x3, odd channels", ops, "cpu", torch.float32)
+    part, wide_part = ({name: value[:1, :, :2, :3] if name in ("x", "residual") else value[:1] if name == "emb" else value
+                        for name, value in t.items()} for t in (tensors, wide))
+
+    def of(function, t, name):
+        return lambda value: function(t | {name: value})
+
+    for name in ("bias", "emb", "x"):
+        for transform in (torch.func.jacfwd, torch.func.jacrev):
+            assert same(transform(of(ours, part, name))(part[name]), transform(of(theirs, wide_part, name))(
+                wide_part[name]), 1e-5), (name, transform)
+        found, expected = (torch.func.hessian(squares(lambda v: of(f, t, name)(v[name])))({name: t[name]})[name][name]
+                           for f, t in ((ours, part), (theirs, wide_part)))
+        assert same(found, expected, 1e-5), name
+
+
+class Smooth(torch.nn.Module):
+    """A network of what has a derivative in forward mode."""
+    def __init__(self, ops=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Conv2d(8, 3, 3, padding=1)
+        self.emb, self.mix = torch.nn.Linear(4, 8), torch.nn.Conv2d(8, 8, 1)
+        self.ops = ops
+
+    def forward(self, x, t):
+        parameters = [p for layer in (self.a, self.mix, self.b, self.emb) for p in (layer.weight, layer.bias)]
+        wa, ba, wm, bm, wb, bb, we, be = parameters
+        steps = t[:, None] * torch.arange(1, 5, device=t.device, dtype=t.dtype)
+        if ops := self.ops:
+            h = ops.conv3x3(x, wa, ba, ops.linear(steps, we, be))
+            h = ops.upsample(ops.conv1x1(ops.gelu(ops.downsample(h)), wm, bm))
+            return ops.conv3x3(h, wb, bb, residual=x)
+        h = F.conv2d(x, wa, ba, padding=1) + F.linear(steps, we, be)[:, :, None, None]
+        h = F.conv2d(F.gelu(F.avg_pool2d(h, 2), approximate="tanh"), wm, bm)
+        return x + F.conv2d(F.interpolate(h, scale_factor=2), wb, bb, padding=1)
+
+
+def test_mean_flow(ops):
+    """A step of mean flow (Geng et al. 2025): the loss, with a jvp in its target, and its gradients are PyTorch's."""
+    x, v, t = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8), torch.tensor([0.3, 0.9])
+    found = []
+    for model in (Smooth(ops), Smooth().double()):
+        a, b, s = (value.to(next(model.parameters())) for value in (x, v, t))
+        u, dudt = torch.func.jvp(model, (a, s), (b, torch.ones_like(s)))
+        loss = (u - (b - s[:, None, None, None] * dudt).detach()).square().mean()
+        loss.backward()
+        found.append({"loss": loss, "dudt": dudt} | {name: p.grad for name, p in model.named_parameters()})
+    assert same(*found, 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------
 # what is refused
 
 def test_refusals(place, ops):
@@ -483,6 +680,67 @@ def test_refusals(place, ops):
         with pytest.raises(RuntimeError, match=sentence):
             call()
         assert torch.equal(ops.conv3x3(**tensors), before), sentence
+
+
+def freed(t):
+    """A tensor of t's kind whose storage was freed, as FSDP does."""
+    t = t.detach().clone()
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def test_freed_storage(place, ops):
+    """Each tensor of each operator, in turn without memory: a sentence, and no crash; where nothing is needed, nothing."""
+    device, dtype, _ = place
+    torch.manual_seed(0)
+    refused = 0
+    for name, arguments in operator_calls(device, dtype):
+        op = getattr(torch.ops.train_unet, name)
+        for i, value in enumerate(arguments):
+            for j in range(len(value)) if isinstance(value, list) else [None]:
+                given = list(arguments)
+                if j is not None:
+                    given[i] = [*value[:j], freed(value[j]), *value[j + 1:]]
+                elif torch.is_tensor(value):
+                    given[i] = freed(value)
+                else:
+                    continue
+                with pytest.raises(RuntimeError, match=f"^{name}: .* no memory for it: its storage was freed"):
+                    op(*given)
+                refused += 1
+    assert refused > 60
+    short = torch.zeros(2, 8, 4, 4, device=device, dtype=dtype)
+    short.untyped_storage().resize_(short.untyped_storage().nbytes() - 1)
+    with pytest.raises(RuntimeError, match="gelu: the first tensor .* made smaller"):
+        ops.gelu(short)
+    parameter = torch.nn.Parameter(torch.zeros(8, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    parameter.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="no memory for it"):
+        ops.AdamW([parameter]).step()
+
+
+def test_other_kinds_of_tensors(ops):
+    """Sparse, quantised, complex: refused. Negated views are read as they are, and meta tensors give shapes."""
+    x, w = torch.randn(2, 8, 4, 4), torch.randn(8, 8, 3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantised tensors are to be removed from PyTorch
+        quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    for bad in (x.to_sparse(), quantised, x.to(torch.complex64), x.to(torch.int32)):
+        for call in (lambda: ops.conv3x3(bad, w), lambda: ops.gelu(bad), lambda: ops.upsample(bad),
+                     lambda: ops.conv3x3(x, w, residual=bad)):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                call()
+    negated = torch.view_as_complex(torch.randn(2, 8, 4, 4, 2)).conj().imag  # with the bit that says: take the negative
+    assert negated.is_neg() and torch.equal(ops.conv3x3(negated, w), ops.conv3x3(negated.resolve_neg().clone(), w))
+    assert ops.conv3x3(x.to("meta"), w.to("meta")).shape == x.shape
+    for call in (lambda: ops.conv3x3(x, w.to("meta")), lambda: ops.conv3x3(x.to("meta"), w), lambda: ops.conv3x3(
+            x, w, residual=x.to("meta"))):
+        with pytest.raises(RuntimeError, match="conv3x3: its tensors are on cpu and meta"):
+            call()
+    p = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="adamw_: its tensors are on cpu and meta"):
+        torch.ops.train_unet.adamw_([p], [p.to("meta")], [p], [p], torch.zeros(()), 1e-3, 0.9, 0.99, 1e-8, 0.1)
 
 
 def test_failures_of_launchers(tmp_path):
@@ -588,6 +846,125 @@ def test_adamw(device, ops):
     bad.grad = torch.ones_like(bad)
     with pytest.raises(RuntimeError, match="float32"):
         ops.AdamW([bad]).step()
+
+
+def test_adamw_of_other_options(ops):
+    """What torch.optim.AdamW can and this can not is refused, wherever it comes from, and nothing is changed."""
+    def trained(kind, **options):
+        parameters = [torch.ones(3, 2, requires_grad=True), torch.ones(5, requires_grad=True)]
+        optimizer = kind(parameters, lr=0.1, **options)
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return parameters, optimizer
+
+    def refused(state, says):
+        parameters, mine = trained(ops.AdamW)
+        before = copy.deepcopy(mine.state_dict())
+        with pytest.raises(ValueError, match=says):
+            mine.load_state_dict(state)
+        assert str(mine.state_dict()) == str(before)
+
+    theirs = trained(torch.optim.AdamW)[1].state_dict()
+    for name in ("amsgrad", "maximize", "differentiable"):
+        value = name != "differentiable"
+        state = trained(torch.optim.AdamW, **{name: value})[1].state_dict() if value else copy.deepcopy(theirs)
+        state["param_groups"][0][name] = True
+        refused(state, f"{name}=True is not implemented")
+        with pytest.raises(ValueError, match=f"{name}=True is not implemented"):
+            ops.AdamW([dict(params=[torch.ones(2)]), {"params": [torch.ones(3)], name: True}])
+        parameters, mine = trained(ops.AdamW)
+        with pytest.raises(ValueError, match=f"{name}=True is not implemented"):
+            mine.add_param_group({"params": [torch.ones(3)], name: True})
+        mine.param_groups[0][name] = True
+        kept = [p.detach().clone() for p in parameters]
+        with pytest.raises(ValueError, match=f"{name}=True is not implemented"):
+            mine.step()
+        assert all(torch.equal(p, before) for p, before in zip(parameters, kept))
+    for options in (dict(foreach=True), dict(foreach=False), dict(fused=True), dict(capturable=False)):  # ways to the same
+        trained(ops.AdamW)[1].load_state_dict(trained(torch.optim.AdamW, **options)[1].state_dict())
+    refused(trained(torch.optim.SGD, momentum=0.9)[1].state_dict(), "betas None|another optimiser")
+    with pytest.raises(ValueError, match="lr -1"):
+        ops.AdamW([dict(params=[torch.ones(2)], lr=-1.0)])
+
+    def changed(change):
+        state = copy.deepcopy(theirs)
+        change(state["state"][1])
+        return state
+
+    refused(changed(lambda s: s.update(max_exp_avg_sq=s["exp_avg_sq"])), "max_exp_avg_sq.*another optimiser")
+    refused(changed(lambda s: s.pop("exp_avg")), "state of parameter 1 holds step, exp_avg_sq; needed")
+    refused(changed(lambda s: s.update(exp_avg=torch.zeros(4))), r"exp_avg of parameter 1 is .* shape \[4\], .* \[5\]")
+    refused(changed(lambda s: s.update(exp_avg=torch.zeros(5, dtype=torch.int32))), "exp_avg of parameter 1 is torch.int32")
+    for bad in (torch.zeros(2), float("nan"), -1, 0.5):
+        refused(changed(lambda s: s.update(step=bad)), "step of parameter 1")
+    no_decay = copy.deepcopy(theirs)
+    no_decay["param_groups"][0]["decoupled_weight_decay"] = False
+    refused(no_decay, "decoupled_weight_decay=False is not implemented")
+    # a step that is a number or has a dimension, moments in another type: the same update
+    pair = [trained(ops.AdamW) for _ in range(2)]
+    pair[0][1].load_state_dict(changed(lambda s: s.update(step=1)))
+    pair[1][1].load_state_dict(changed(lambda s: s.update(step=torch.tensor([1]), exp_avg=s["exp_avg"].double())))
+    for parameters, optimizer in pair:
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(pair[0][0], pair[1][0]))
+
+
+# ----------------------------------------------------------------------------------------------------
+# the build
+
+def test_built_for_a_processor(ops, tmp_path, monkeypatch):
+    """The folder's name tells the processor's features; what is built is used without a compiler, or the right to write,
+    and where neither is there a sentence says what to do."""
+    def flags(*words):
+        path = tmp_path / "cpuinfo"
+        path.write_text("processor : 0\n" + f"flags : {' '.join(words)}\n")
+        monkeypatch.setattr("builtins.open", lambda name, *more, **options: real_open(
+            path if name == "/proc/cpuinfo" else name, *more, **options))
+        name = ops.processor()
+        monkeypatch.undo()
+        return name
+
+    real_open = open
+    assert flags("fpu", "avx2") == flags("avx2", "fpu") != flags("fpu", "avx2", "avx512f")
+    folder, = [path for path in (ROOT / "build/torch_ops").glob(f"{torch.__version__}-*-{ops.processor()}")
+               if (path / "built").exists()] if "TORCH_EXTENSIONS_DIR" not in os.environ else [None]
+    if folder:
+        assert (folder / "built").read_text() == ops.contents(folder, ops.gpu_architecture())
+    # sources that have changed are built again
+    before = ops.contents(tmp_path, 0)
+    monkeypatch.setattr(ops, "CXX_FLAGS", [*ops.CXX_FLAGS, "-O1"])
+    assert ops.contents(tmp_path, 0) != before
+    monkeypatch.undo()
+    monkeypatch.setattr(ops.cpp_extension, "load", None)  # not called: found
+    ops.build()
+    monkeypatch.undo()
+    # two builders: the second waits for the first and finds its work done
+    made = []
+
+    def slow(place, architecture):
+        made.append(place)
+        barrier.wait()
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(ops, "compile_into", slow)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    barrier = threading.Barrier(2)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        builders = [pool.submit(ops.build) for _ in range(2)]
+        barrier.wait()
+        for builder in builders:
+            builder.result()
+    assert len(made) == 1 and made[0].parent == tmp_path / "cache/torch_ops" and (made[0] / "built").exists()
+    # an old version's lock, of a process that was killed, keeps nobody waiting
+    (made[0] / "torch_ops").mkdir()
+    (made[0] / "torch_ops/lock").touch()
+    with ops.alone_in(made[0]):
+        assert not (made[0] / "torch_ops/lock").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="not built yet .* can't be written: Not a directory; set TORCH_EXTENSIONS_DIR"):
+        ops.build()
 
 
 # ----------------------------------------------------------------------------------------------------
