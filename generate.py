@@ -25,8 +25,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device, sample,
-                        sampler_steps, save_diffusers, save_weights, seed_noise)
+                        sampler_steps, seed_noise)
 from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality

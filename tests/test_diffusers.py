@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
+import convert
 import generate
 import train_unet
 import unet_io
@@ -128,7 +129,7 @@ def test_configs(tmp_path):
     assert scheduler["beta_schedule"] == "linear" and scheduler["beta_end"] == 0.04
     assert abs(scheduler["beta_start"] - 2e-4) < 1e-12 and scheduler["rescale_betas_zero_snr"] is True
     assert scheduler["prediction_type"] == "v_prediction" and scheduler["variance_type"] == "fixed_small"
-    files = train_unet.diffusers_configs(Config(**TOY | dict(predict="x0", noise_schedule="cosine")))
+    files = convert.diffusers_configs(Config(**TOY | dict(predict="x0", noise_schedule="cosine")))
     assert files["scheduler/scheduler_config.json"]["prediction_type"] == "sample"
     assert files["scheduler/scheduler_config.json"]["beta_schedule"] == "squaredcos_cap_v2"
     assert "time_embedding_type" not in files["unet/config.json"]
@@ -196,7 +197,7 @@ def test_interrupted_export(tmp_path, monkeypatch):
     old, new = (train_unet.UNet(Config(**SMALL | dict(num_head_channels=width))) for width in (8, 16))
     folder, rename = tmp_path / "out", os.replace
     for renames in range(4):
-        train_unet.save_diffusers(str(folder), old)
+        convert.save_diffusers(str(folder), old)
         left = iter(range(renames))
 
         def fail(*names):
@@ -206,7 +207,7 @@ def test_interrupted_export(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(UserError, match="can't be written"):
             patch.setattr(os, "replace", fail)
-            train_unet.save_diffusers(str(folder), new)
+            convert.save_diffusers(str(folder), new)
         assert files_in(folder) == FILES[4 - renames:]
         if renames > 1:
             assert json.loads((folder / "unet/config.json").read_text())["attention_head_dim"] == 16
