@@ -491,25 +491,23 @@ def chosen_weights(checkpoint, use_ema, path):
 
 
 def load_model(path, use_ema=1, overrides=None, free=()):
-    """(UNet, Checkpoint) from a .bin, old or new, from a .pt or .safetensors that save_weights wrote, or from
-    a .pt with the bare state dict of guided-diffusion's model, of UNet, or of the trainer before it.
+    """(UNet, Checkpoint) from a .bin, old or new, or from whatever convert.read takes: a .pt or .safetensors of ours,
+    a bare state dict of guided-diffusion's model, of UNet, or of the trainer before it, a UNet2DModel of diffusers.
 
     use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
     overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
-    there is as in _read_bare. A new file knows all, and others are refused, but of names in free. Raises UserError.
+    there is as in convert. A new file knows all, and others are refused, but of names in free. Raises UserError.
     """
     import convert  # which imports this file
     overrides = dict(overrides or {})
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"{path} is {'a folder' if os.path.isdir(path) else 'no file'}, a file is needed")
-    if path.endswith(".safetensors"):
-        checkpoint = convert.read_safetensors(path)
-    elif path.endswith((".pt", ".pth")):
-        checkpoint = convert.read_pt(path, overrides)
-    else:
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"{path} is no file, a file is needed")
+    if convert.what_it_is(path) == "bin":
         checkpoint = unet_io.read_checkpoint(path)
         if checkpoint.old:
             checkpoint.config = with_old_attention(checkpoint.config, overrides).check()
+    else:
+        checkpoint = convert.read(path, overrides, use_ema, free)
     if not checkpoint.old:
         told = {name: value for name, value in overrides.items() if name not in free}
         refuse_contradictions(told, checkpoint.config, path)
@@ -1182,8 +1180,9 @@ def start_model(config, run, given):
         return load_model(path, use_ema=0)[0], checkpoint, path
     if not run.model_weights:
         return None, None, ""
-    told = {name: value for name, value in (unet_io.PRESETS.get(run.preset, {}) | given).items()
-            if name in ARCHITECTURE + DIFFUSION and run.model_weights.endswith((".pt", ".pth"))}
+    import convert  # which imports this file
+    told = {} if convert.tells_all(run.model_weights) else unet_io.PRESETS.get(run.preset, {}) | given
+    told = {name: value for name, value in told.items() if name in ARCHITECTURE + DIFFUSION}
     free = OF_CLASSES if given.get("class_cond", True) else ()
     model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told, free=free)
     if not (checkpoint.config.class_cond or given.get("class_cond")):
