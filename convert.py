@@ -81,10 +81,10 @@ def what_it_is(path):
         raise UserError(f"{path} is not the file itself but Git LFS's pointer to it: git lfs pull brings the file")
     if begins[:4] in (b"UNET", b"DiT\0", unet_io.OLD_WEIGHTS_MAGIC.to_bytes(4, "little")):
         return "bin"
+    if begins[4:9] == bytes(4) + b"{":  # a length of 8 bytes, then JSON
+        return "safetensors"
     if begins.startswith((b"PK\3\4", b"\x80")):  # a zip, or a pickle of protocol 2 or later
         return "torch"
-    if begins[8:9] == b"{":
-        return "safetensors"
     if path.endswith(".index.json"):
         return "index"
     if path.endswith(".safetensors"):
@@ -273,18 +273,17 @@ def take_network(path, loaded, use_ema=1):
     state, averaged = take_weights(path, loaded, use_ema)
     if not isinstance(state, dict) or not state:
         raise UserError(f"{path} holds no state dict of tensors")
-    plain = {re.sub(r"(^|\.)(?:(?:_orig_mod|module)\.)+", r"\1", name) if isinstance(name, str) else name: value
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise UserError(f"{path} holds no state dict of tensors: {name!r} names a {type(value).__name__.lower()}")
+    plain = {re.sub(r"(^|\.)(?:(?:_orig_mod|module)\.)+", r"\1", name): value
              for name, value in state.items()}  # those of torch.compile and DistributedDataParallel
     if len(plain) < len(state):
         raise UserError(f"{path} holds two tensors of one name")
-    names = [name for name in plain if isinstance(name, str)]
-    prefixes = list(dict.fromkeys(name.removesuffix(anchor) for anchor in ANCHORS for name in names
+    prefixes = list(dict.fromkeys(name.removesuffix(anchor) for anchor in ANCHORS for name in plain
                                   if name == anchor or name.endswith("." + anchor)))
     if not prefixes:  # names that nobody knows
-        prefix = next((word for word in WRAPPERS if len(names) == len(plain) and all(
-            name.startswith(word) for name in names)), "")
-        if not prefix:
-            return plain, averaged
+        prefix = next((word for word in WRAPPERS if all(name.startswith(word) for name in plain)), "")
         return {name.removeprefix(prefix): value for name, value in plain.items()}, averaged
     of_means = [prefix for prefix in prefixes if _words(prefix) & AVERAGED]
     raw = [prefix for prefix in prefixes if prefix not in of_means]
@@ -292,7 +291,9 @@ def take_network(path, loaded, use_ema=1):
         raise UserError(f"{path} holds more than one network, {', '.join(map(repr, raw or of_means))}: save one of them"
                         f" alone")
     prefix = (of_means if of_means and (use_ema or not raw) else raw)[0]
-    taken = {name.removeprefix(prefix): value for name, value in plain.items() if str(name).startswith(prefix)}
+    longer = tuple(other for other in prefixes if len(other) > len(prefix))
+    taken = {name.removeprefix(prefix): value for name, value in plain.items()
+             if name.startswith(prefix) and not name.startswith(longer)}
     text = f"the tensors named {prefix}... are taken"
     if of_means:
         averaged = prefix in of_means
@@ -302,7 +303,7 @@ def take_network(path, loaded, use_ema=1):
         text = "the averaged weights, named model_ema..., are taken, --use_ema 0 takes the raw ones"
     left = len(plain) - len(taken)
     if left or of_means:
-        other = next((name for name in plain if not str(name).startswith(prefix)), "")
+        other = next((name for name in plain if not name.startswith(prefix)), "")
         note(path, text + (f", and {unet_io.counted(left, 'other')} such as {other} left out" if left else ""))
     return taken, averaged
 
@@ -310,7 +311,7 @@ def take_network(path, loaded, use_ema=1):
 def _flat_names(state, prefix):
     """{name: mean} where a state dict also has the means under the same names without their dots, as
     latent-diffusion's LitEma keeps them; otherwise {}."""
-    names = [name for name in state if str(name).startswith(prefix)]
+    names = [name for name in state if name.startswith(prefix)]
     flat = {name: "model_ema." + name.removeprefix("model.").replace(".", "") for name in names}
     if not all(mean in state for mean in flat.values()):
         return {}
@@ -641,9 +642,9 @@ def diffusers_configs(config, run=None, class_names=""):
                             if config.resblock_updown else ("conv", "DownBlock2D", "UpBlock2D"))
     more = dict(time_embedding_type="learned", num_train_timesteps=T) if _needs_table(config) else {}
     if config.class_cond:
-        more["cond_drop_prob"] = config.cond_drop_prob  # diffusers keeps it and does nothing with it
-    if class_names:  # likewise; by the name that DiTPipeline has for it
-        more["id2label"] = dict(enumerate(class_names.splitlines()))
+        more["_cond_drop_prob"] = config.cond_drop_prob  # what begins with _ diffusers keeps, in silence
+    if class_names:  # as DiTPipeline's id2label
+        more["_id2label"] = dict(enumerate(class_names.split("\n")[:-1]))
     index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
                  scheduler=("diffusers", "DDPMScheduler"))
     unet = dict(
@@ -699,7 +700,6 @@ UNET2D_DEFAULTS = dict(
     act_fn="silu", attention_head_dim=8, norm_num_groups=32, attn_norm_num_groups=None, norm_eps=1e-5,
     resnet_time_scale_shift="default", add_attention=True, class_embed_type=None, num_class_embeds=None,
     num_train_timesteps=None)
-OURS_IN_UNET2D = ("id2label", "cond_drop_prob")  # see diffusers_configs
 # What there is one value for here.
 FIXED_IN_UNET2D = dict(center_input_sample=False, mid_block_type="UNetMidBlock2D", mid_block_scale_factor=1,
                        act_fn="silu", norm_eps=1e-5, class_embed_type=None)
@@ -775,12 +775,12 @@ def read_diffusers(path, overrides, use_ema=1, known=None):
     run = noise.pop("run", {})
     told |= noise
     index = _read_json(found.index) if found.index else {}
-    names = _names_of(path, values.get("id2label") or index.get("id2label"))
+    names = _names_of(path, values.get("_id2label") or values.get("id2label") or index.get("id2label"))
     rows = told.pop("rows")
     if rows:
-        drop = values.get("cond_drop_prob", overrides.get("cond_drop_prob", 0.1 if names.count("\n") == rows - 1 else 0))
+        drop = values.get("_cond_drop_prob", overrides.get("cond_drop_prob", 0.1 if names.count("\n") == rows - 1 else 0))
         if not unet_io.is_number(drop, float):
-            raise UserError(f"{path}: its config.json says cond_drop_prob {drop!r:.40}, which is no number")
+            raise UserError(f"{path}: its config.json says _cond_drop_prob {drop!r:.40}, which is no number")
         told |= dict(class_cond=True, num_classes=rows - (drop > 0), cond_drop_prob=float(drop))
     else:
         told |= dict(class_cond=False, num_classes=0, cond_drop_prob=0.0)
@@ -790,7 +790,7 @@ def read_diffusers(path, overrides, use_ema=1, known=None):
     if told.get("image_size", overrides.get("image_size")) is None:
         raise UserError(f"{path} doesn't tell the size of its images: say it with --image_size")
     _note_assumed(path, [f"{name} {getattr(config, name)}" for name in DIFFUSION if name not in told | overrides])
-    unknown = [name for name in values if name not in UNET2D_DEFAULTS and name not in OURS_IN_UNET2D and name[0] != "_"]
+    unknown = [name for name in values if name not in UNET2D_DEFAULTS and name != "id2label" and name[:1] != "_"]
     if unknown:
         note(path, f"has settings that UNet2DModel doesn't have, which are ignored: {', '.join(unknown)}")
     model = unet_without_memory(config, path)
@@ -974,10 +974,11 @@ def _told_by_scheduler(path, file):
         reasons.append(f"no betas, being a {kind!s:.60},")
     elif values["trained_betas"] is not None or schedule not in names:
         reasons.append(f"beta_schedule {schedule}" if schedule not in names else "betas of its own")
-    elif schedule == "linear" and not (unet_io.is_number(T, int) and np.allclose(
-            [values["beta_start"], values["beta_end"]], [0.1 / T, 20 / T], rtol=1e-6)):
-        reasons.append(f"betas from {values['beta_start']} to {values['beta_end']} (here they are those of {0.1 / T:g} to"
-                       f" {20 / T:g} for {T} timesteps)")
+    elif not unet_io.is_number(T, int) or T < 1:
+        reasons.append(f"num_train_timesteps {T!r:.40}")
+    elif schedule == "linear" and not np.allclose([values["beta_start"], values["beta_end"]], [0.1 / T, 20 / T], rtol=1e-6):
+        reasons.append(f"betas from {values['beta_start']} to {values['beta_end']} (here they go from {0.1 / T:g} to"
+                       f" {20 / T:g} in {T} timesteps)")
     if values["prediction_type"] not in predictions:
         reasons.append(f"prediction_type {values['prediction_type']}")
     if reasons:
