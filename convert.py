@@ -105,6 +105,8 @@ def read_tensors(path):
     kind = what_it_is(path)
     if kind == "safetensors":
         return _read_safetensors(path)
+    if kind == "folder":
+        raise UserError(f"{path} is a folder, a file is needed")
     if kind == "index":
         return _read_parts(path), {}
     return _read_torch(path), {}

@@ -360,7 +360,7 @@ def test_latents_keep_their_deviation(tmp_path):
         drawn = drawn_with(scheduler_of(kind, tmp_path), model, 50, noises[0], noises[1:])
         ours = train_unet.sample(model, range(32), sampler, 50, threshold="none")
         print(f"{kind}: {drawn.std():.4f}, ours {ours.std():.4f}")
-        assert abs(drawn.std() / ours.std() - 1) < 0.01 and 0.9 < drawn.std() < 1.02
+        assert abs(drawn.std() / ours.std() - 1) < 0.01 and 0.9 < drawn.std() < 1.05
 
 
 @pytest.mark.parametrize("more", [
@@ -583,7 +583,7 @@ GOOGLE = dict(downsample_padding=0, flip_sin_to_cos=False, freq_shift=1, norm_ep
     (dict(block_out_channels=7), ["makes no sense"]), (dict(layers_per_block="x"), ["num_res_blocks"]),
     (dict(layers_per_block=2), ["down_blocks.0.resnets.1.norm1.weight is missing"]),
     (dict(norm_num_groups=7, attn_norm_num_groups=7), ["norm_groups 7"]), (dict(num_class_embeds=3), ["class_embedding.weight is missing"]),
-    (dict(block_out_channels=[32, 32]), ["down_blocks.1.resnets.0.conv1.weight is (64, 32, 3, 3)"]),
+    (dict(block_out_channels=[32, 32]), ["mid_block.resnets.0.norm1.weight is (64,) there and (32,)"]),
     (dict(in_channels=1, out_channels=1), ["conv_in.weight is (32, 3, 3, 3)"]), (dict(sample_size=None), ["sample_size"])])
 def test_what_can_not_be_held(tmp_path, changes, says):
     """One sentence, which tells every reason; nothing is written."""
