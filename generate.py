@@ -643,7 +643,8 @@ def main():
             save_diffusers(target, model, checkpoint)
         else:
             save_weights(target, model, checkpoint)
-        kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
+        averaged = args.use_ema or checkpoint.sections["weights"] is checkpoint.sections.get("ema")  # there are no others
+        kind = ("averaged " if averaged else "raw ") if "ema" in checkpoint.sections else ""
         unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
         return
     model.to(device).eval()
