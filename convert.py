@@ -33,24 +33,24 @@ from train_unet import (DIFFUSION, AttentionBlock, Downsample, ResBlock, Upsampl
 from unet_io import Checkpoint, Config, UserError
 
 
-def read(path, overrides=None, use_ema=1):
+def read(path, overrides=None, use_ema=1, free=()):
     """Checkpoint from a .pt or .safetensors of ours, a bare state dict, or a UNet2DModel of diffusers.
 
     Its section `weights` is what use_ema asks for, averaged weights where there are any or with 0 the raw ones;
-    `ema` is the same where they are known to be averaged. overrides: see train_unet.load_model.
+    `ema` is the same where they are known to be averaged. overrides, free: see train_unet.load_model.
     """
     overrides = dict(overrides or {})
     if os.path.isdir(path):
-        return read_diffusers(path, overrides, use_ema)
+        return read_diffusers(path, overrides, use_ema, free)
     loaded, metadata = read_tensors(path)
     if "config" in metadata:
         return _from_safetensors(path, loaded, metadata)
     if isinstance(loaded, dict) and isinstance(loaded.get("config"), dict) and "state_dict" in loaded:
         return _from_state(path, loaded["state_dict"], loaded["config"], loaded.get("step", 0),
-                           loaded.get("class_names", ""))
+                           loaded.get("class_names", ()))
     state, averaged = take_network(path, loaded, use_ema)
     if any(name.startswith("down_blocks.") for name in state):
-        return read_diffusers(path, overrides, use_ema, (state, averaged))
+        return read_diffusers(path, overrides, use_ema, free, (state, averaged))
     return _read_bare(path, state, averaged, overrides)
 
 
@@ -327,13 +327,14 @@ def _from_safetensors(path, state, metadata):
     """Checkpoint from save_weights' .safetensors."""
     try:
         config, step = json.loads(metadata["config"]), int(metadata.get("step", 0))
+        names = json.loads(metadata.get("class_names", "[]"))
     except (ValueError, RecursionError):
-        config = step = None
-    return _from_state(path, state, config, step, metadata.get("class_names", ""))
+        config = step = names = None
+    return _from_state(path, state, config, step, names)
 
 
 def _from_state(path, state, config, step, class_names):
-    """Checkpoint from tensors by PyTorch's names and a dict with the configuration's fields."""
+    """Checkpoint from tensors by PyTorch's names, a dict with the configuration's fields, and a list."""
     known = {field.name: field.type for field in dataclasses.fields(Config)}
     if not isinstance(config, dict) or not unet_io.is_number(step, int) or not 0 <= step < 2**31:
         raise UserError(f"{path} is damaged: its configuration or its step, {step!r:.40}, can't be read")
@@ -346,23 +347,21 @@ def _from_state(path, state, config, step, class_names):
     except (TypeError, ValueError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     config = Config(**values).check(f"{path}: its configuration")
+    names = _named(path, class_names, config)
     check_tensors(path, state)
     model = unet_without_memory(config, path)
-    sections = {"weights": _flat_weights(path, state, model, "the model of its configuration")}
-    sections |= _named(path, class_names, config)
-    return Checkpoint(config, sections, step=step, tensors=len(state))
+    weights = _flat_weights(path, state, model, "the model of its configuration")
+    return Checkpoint(config, {"weights": weights} | names, step=step, tensors=len(state))
 
 
-def _named(path, class_names, config):
-    """{"class_names": them} where they can be this model's: a text of lines. Raises UserError where they can't."""
-    if not class_names:
-        return {}
-    if not isinstance(class_names, str) or not class_names.endswith("\n"):
-        raise UserError(f"{path} is damaged: its class_names are no lines of text")
-    if class_names.count("\n") > config.num_classes:
-        raise UserError(f"{path} names {unet_io.counted(class_names.count(chr(10)), 'class')} and its model has"
-                        f" {config.num_classes}")
-    return {"class_names": class_names}
+def _named(path, names, config):
+    """The section class_names of a list of names; {} without any. Raises UserError where this model can't have them."""
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and "\n" not in name for name in names):
+        raise UserError(f"{path} is damaged: its names of classes are no list of texts of a line each")
+    section = unet_io.class_section(names)
+    unet_io.parse_class_names(section.get("class_names", "").encode("utf-8", "surrogatepass"), path, len(names),
+                              config.num_classes if config.class_cond else 0)
+    return section
 
 
 def check_tensors(path, state):
@@ -404,24 +403,25 @@ def _flat_weights(path, state, model, where, hint=lambda name, found, expected: 
 
 
 def save_weights(path, model, checkpoint):
-    """Write a model's weights alone, with configuration, step and class names of the checkpoint they came from.
+    """Write a model's weights alone, with the configuration and step of the checkpoint they came from.
 
-    By the ending of `path`: .bin, for ./train_unet; .pt, a dict of "state_dict", "config", "step" and, where there
-    are any, "class_names" that torch.load reads with weights_only=True; .safetensors, with "config" (JSON), "step"
-    and "class_names" in its metadata.
+    By the ending of `path`: .bin, for ./train_unet; .pt, a dict of "state_dict", "config" and "step" that
+    torch.load reads with weights_only=True; .safetensors, with "config" (JSON) and "step" in its metadata.
+    Where they are known the names of the classes go with them, as "class_names": a list, there in JSON.
     """
-    config, step = dataclasses.asdict(checkpoint.config), checkpoint.step
+    config, step, names = dataclasses.asdict(checkpoint.config), checkpoint.step, list(checkpoint.class_names)
     config["ema_rate"] = tuple(config["ema_rate"])  # torch.load takes no class of ours
     state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
-    names = {name: checkpoint.sections[name] for name in ("class_names",) if checkpoint.sections.get(name)}
     if path.endswith(".bin"):
-        sections = dict(weights=to_numpy(file_order(model, state.values()))) | names
-        unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, sections, step, run=checkpoint.run))
+        weights = dict(weights=to_numpy(file_order(model, state.values()))) | unet_io.class_section(names)
+        unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=checkpoint.run))
     elif path.endswith((".pt", ".pth")):
         with unet_io.replacing(path) as file:
-            torch.save(dict(state_dict=state, config=config, step=step) | names, file)
+            told = dict(class_names=names) if names else {}
+            torch.save(dict(state_dict=state, config=config, step=step) | told, file)
     elif path.endswith(".safetensors"):
-        metadata = dict(format="pt", config=json.dumps(config), step=str(step)) | names
+        metadata = dict(format="pt", config=json.dumps(config), step=str(step))
+        metadata |= dict(class_names=json.dumps(names)) if names else {}
         block = _need_safetensors(path).torch.save(state, metadata)
         with unet_io.replacing(path) as file:
             file.write(block)
@@ -622,10 +622,10 @@ def scheduler_config(config, run):
         variance_type="learned_range" if config.learn_sigma else "fixed_small")
 
 
-def diffusers_configs(config, run=None, class_names=""):
+def diffusers_configs(config, run=None, class_names=()):
     """The JSON files in a folder for diffusers' DDPMPipeline: {path: dict}, model_index.json first.
 
-    run: a checkpoint's settings; class_names: its section. Raises UserError for what UNet2DModel can't be.
+    run, class_names: a checkpoint's. Raises UserError for what UNet2DModel can't be.
     """
     T, attended = config.diffusion_steps, [s in config.attention_resolutions for s in config.level_sizes()]
     widths = config.level_widths()
@@ -646,7 +646,7 @@ def diffusers_configs(config, run=None, class_names=""):
     if config.class_cond:
         more["_cond_drop_prob"] = config.cond_drop_prob  # what begins with _ diffusers keeps, in silence
     if class_names:  # as DiTPipeline's id2label
-        more["_id2label"] = dict(enumerate(class_names.split("\n")[:-1]))
+        more["_id2label"] = dict(enumerate(class_names))
     index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
                  scheduler=("diffusers", "DDPMScheduler"))
     unet = dict(
@@ -673,8 +673,8 @@ def save_diffusers(folder, model, checkpoint=None):
     All are written before the first gets its name; then those of an older export go, and these get theirs,
     the weights first and model_index.json last: so a folder that lacks none is whole, and of one model.
     """
-    run, sections = (checkpoint.run, checkpoint.sections) if checkpoint else ({}, {})
-    configs = diffusers_configs(model.config, run, sections.get("class_names", ""))
+    run, names = (checkpoint.run, checkpoint.class_names) if checkpoint else ({}, ())
+    configs = diffusers_configs(model.config, run, names)
     files = {os.path.join(folder, name): (json.dumps(values, indent=2) + "\n").encode()
              for name, values in configs.items()}
     weights = _need_safetensors(folder).torch.save(diffusers_tensors(model), dict(format="pt"))
@@ -752,7 +752,7 @@ def _find_pipeline(path, use_ema, weights_known=False):
     return found
 
 
-def read_diffusers(path, overrides, use_ema=1, known=None):
+def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     """Checkpoint of a UNet2DModel: a pipeline's folder, the model's, or its weights beside its config.json.
 
     known: (its tensors, whether they are averaged), where they have been read. Raises UserError for what a UNet can't
@@ -780,14 +780,14 @@ def read_diffusers(path, overrides, use_ema=1, known=None):
     names = _names_of(path, values.get("_id2label") or values.get("id2label") or index.get("id2label"))
     rows = told.pop("rows")
     if rows:
-        drop = values.get("_cond_drop_prob", overrides.get("cond_drop_prob", 0.1 if names.count("\n") == rows - 1 else 0))
+        drop = values.get("_cond_drop_prob", overrides.get("cond_drop_prob", 0.1 if len(names) == rows - 1 > 0 else 0))
         if not unet_io.is_number(drop, float):
             raise UserError(f"{path}: its config.json says _cond_drop_prob {drop!r:.40}, which is no number")
         told |= dict(class_cond=True, num_classes=rows - (drop > 0), cond_drop_prob=float(drop))
     else:
         told |= dict(class_cond=False, num_classes=0, cond_drop_prob=0.0)
-    refuse_contradictions({name: value for name, value in overrides.items() if name in told}, argparse.Namespace(**told),
-                          path)
+    flags = {name: value for name, value in overrides.items() if name in told and name not in free}
+    refuse_contradictions(flags, argparse.Namespace(**told), path)
     config = Config(**(overrides | told)).check(f"{path}, by its config.json")
     if told.get("image_size", overrides.get("image_size")) is None:
         raise UserError(f"{path} doesn't tell the size of its images: say it with --image_size")
@@ -809,18 +809,17 @@ def _newer_name(name):
 
 
 def _names_of(path, labels):
-    """The section class_names from an id2label, {"0": name, ...}; "" where there is none."""
+    """The names of classes by an id2label, {"0": name, ...}: a list; empty where there is none."""
     if not labels:
-        return ""
+        return []
     try:
         numbered = {int(number): name for number, name in labels.items()}
-        names = [numbered[i] for i in range(len(numbered))]
-        if all(isinstance(name, str) and name and "\n" not in name for name in names):
-            return "".join(f"{name}\n" for name in names)
-    except (AttributeError, KeyError, ValueError):
-        pass
-    note(path, "has an id2label that does not name classes 0, 1, 2 ... in a line each: it is left out")
-    return ""
+        names = [str(numbered[i]) for i in range(len(numbered))]
+        unet_io.parse_class_names("".join(f"{name}\n" for name in names).encode(), path, len(names), len(names))
+        return names
+    except (AttributeError, KeyError, TypeError, ValueError, UserError):
+        note(path, "has an id2label that does not name each of classes 0, 1, 2 ... otherwise, in a line: it is left out")
+        return []
 
 
 def _told_by_unet(path, values, state):

@@ -394,17 +394,17 @@ def test_names_of_classes(tmp_path, caplog):
     """Names and how often classes were hidden lie in the model's config.json, where diffusers keeps them in silence."""
     config = Config(**TOY | dict(class_cond=True, num_classes=3, cond_drop_prob=0.2))
     model = train_unet.init_weights(train_unet.UNet(config), 1)
-    names = "cat\nZürich, old town\n犬\n"
-    convert.save_diffusers(str(tmp_path / "out"), model, unet_io.Checkpoint(config, {"class_names": names}))
+    names = ("cat", "Zürich, old town", "犬")
+    convert.save_diffusers(str(tmp_path / "out"), model, unet_io.Checkpoint(config, unet_io.class_section(names)))
     assert json.loads((tmp_path / "out/unet/config.json").read_text())["_id2label"] == {
         "0": "cat", "1": "Zürich, old town", "2": "犬"}
     checkpoint = convert.read(str(tmp_path / "out"))
-    assert checkpoint.sections["class_names"] == names and checkpoint.config.cond_drop_prob == 0.2
+    assert checkpoint.class_names == names and checkpoint.config.cond_drop_prob == 0.2
     diffusers = pytest.importorskip("diffusers")
     diffusers.DDPMPipeline.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert "not expected" not in caplog.text
     checkpoint = convert.read(str(tmp_path / "again"))
-    assert checkpoint.sections["class_names"] == names and checkpoint.config.num_classes == 3
+    assert checkpoint.class_names == names and checkpoint.config.num_classes == 3
 
 
 # ----------------------------------------------------------------------------------------------------
