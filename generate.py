@@ -1,4 +1,4 @@
-"""Pictures from trained weights: a .bin, old or new, a .pt or a .safetensors. Weights from one to the other.
+"""Pictures from trained weights: a .bin, old or new, a .pt, a .safetensors, a folder of diffusers. From one to the other.
 
     python generate.py --model_filename out/checkpoint_00020000.bin
     python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
@@ -9,7 +9,8 @@
 The first writes samples.png. A picture comes from its seed alone, so that batches and --num_images change
 none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The third
 keeps of cat.png what is white in known.png. The last two write weights.bin and 64x64_diffusion.bin, for
-`./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is.
+`./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is. convert.py has the
+other formats.
 """
 import argparse
 import dataclasses
@@ -25,8 +26,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from convert import THRESHOLDS, save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device, sample,
-                        sampler_steps, save_diffusers, save_weights, seed_noise)
+                        sampler_steps, seed_noise)
 from unet_io import Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -479,13 +481,23 @@ def print_quality(pictures, images, seed, device, classes=None, names=()):
         for x, labels in ((drawn, of_drawn), (others, of_others))])
 
 
+def name_of_import(path):
+    """The .bin that --import writes: beside the file, or the folder of diffusers, and of its name."""
+    if os.path.basename(path).startswith("diffusion_pytorch_model"):  # every model's name there
+        path = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        path = os.path.abspath(path)
+        return (os.path.dirname(path) if os.path.basename(path) in ("unet", "unet_ema") else path) + ".bin"
+    return os.path.splitext(path)[0] + ".bin"
+
+
 def export_target(args):
     """Where the weights go, "" if nowhere. --import X is --model_filename X --export X with the ending .bin.
     """
     if args.imported:
         args.model_filename = args.imported
         if not args.export:
-            args.export = os.path.splitext(args.imported)[0] + ".bin"
+            args.export = name_of_import(args.imported)
             if os.path.exists(args.export):
                 raise UserError(f"{args.export} exists already: name another file with --export FILE.bin")
     if args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename):
@@ -509,7 +521,8 @@ def main():
     parser = unet_io.Parser(description=__doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model_filename", metavar="FILE", help="weights: .bin, .pt or .safetensors")
+    source.add_argument("--model_filename", metavar="FILE",
+                        help="weights: .bin, .pt or .safetensors, or a folder of diffusers")
     add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
     add("--seeds", type=parse_numbers, metavar="LIST",
@@ -541,8 +554,9 @@ def main():
         help="steps (default: ddim 50, ddpm all timesteps, dpmpp and heun 25)")
     add("--eta", type=float, default=0.0, metavar="X",
         help="how much of ddpm's noise ddim adds at every step (default: 0)")
-    add("--threshold", choices=["clamp", "dynamic", "none"], default="clamp",
-        help="how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile")
+    add("--threshold", choices=THRESHOLDS,
+        help="how each step keeps its picture in [-1, 1] (default: clamp); dynamic: scaled by the 99.5th percentile."
+             " With --export FOLDER/: what it tells diffusers (default: the run's)")
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
     add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
         help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
@@ -626,10 +640,12 @@ def main():
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
             checkpoint.sections |= unet_io.class_section(names)
         if target.endswith("/") or os.path.isdir(target):
-            save_diffusers(target, model)
+            checkpoint.run |= dict(threshold=THRESHOLDS.index(args.threshold)) if args.threshold else {}
+            save_diffusers(target, model, checkpoint)
         else:
             save_weights(target, model, checkpoint)
-        kind = ("averaged " if args.use_ema else "raw ") if "ema" in checkpoint.sections else ""
+        averaged = args.use_ema or checkpoint.sections["weights"] is checkpoint.sections.get("ema")  # there are no others
+        kind = ("averaged " if averaged else "raw ") if "ema" in checkpoint.sections else ""
         unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
         return
     model.to(device).eval()
@@ -672,7 +688,7 @@ def main():
         some = slice(start, start + args.batch_size)
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
-                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
+                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold or "clamp",
                    slerp(*ends, count, some) if args.interpolate else None, args.strip,
                    classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit)
         if args.strip:

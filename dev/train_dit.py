@@ -2,16 +2,18 @@
 Transformers", with the names of its authors' program, whose weights it makes .bin files of.
 
     python dev/train_dit.py --import DiT-XL-2-256x256.pt --output_name dit_xl.bin    for ./train_dit --model_weights
-    python dev/train_dit.py --export out/checkpoint_00020000.bin --output_name X.pt  and back, the averaged weights
+    python dev/train_dit.py --export out/checkpoint_00020000.bin --output_name X.pt  and back
+
+Of averaged and raw weights it takes the former, unless --use_ema 0.
 
 Diffusion, batches and training steps are those of train_unet.py, whose Trainer and sample take this model as well.
 
 Shapes: B images, C channels, D = hidden_size, P = patch_size, T tokens an image.
 """
+import argparse
 import dataclasses
 import os
 import pathlib
-import pickle
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -22,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import convert
 import train_unet
 from unet_io import Checkpoint, Stream, UserError
 
@@ -237,59 +240,107 @@ def save_model(path, model, config):
     unet_io.write_checkpoint(path, Checkpoint(config, {"weights": weights}))
 
 
-def from_official(state, num_heads=0):
+UNTOLD = (*train_unet.DIFFUSION, "max_period", "rescale_timesteps", "cond_drop_prob")  # by a state dict
+
+
+def from_official(state, num_heads=0, path="this", num_classes=0, **told):
     """(DiT, Config) from a state dict of the authors' program; num_heads is needed for sizes not theirs.
 
-    Their models know classes, a tenth of which were hidden; in 1000 timesteps, linear, they predict the noise.
+    num_classes, where it is known: then there may be no row for no class. told: values of UNTOLD; otherwise, as the
+    authors' models, a tenth of the classes were hidden, and in 1000 timesteps, linear, it predicts the noise.
     Raises UserError where it is none.
     """
     try:
         width, channels, size, _ = state["x_embedder.proj.weight"].shape
         outputs, tokens = len(state["final_layer.linear.bias"]) // size**2, state["pos_embed"].shape[1]
         depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+        rows = len(state.get("y_embedder.embedding_table.weight", ()))
+        hidden = rows > 0 and told.get("cond_drop_prob", rows != num_classes) > 0
         config = Config(image_size=int(tokens**0.5) * size, in_channels=channels, hidden_size=width, patch_size=size,
                         depth=depth, mlp_ratio=len(state["blocks.0.mlp.fc1.bias"]) / width,
                         num_heads=num_heads or HEADS.get(width, 0), learn_sigma=outputs == 2 * channels,
-                        class_cond=True, num_classes=len(state["y_embedder.embedding_table.weight"]) - 1,
-                        cond_drop_prob=0.1)
-        model = DiT(config)
-        different = [name for name, tensor in model.state_dict().items() if state[name].shape != tensor.shape]
-        unknown = state.keys() - model.state_dict().keys()
-    except (KeyError, ValueError, IndexError) as error:
-        raise UserError(f"this is no state dict of a DiT: {error}") from None
-    if different or unknown:
-        raise UserError(f"this is no state dict of a DiT: {sorted([*different, *unknown])[0]} does not fit")
-    if not torch.allclose(state["pos_embed"].float(), model.pos_embed, atol=1e-5):
-        raise UserError("this DiT's pos_embed are not the sines and cosines that ./train_dit has")
-    model.load_state_dict(state)
+                        class_cond=rows > 0, num_classes=rows - hidden, **dict(cond_drop_prob=0.1 * hidden) | told)
+    except KeyError as error:
+        raise UserError(f"{path} is no state dict of a DiT: {error.args[0]} is missing") from None
+    except (ValueError, IndexError, ZeroDivisionError):
+        raise UserError(f"{path} is no state dict of a DiT: its first layer or its positions have another shape") from None
+    if not config.num_heads:
+        raise UserError(f"{path} is of a size that is not the paper's, and so tells no heads: say them with --num_heads")
+    config.check(path)
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in DiT(config).state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for name in [*expected, *found]:
+        if found.get(name) != expected.get(name):
+            raise UserError(f"{path} is no state dict of a DiT: {name} is {found.get(name, 'missing')} there and"
+                            f" {expected.get(name, 'nothing')} in such a model")
+    model = DiT(config)
+    if not same_to_rounding(state["pos_embed"], model.pos_embed):
+        raise UserError(f"{path}: this DiT's pos_embed are not the sines and cosines that ./train_dit has")
+    for name, tensor in state.items():
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path} holds NaN or infinity in {name}: its training had gone wrong")
+    model.load_state_dict(state | dict(pos_embed=model.pos_embed))
     return model, config
+
+
+def same_to_rounding(stored, exact):
+    """Whether a tensor holds these float32 numbers, as they are or rounded to the precision that it is stored in,
+    or was before it was widened."""
+    stored = stored.float()
+    kinds = [kind for kind in (torch.float32, torch.bfloat16, torch.float16) if torch.equal(stored, stored.to(kind).float())]
+    return any(torch.allclose(stored, exact, rtol=torch.finfo(kind).eps / 2, atol=1e-5) for kind in kinds)
 
 
 def main():
     parser = unet_io.Parser(description=__doc__)
-    parser.add_argument("--import", dest="source", default="", help="a .pt of the authors' program")
+    parser.add_argument("--import", dest="source", default="", help="a .pt or .safetensors of the authors' program")
     parser.add_argument("--export", default="", help="a .bin of ./train_dit")
+    parser.add_argument("--use_ema", type=int, choices=range(5), default=1,
+                        help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
     parser.add_argument("--num_heads", type=int, default=0, help="of --import, for sizes that are not the paper's")
     parser.add_argument("--output_name", required=True, help="what is written: of --import a .bin, of --export a .pt")
+    kinds = {bool: unet_io.parse_bool}
+    for field in dataclasses.fields(Config):
+        if field.name in UNTOLD:
+            parser.add_argument(f"--{field.name}", type=kinds.get(field.type, field.type), choices=field.metadata["choices"],
+                                help=f"of --import: {field.metadata['help']}")
     args = parser.parse_args()
     if bool(args.source) == bool(args.export):
         raise UserError("--import a .pt or --export a .bin")
     unet_io.check_target(args.output_name)
+    told = {name: getattr(args, name) for name in UNTOLD if getattr(args, name) is not None}
     if args.export:
-        model, _ = load_model(args.export)
+        if told or args.num_heads:
+            raise UserError(f"--{[*told, 'num_heads'][0]} goes with --import: {args.export} tells it")
+        model, checkpoint = load_model(args.export, args.use_ema)
+        averaged = args.use_ema and "ema" in checkpoint.sections
         with unet_io.replacing(args.output_name) as file:
             torch.save(model.state_dict(), file)
     else:
-        try:
-            state = torch.load(args.source, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-            raise UserError(f"{args.source} can't be read: {str(error).splitlines()[0]}") from None
-        if not isinstance(state, dict):
-            raise UserError(f"{args.source} holds no state dict")
-        model, config = from_official(state.get("ema", state), args.num_heads)
-        save_model(args.output_name, model, config)
+        model, averaged = import_official(args.source, args.output_name, args.use_ema, args.num_heads, told)
+    unsaid = [f"{name} {getattr(model.config, name)}" for name in UNTOLD]
+    if args.export:
+        unet_io.say(f"a state dict does not tell {', '.join(unsaid)}: to --import it again, say what differs from"
+                    f" {', '.join(f'{name} {getattr(Config(), name)}' for name in UNTOLD[:-1])}")
+    elif set(UNTOLD) - told.keys():
+        convert.note(args.source, f"doesn't tell all that it is, and is taken for a model of"
+                     f" {', '.join(text for text in unsaid if text.split()[0] not in told)}; flags of these names say otherwise")
     count = sum(p.numel() for p in model.parameters())
-    unet_io.say(f"{args.output_name}: {count:,} parameters, {os.path.getsize(args.output_name):,} bytes")
+    unet_io.say(f"{args.output_name}: {count:,} parameters{', averaged' * bool(averaged)},"
+                f" {os.path.getsize(args.output_name):,} bytes")
+
+
+def import_official(source, target, use_ema, num_heads, told):
+    """Write a .bin of a checkpoint of the authors' program, or of its weights alone; (DiT, whether they are averaged)."""
+    loaded, _ = convert.read_tensors(source)
+    state, averaged = convert.take_network(source, loaded, use_ema)
+    convert.check_tensors(source, state)
+    arguments = loaded.get("args")
+    num_classes = getattr(arguments, "num_classes", 0) if isinstance(arguments, argparse.Namespace) else 0
+    model, config = from_official(state, num_heads, source, num_classes, **told)
+    save_model(target, model, config)
+    return model, averaged
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """dev/train_dit.cu, the Diffusion Transformer, against dev/train_dit.py: layers, gradients, training, files, pictures."""
+import argparse
 import dataclasses
 import os
 import re
@@ -7,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -408,6 +410,77 @@ def test_official_weights(tmp_path):
         torch.save(wrong | ({} if value is None else {name: value}), tmp_path / "wrong.pt")
         refused(*tool, "--import", tmp_path / "wrong.pt", "--num_heads", 2, "--output_name", tmp_path / "x.bin", says=says)
     refused(*tool, "--import", tmp_path / "w.bin", "--output_name", tmp_path / "x.bin", says="w.bin")
+
+
+def official():
+    """(a DiT as the authors', its state dict)"""
+    config = Config(**TOY | dict(in_channels=4, class_cond=True, num_classes=10, cond_drop_prob=0.1, learn_sigma=True))
+    model = train_unet.perturb(train_dit.init_weights(DiT(config), 5), 5, 0.05)
+    return model, dict(model.state_dict())
+
+
+def imported(path, *flags):
+    """What dev/train_dit.py makes of a file: (its weights, Checkpoint, what it said)."""
+    result = script("dev/train_dit.py", "--import", path, "--num_heads", 2, "--output_name", path.with_suffix(".bin"), *flags)
+    file = unet_io.read_checkpoint(str(path.with_suffix(".bin")), Config)
+    return file.sections["weights"], file, result.stdout + result.stderr
+
+
+def test_checkpoints_of_the_authors(tmp_path):
+    """model, ema, opt and args of their training script: averages are taken unless told; no code is run."""
+    model, state = official()
+    raw = np.concatenate([p.ravel() for p in train_unet.to_numpy(model.parameters())])
+    mean = {name: value if name == "pos_embed" else value / 2 for name, value in state.items()}
+    arguments = argparse.Namespace(model="DiT-XL/2", num_classes=10, image_size=256)
+    whole = {"model": {f"module.{name}": value for name, value in state.items()}, "ema": mean, "args": arguments,
+             "opt": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 1e-4}]}}
+    torch.save(whole, tmp_path / "a.pt")
+    for flags, factor, kind in (((), 0.5, "averaged"), (("--use_ema", 0), 1, "raw")):
+        weights, file, said = imported(tmp_path / "a.pt", *flags)
+        assert same_bits(weights, factor * raw) and f"the {kind} weights" in said
+        assert (file.config.num_classes, file.config.cond_drop_prob) == (10, 0.1)
+    assert ", averaged" not in said and "predict eps" in said and "holds model and ema" in said
+    # rows for the classes alone; flags for what nothing tells
+    table = "y_embedder.embedding_table.weight"
+    torch.save(dict(whole, ema=mean | {table: mean[table][:-1]}), tmp_path / "b.pt")
+    weights, file, said = imported(tmp_path / "b.pt", "--predict", "v", "--diffusion_steps", 500)
+    assert (file.config.num_classes, file.config.cond_drop_prob) == (10, 0) and "predict" not in said
+    assert (file.config.predict, file.config.diffusion_steps) == ("v", 500)
+    # classes are no part of the model at all, in a safetensors file
+    bare = {name: value for name, value in state.items() if name != table}
+    safetensors.torch.save_file(bare, tmp_path / "c.safetensors")
+    assert not imported(tmp_path / "c.safetensors")[1].config.class_cond
+    # what would run code, or is none
+    torch.save(dict(whole, args=Elsewhere()), tmp_path / "d.pt")
+    tool = [sys.executable, ROOT / "dev/train_dit.py", "--output_name", tmp_path / "x.bin"]
+    refused(*tool, "--import", tmp_path / "d.pt", says=["d.pt", "test_dit.Elsewhere", "only tensors"])
+    torch.save(state, tmp_path / "bare.pt")
+    refused(*tool, "--import", tmp_path / "bare.pt", says=["bare.pt", "--num_heads"])
+    (tmp_path / "e.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
+    refused(*tool, "--import", tmp_path / "e.pt", says=["e.pt", "Git LFS"])
+    torch.save(state | {"final_layer.linear.bias": torch.full((32,), np.nan)}, tmp_path / "f.pt")
+    refused(*tool, "--import", tmp_path / "f.pt", "--num_heads", 2, says=["f.pt", "NaN", "final_layer.linear.bias"])
+    refused(sys.executable, ROOT / "generate.py", "--import", tmp_path / "bare.pt", says=["holds a DiT", "dev/train_dit.py --import"])
+
+
+class Elsewhere:
+    """A class that nothing may make."""
+
+
+@pytest.mark.parametrize("dtype, widened", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_positions_that_were_rounded(tmp_path, dtype, widened):
+    """Positions stored in bf16 or fp16 are the sinusoids to that rounding, and the weights are read exactly; others aren't."""
+    _, state = official()
+    low = {name: value.to(dtype) for name, value in state.items()}
+    low = {name: value.float() for name, value in low.items()} if widened else low
+    torch.save(low, tmp_path / "low.pt")
+    weights, *_ = imported(tmp_path / "low.pt")
+    expected = [value.to(dtype).float().numpy().ravel() for name, value in state.items() if name != "pos_embed"]
+    assert same_bits(np.sort(weights), np.sort(np.concatenate(expected)))
+    low["pos_embed"] = low["pos_embed"] * 1.01
+    torch.save(low, tmp_path / "wrong.pt")
+    refused(sys.executable, ROOT / "dev/train_dit.py", "--import", tmp_path / "wrong.pt", "--num_heads", 2, "--output_name",
+            tmp_path / "x.bin", says=["wrong.pt", "pos_embed"])
 
 
 def test_files_of_the_other(tmp_path, toy_images):

@@ -183,7 +183,7 @@ def test_export_refusals(tmp_path):
     variant_of(["out.2.bias", "missing"], state={name: state[name] for name in [*state][:-1]})
     variant_of(["extra", "(3,)"], state=state | {"extra": torch.zeros(3)})
     safetensors.torch.save_file(state, bad.with_suffix(".safetensors"))
-    attempt(bad.with_suffix(".safetensors"), "configuration", "--export")
+    attempt(bad.with_suffix(".safetensors"), "configuration", "--norm_groups")
     for name in ("out.txt", "w.bin"):
         sentence = call(generate, "--model_filename", weights, "--export", tmp_path / name)
         assert name in sentence and len(sentence.splitlines()) == 1

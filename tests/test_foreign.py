@@ -1,6 +1,7 @@
 """Tests of what comes from elsewhere: others' weights, guided-diffusion's flags, the earlier trainer's flags,
 values out of range, and what the Python programs say about all that.
 """
+import argparse
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import zlib
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import generate
@@ -240,6 +242,165 @@ def test_nan_weights_draw_nothing(tmp_path, images8):
                     "--output_name", tmp_path / "x.png", "--num_images", 1)
     assert "large.bin" in sentence and "NaN" in sentence
     assert not (tmp_path / "x.png").exists() and not (tmp_path / "run").exists()
+
+
+# ----------------------------------------------------------------------------------------------------
+# what other trainers put around weights
+
+def halved(state):
+    return {name: value / 2 for name, value in state.items()}
+
+
+def wrapped_states(model):
+    """{name: (object to save, the factor of the averaged weights or None, what is said)}"""
+    state = dict(model.state_dict())
+
+    def named(prefix, tensors=state):
+        return {prefix + name: value for name, value in tensors.items()}
+
+    buffers = {"betas": torch.ones(9), "model_ema.decay": torch.tensor(0.9), "model_ema.num_updates": torch.tensor(3)}
+    flat = {"model_ema." + name.removeprefix("model.").replace(".", ""): value / 2
+            for name, value in named("model.diffusion_model.").items()}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(7.0)}}, "param_groups": [{"lr": 0.1}]}
+    cases = {prefix or "bare": (named(prefix), None, "") for prefix in (
+        "", "module.", "model.", "_orig_mod.", "diffusion_model.", "module._orig_mod.", "_orig_mod.module.",
+        "model.diffusion_model.", "model.module.diffusion_model._orig_mod.", "denoiser.unet.")}
+    return cases | {
+        "model and ema": ({"model": state, "ema": halved(state), "opt": optimizer, "step": 9}, 0.5, "holds model and ema"),
+        "state_dict": ({"state_dict": named("module."), "epoch": 3}, None, ""),
+        "model_state_dict": ({"model_state_dict": state, "optimizer_state_dict": optimizer, "loss": 0.5}, None, ""),
+        "only params_ema": ({"params_ema": halved(state)}, 0.5, "params_ema"),
+        "params, params_ema": ({"params": state, "params_ema": named("module.", halved(state))}, 0.5, "params_ema"),
+        "a counter that is a tensor": ({"model": state, "global_step": torch.tensor(9)}, None, ""),
+        "ema within": ({"model": state, "ema": {"decay": 0.99, "shadow": halved(state)}}, 0.5, "ema.shadow"),
+        "a list of averages": ({"model": state, "ema": {"decay": 0.99, "shadow_params": [v / 2 for v in state.values()]}},
+                               0.5, "ema.shadow_params"),
+        "ema_model beside online_model": (named("online_model.") | named("ema_model.", halved(state))
+                                          | {"initted": torch.tensor(True), "step": torch.tensor(4)}, 0.5, "ema_model."),
+        "Lightning": ({"state_dict": named("model."), "hyper_parameters": {"lr": 0.1, "model": "unet"}, "epoch": 3,
+                       "global_step": 99, "pytorch-lightning_version": "2.1", "loops": {"fit_loop": {}},
+                       "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "x"}},
+                       "optimizer_states": [optimizer], "lr_schedulers": [{"gamma": 0.1}]}, None, ""),
+        "latent diffusion": ({"state_dict": named("model.diffusion_model.") | flat | buffers
+                              | {"first_stage_model.conv.weight": torch.ones(3)}}, 0.5, "model_ema"),
+        "argparse's arguments": ({"model": state, "args": argparse.Namespace(lr=0.1)}, None, ""),
+    }
+
+
+def test_what_others_put_around(tmp_path, capsys):
+    """Prefixes and dictionaries of other trainers: averages are taken where there are any, --use_ema 0 takes the raw."""
+    model = toy_model()
+    reference = np.concatenate([p.ravel() for p in train_unet.to_numpy(model.parameters())])
+    for case, (content, factor, says) in wrapped_states(model).items():
+        torch.save(content, tmp_path / "w.ckpt")
+        for use_ema in (1, 0):
+            capsys.readouterr()
+            sentence = call(generate, "--import", tmp_path / "w.ckpt", *SHAPE_FLAGS, "--use_ema", use_ema, "--export",
+                            tmp_path / "out.bin")
+            assert sentence == "", (case, sentence)
+            said = capsys.readouterr()
+            weights = unet_io.read_checkpoint(str(tmp_path / "out.bin")).sections["weights"]
+            only = case == "only params_ema"
+            expected = reference * (factor if factor and (use_ema or only) else 1)
+            assert same_bits(weights, expected.astype("<f4")), case
+            assert says in said.err if use_ema else "w.ckpt" in said.err, (case, said.err)
+            kind = "averaged " if factor and (use_ema or only) else ""
+            assert f"out.bin: the {kind}weights" in said.out, (case, said.out)
+
+
+def test_what_was_left_out_is_said(tmp_path, capsys):
+    content, *_ = wrapped_states(toy_model())["latent diffusion"]
+    torch.save(content, tmp_path / "w.pt")
+    assert call(generate, "--import", tmp_path / "w.pt", *SHAPE_FLAGS, "--use_ema", 0) == ""
+    assert re.search(r"\d+ others such as model_ema\S+ left out", capsys.readouterr().err)
+
+
+def test_bare_safetensors(tmp_path, capsys):
+    """As a bare .pt: flags tell the architecture, prefixes go, averages are the caller's; its names must be known."""
+    model = toy_model()
+    for kind, prefix in ((torch.float32, ""), (torch.bfloat16, "model.")):
+        state = {prefix + name: value.to(kind).contiguous() for name, value in model.state_dict().items()}
+        safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+        assert call(generate, "--import", tmp_path / "w.safetensors", *SHAPE_FLAGS, "--export", tmp_path / "out.bin") == ""
+        assert "max_period 10000" in capsys.readouterr().err
+        loaded, checkpoint = train_unet.load_model(str(tmp_path / "out.bin"))
+        for name, p in loaded.named_parameters():
+            assert torch.equal(p, model.state_dict()[name].to(kind).float())
+    safetensors.torch.save_file({f"p{i}": value.contiguous() for i, value in enumerate(model.state_dict().values())},
+                                tmp_path / "w.safetensors")
+    sentence = call(generate, "--import", tmp_path / "w.safetensors", *SHAPE_FLAGS)
+    assert "names its tensors as no known model does" in sentence and not (tmp_path / "w.bin").exists()
+
+
+def test_training_from_other_files(tmp_path, train):
+    """train_unet.py --model_weights takes what generate.py --import takes: a bare safetensors, a Lightning checkpoint."""
+    state = {name: value.contiguous() for name, value in toy_model().state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "w.safetensors")
+    torch.save({"state_dict": {f"model.{name}": value for name, value in state.items()}}, tmp_path / "w.ckpt")
+    found = []
+    for name in ("w.safetensors", "w.ckpt"):
+        train(*SHAPE_FLAGS, "--steps", 0, "--out_dir", tmp_path / name[2:], "--model_weights", tmp_path / name)
+        found.append(unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name[2:], 0))).sections["weights"])
+    assert same_bits(*found) and same_bits(found[0][:state["time_embed.0.weight"].numel()], state["time_embed.0.weight"])
+
+
+class Runs:
+    """A pickle that runs a command when it is loaded as such."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.path}'",)
+
+
+def test_files_that_are_no_weights(tmp_path):
+    """One sentence that names the file and what it is; no code is run, and nothing is written."""
+    state = dict(toy_model().state_dict())
+    saved = {"runs": ({"state_dict": state, "x": Runs(tmp_path / "ran")}, ["system", "only tensors", "run code"]),
+             "a class": ({"state_dict": state, "callbacks": {"c": Elsewhere()}}, ["test_foreign.Elsewhere", "only tensors"]),
+             "two models": ({"generator": state, "discriminator": state}, ["generator, discriminator", "more than one"]),
+             "two networks": ({f"{part}.{name}": value for part in "ab" for name, value in state.items()},
+                              ["more than one network", "'a.', 'b.'"]),
+             "optimizer alone": ({"optimizer": {"state": {}}, "epoch": 3}, ["no state dict of tensors"]),
+             "a list that does not fit": ({"model": state, "ema": {"shadow_params": [torch.ones(3), torch.ones(4)]}},
+                                          ["ema.shadow_params", "--use_ema 0"]),
+             "diffusers' names": ({"down_blocks.0.resnets.0.conv1.weight": torch.ones(3),
+                                   "time_embedding.linear_1.weight": torch.ones(3)}, ["config.json must lie beside it"]),
+             "a DiT": ({"x_embedder.proj.weight": torch.ones(3)}, ["holds a DiT", "dev/train_dit.py --import"])}
+
+    def attempt(path, says):
+        sentence = call(generate, "--import", path, *SHAPE_FLAGS, "--export", tmp_path / "out.bin")
+        assert path.name in sentence and "\n" not in sentence, sentence
+        assert all(text in sentence for text in says), sentence
+        assert not (tmp_path / "out.bin").exists() and not (tmp_path / "ran").exists()
+
+    for content, says in saved.values():
+        torch.save(content, tmp_path / "w.pt")
+        attempt(tmp_path / "w.pt", says)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    for ending in ("pt", "pth", "ckpt", "safetensors", "bin"):
+        path = tmp_path / f"w.{ending}"
+        path.write_bytes(pointer)
+        attempt(path, ["Git LFS's pointer", "git lfs pull"])
+        path.write_bytes(b"")
+        attempt(path, ["is empty"])
+    (tmp_path / "folder").mkdir()
+    attempt(tmp_path / "folder", ["a folder without a config.json", "a file is needed"])
+
+
+@pytest.mark.parametrize("flags, says", [
+    (dict(num_channels=64), "--num_channels"), (dict(use_scale_shift_norm=True), "--use_scale_shift_norm"),
+    (dict(class_cond=True, num_classes=3), "--class_cond and --num_classes"),
+    (dict(conv_resample=True), "--conv_resample"), (dict(in_channels=1), "--in_channels"),
+    (dict(learn_sigma=True), "--learn_sigma"), (dict(num_res_blocks=2), "--num_res_blocks"),
+    (dict(channel_mult="1,3"), "--channel_mult"), (dict(attention_resolutions="8,4"), "--attention_resolutions")])
+def test_a_tensor_names_its_flag(tmp_path, flags, says):
+    """What doesn't fit is told by the tensor, both shapes, and the flags that decide about it."""
+    torch.save(dict(toy_model().state_dict()), tmp_path / "w.pt")
+    words = [word for name, value in (SHAPE | flags).items() for word in (f"--{name}", value)]
+    sentence = call(generate, "--import", tmp_path / "w.pt", *words)
+    assert re.search(r"w\.pt: \S+ is (\(.*\)|missing) there and (\(.*\)|no parameter) in the model", sentence), sentence
+    assert says in sentence and "\n" not in sentence and not (tmp_path / "w.bin").exists(), sentence
 
 
 # ----------------------------------------------------------------------------------------------------
