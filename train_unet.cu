@@ -3967,7 +3967,7 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
 }
 
 // Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
-struct Bits {
+struct BitStream {
     std::string bytes;
     uint64_t waiting = 0;
     int count = 0;  // of those that wait until their byte is full
@@ -3989,7 +3989,7 @@ static uint32_t reversed(uint32_t code, int n) {
 // A block of deflate's stream (RFC 1951) with a Huffman code of its own. Bytes that repeat the one before
 // them are a match at distance 1; in what a network drew longer distances find nothing. A block that would
 // not become shorter is stored.
-static void deflate(Bits* out, std::span<const uint8_t> block, bool is_last) {
+static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
     enum { STORED = 0, OWN_CODE = 2, END = 256, MATCH = 257, SYMBOLS = 286, SHORTEST = 4, LONGEST = 257 };
     auto walk = [&](auto literal, auto match) {
         for (size_t i = 0, n; i < block.size(); i += n) {
@@ -4055,7 +4055,7 @@ static void write_png(const std::string& path, std::vector<uint8_t> lines, int w
     out.write("\x89PNG\r\n\x1A\n");
     write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
-    Bits stream;
+    BitStream stream;
     uint64_t a = 1, b = 0;  // Adler-32
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
@@ -4080,7 +4080,7 @@ static uint8_t byte_of(float value) {
 }
 
 // Where N pictures lie in a grid: in so many columns, and a new row begins with every group of so many.
-struct Layout {
+struct GridLayout {
     int N, columns, group;
     int rows_of(int count) const { return (count + columns - 1) / columns; }
     int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
@@ -4089,21 +4089,21 @@ struct Layout {
 };
 // About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
 // needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
-static Layout grid_layout(int N, int groups, int image_size) {
+static GridLayout grid_layout(int N, int groups, int image_size) {
     if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
     int each = N / groups;
-    auto side = [](const Layout& layout) { return std::max(layout.columns, layout.rows()); };
-    Layout best = {N, each, each};
+    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
+    GridLayout best = {N, each, each};
     if (side(best) * (image_size + 2) <= 4000) return best;
     for (int columns = 1; columns <= N; columns++) {
-        Layout layout = {N, columns, columns < each ? each : N};
+        GridLayout layout = {N, columns, columns < each ? each : N};
         if ((columns < each || columns % each == 0) && side(layout) < side(best)) best = layout;
     }
     return best;
 }
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps. What a viewer may refuse is said.
-static void write_grid(const std::string& path, std::span<const float> pictures, const Layout& layout,
+static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
                        const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
     int width = layout.columns * (H + gap) + gap, height = layout.rows() * (H + gap) + gap;
@@ -4685,7 +4685,7 @@ static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<s
 
 // What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
 static std::string rows_text(const Config& c, const std::vector<std::string>& names, int groups,
-                             const Layout& layout) {
+                             const GridLayout& layout) {
     if (!groups || names.empty()) return "";
     int each = layout.N / groups;
     std::string kind = "rows", joined;
@@ -4771,7 +4771,7 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
 }
 
 // The grid or arrays, and what --strip and --output_dir ask for. rows: see rows_text.
-static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const Layout& layout,
+static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const GridLayout& layout,
                            const std::string& rows, const std::vector<float>& pictures,
                            const std::vector<float>& strip, double seconds) {
     int count = (int)begins.size();
@@ -4862,7 +4862,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     }
     if (world.rank) return;
     if (config.interpolate) groups = 0;
-    Layout layout = grid_layout(count, groups, config.image_size);
+    GridLayout layout = grid_layout(count, groups, config.image_size);
     // the way from one seed to another in a row, if it is not too long
     if (config.interpolate && count <= 16) layout.columns = count;
     std::string rows = rows_text(config, names, groups, layout);
@@ -5108,7 +5108,7 @@ static void save_samples(Trainer* t) {
     auto begins = begin_with(consecutive(c.seed, c.num_samples));
     const std::vector<std::string>& names = t->model.class_names;
     int groups = set_classes(&begins, wanted_classes(c, names));
-    Layout layout = grid_layout(c.num_samples, groups, c.image_size);
+    GridLayout layout = grid_layout(c.num_samples, groups, c.image_size);
     if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_grid(path, pictures, layout, c); });
