@@ -195,7 +195,8 @@ AVERAGED = {"ema", "averaged", "average", "avg", "swa", "shadow"}
 NO_WEIGHTS = {"opt", "optim", "optimizer", "optimizers", "scheduler", "sched", "scaler", "callbacks", "loops", "args",
               "hyper", "hparams", "config", "cfg"}
 # Where the weights are if a checkpoint has several dicts of tensors that are not averaged.
-USUAL = ("state_dict", "model_state_dict", "model", "model_state", "module", "net", "network", "unet", "params", "weights")
+USUAL = ("state_dict", "model_state_dict", "model", "model_state", "module", "net", "network", "unet", "params",
+         "weights")
 # First words of names that a wrapper puts before those of the network.
 WRAPPERS = ("model.", "diffusion_model.", "network.", "net.", "unet.", "denoiser.")
 ANCHORS = ("time_embed.0.weight", "time_embedding.linear_1.weight", "x_embedder.proj.weight")  # of the networks read
@@ -210,7 +211,7 @@ def _has_tensors(value):
 
 
 def _states_within(value, name=""):
-    """(name, dict of tensors) of what lies in a dict that has no tensors of its own, at any depth but few."""
+    """(name, its tensors) of the state dicts and the lists of tensors that lie in a dict, down to the fourth level."""
     if _has_tensors(value) or _is_list(value):
         yield name, value
     elif isinstance(value, dict) and name.count(".") < 3:
@@ -479,7 +480,8 @@ def _read_bare(path, state, averaged, overrides):
     names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
     if not any(".in_layers." in name for name in names):
         if what_it_is(path) == "safetensors":
-            raise UserError(f"{path} names its tensors as no known model does, such as {names[0]}, and has them in no order")
+            raise UserError(f"{path} names its tensors as no known model does, such as {names[0]}, and has them in no"
+                            f" order")
         names = [*expected, *names[len(expected):]]
     named = {name: _without_ones(value, expected.get(name)) for name, value in zip(names, state.values())}
     if len(named) < len(state):
@@ -735,8 +737,8 @@ def _find_pipeline(path, use_ema, weights_known=False):
         parts = ["unet_ema", "unet"] if use_ema else ["unet", "unet_ema"]
         parts = [part for part in parts if first(os.path.join(path, part), "config.json")]
         if not parts:
-            raise UserError(f"{path} is a folder without a config.json: a file is needed, or the folder of a UNet2DModel or of"
-                            f" a pipeline of diffusers")
+            raise UserError(f"{path} is a folder without a config.json: a file is needed, or the folder of a UNet2DModel"
+                            f" or of a pipeline of diffusers")
         place = os.path.join(folder, parts[0])
         if len(parts) > 1:
             note(path, f"holds averaged weights, unet_ema, and raw ones, unet: {parts[0]} is taken")
@@ -760,7 +762,8 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     """
     found = _find_pipeline(path, use_ema, known is not None)
     if not found.unet:
-        raise UserError(f"{path} holds weights by the names of diffusers' UNet2DModel, whose config.json must lie beside it")
+        raise UserError(f"{path} holds weights by the names of diffusers' UNet2DModel, whose config.json must lie"
+                        f" beside it")
     if known is None and not found.weights:
         raise UserError(f"{path} holds no {WEIGHT_FILES[0]} (nor .bin, nor an index of parts)")
     values = _read_json(os.path.join(found.unet, "config.json"))
@@ -853,7 +856,8 @@ def _fields_of_unet(path, values, state):
         reasons.append(f"levels that are resampled in several ways ({', '.join(map(str, sorted(resampling)))})")
     by_convolution = resampling == {"conv"}
     if by_convolution and values["downsample_padding"] != 1:
-        reasons.append(f"downsample_padding {values['downsample_padding']} (here it is 1: another would move the picture)")
+        reasons.append(f"downsample_padding {values['downsample_padding']} (here it is 1: another would move the"
+                       f" picture)")
     kind = values["time_embedding_type"]
     if kind not in ("positional", "learned"):
         reasons.append(f"time_embedding_type {kind} (here it is positional)")
@@ -977,7 +981,8 @@ def _told_by_scheduler(path, file):
         reasons.append(f"beta_schedule {schedule}" if schedule not in names else "betas of its own")
     elif not unet_io.is_number(T, int) or T < 1:
         reasons.append(f"num_train_timesteps {T!r:.40}")
-    elif schedule == "linear" and not np.allclose([values["beta_start"], values["beta_end"]], [0.1 / T, 20 / T], rtol=1e-6):
+    elif schedule == "linear" and not np.allclose([values["beta_start"], values["beta_end"]], [0.1 / T, 20 / T],
+                                                  rtol=1e-6):
         reasons.append(f"betas from {values['beta_start']} to {values['beta_end']} (here they go from {0.1 / T:g} to"
                        f" {20 / T:g} in {T} timesteps)")
     if values["prediction_type"] not in predictions:
@@ -990,11 +995,12 @@ def _told_by_scheduler(path, file):
     if threshold != "clamp":
         note(path, f"has a scheduler that does not clamp to [-1, 1]: draw with --threshold {threshold}")
     elif values["clip_sample"] and not values["thresholding"] and values["clip_sample_range"] != 1:
-        note(path, f"has a scheduler that clamps to [-{values['clip_sample_range']}, {values['clip_sample_range']}]: --threshold"
-             f" clamp does to [-1, 1], none not at all")
+        limit = values["clip_sample_range"]
+        note(path, f"has a scheduler that clamps to [-{limit}, {limit}]: --threshold clamp does to [-1, 1], none not at"
+             f" all")
     if values["variance_type"] not in ("fixed_small", "fixed_small_log", "learned_range"):
-        note(path, f"has a scheduler with variance_type {values['variance_type']}: --sampler ddpm here adds the least noise,"
-             f" as fixed_small does")
+        note(path, f"has a scheduler with variance_type {values['variance_type']}: --sampler ddpm here adds the least"
+             f" noise, as fixed_small does")
     return dict(diffusion_steps=T, noise_schedule=names[schedule], predict=predictions[values["prediction_type"]],
                 zero_terminal_snr=bool(values["rescale_betas_zero_snr"]), run=dict(threshold=THRESHOLDS.index(threshold)))
 
@@ -1009,7 +1015,8 @@ def _from_diffusers(path, model, tensors):
             raise UserError(f"{path}: {name} is missing")
         value = _without_ones(left.pop(name), shape)
         if value.shape != shape:
-            raise UserError(f"{path}: {name} is {tuple(value.shape)} there and {tuple(shape)} in the model of its config.json")
+            raise UserError(f"{path}: {name} is {tuple(value.shape)} there and {tuple(shape)} in the model of its"
+                            f" config.json")
         return value
 
     for place, layer in _diffusers_places(model):
@@ -1024,6 +1031,6 @@ def _from_diffusers(path, model, tensors):
                 value = take(f"{place}.{DIFFUSERS_NAMES[inner]}.{kind}" if inner else f"{place}.{kind}", parameter.shape)
             state[names[parameter]] = value
     if left:
-        raise UserError(f"{path}: {next(iter(left))} is {tuple(next(iter(left.values())).shape)} there and no parameter in the"
-                        f" model of its config.json")
+        name, value = next(iter(left.items()))
+        raise UserError(f"{path}: {name} is {tuple(value.shape)} there and no parameter in the model of its config.json")
     return state

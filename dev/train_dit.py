@@ -263,7 +263,8 @@ def from_official(state, num_heads=0, path="this", num_classes=0, **told):
     except KeyError as error:
         raise UserError(f"{path} is no state dict of a DiT: {error.args[0]} is missing") from None
     except (ValueError, IndexError, ZeroDivisionError):
-        raise UserError(f"{path} is no state dict of a DiT: its first layer or its positions have another shape") from None
+        raise UserError(f"{path} is no state dict of a DiT: its first layer or its positions have another"
+                        f" shape") from None
     if not config.num_heads:
         raise UserError(f"{path} is of a size that is not the paper's, and so tells no heads: say them with --num_heads")
     config.check(path)
@@ -288,7 +289,8 @@ def same_to_rounding(stored, exact):
     """Whether a tensor holds these float32 numbers, as they are or rounded to the precision that it is stored in,
     or was before it was widened."""
     stored = stored.float()
-    kinds = [kind for kind in (torch.float32, torch.bfloat16, torch.float16) if torch.equal(stored, stored.to(kind).float())]
+    kinds = [kind for kind in (torch.float32, torch.bfloat16, torch.float16)
+             if torch.equal(stored, stored.to(kind).float())]
     return any(torch.allclose(stored, exact, rtol=torch.finfo(kind).eps / 2, atol=1e-5) for kind in kinds)
 
 
