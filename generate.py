@@ -204,7 +204,9 @@ def read_edit(args, config):
     if args.strip:
         raise UserError("--strip shows the way from noise alone: leave it or --init_image out")
     edit = Edit(read_image(args.init_image, config.image_size, config.in_channels))
-    edit.strength = args.strength or (1.0 if args.mask else 0.5)
+    edit.strength = args.strength
+    if args.strength is None:
+        edit.strength = 1.0 if args.mask else 0.5
     if args.mask:
         if args.sampler not in ("ddim", "ddpm"):
             raise UserError(f"--mask needs --sampler ddim or ddpm, not {args.sampler}")
@@ -518,7 +520,7 @@ def check_memory(count, columns, shape, value=1):
 
 
 def main():
-    parser = unet_io.Parser(description=__doc__)
+    parser = unet_io.Parser(may_be_empty=(), description=__doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model_filename", metavar="FILE",
@@ -541,17 +543,19 @@ def main():
         help="guide away from this model's pictures, an earlier or smaller one's, not from those of no class")
     add("--init_image", metavar="FILE", help="draw from this picture, the first of a .bin, with noise added")
     add("--strength", type=float, metavar="X",
-        help="how much noise: near 0 it changes little, 1 is nearly all (default: 0.5, with --mask 1)")
+        help="how much noise: 0 changes nothing, 1 is nearly all (default: 0.5, with --mask 1)")
     add("--mask", metavar="FILE", help="keep of --init_image what is white here, with --sampler ddim or ddpm")
     add("--jump_length", type=int, metavar="N",
         help="with --mask, draw so many steps at a time --jump_n_sample times (default: 10)")
     add("--jump_n_sample", type=int, metavar="N",
         help="how often: more makes what is drawn fit better to what is kept (default: 10)")
-    add("--interpolate", type=int, default=0, metavar="N",
+    add("--interpolate", type=int, metavar="N",
         help="N pictures on the way from the first of two --seeds to the second")
     add("--sampler", choices=list(SAMPLERS), default="ddim", help="default: ddim")
     add("--sample_steps", type=int, metavar="N",
         help="steps (default: ddim 50, ddpm all timesteps, dpmpp and heun 25)")
+    add("--spacing", choices=unet_io.SPACINGS, default="auto",
+        help="which timesteps; auto: dpmpp and heun trailing, the others uniform; karras: as EDM (default: auto)")
     add("--eta", type=float, default=0.0, metavar="X",
         help="how much of ddpm's noise ddim adds at every step (default: 0)")
     add("--threshold", choices=THRESHOLDS,
@@ -595,6 +599,8 @@ def main():
         raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
     args.seed = args.seed or 0
     unet_io.check_range("generate", count, 1, "interpolate" if args.interpolate else "num_images")
+    if args.interpolate == 0:
+        raise UserError("--interpolate 0 draws nothing; leave it out, or say how many pictures")
     unet_io.check_range("batch_size", args.batch_size)
     unet_io.check_range("strip", args.strip)
     unet_io.check_range("sample_steps", args.sample_steps or 0)
@@ -690,7 +696,8 @@ def main():
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
                    lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold or "clamp",
                    slerp(*ends, count, some) if args.interpolate else None, args.strip,
-                   classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit)
+                   classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit,
+                   args.spacing)
         if args.strip:
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))

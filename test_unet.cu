@@ -3555,6 +3555,38 @@ static void test_model(const char* weights, const char* state) {
            m.plan.num_parameters);
 }
 
+// Networks that are formulas of x and of how much of the picture and of the noise there is in it, alpha and
+// sigma, and that predict the picture. This one takes x for noise on a picture 1.6 tanh(x + t / 2T).
+static std::vector<double> made_up_x0(const std::vector<float>& x, double t, double T) {
+    std::vector<double> x0;
+    for (float value : x) x0.push_back(1.6 * tanh(value + t / T / 2));
+    return x0;
+}
+
+// The ideal denoiser of a few pictures: the mean of them all, each weighed by how likely x comes of it. x (B, P,
+// PIXEL), pictures (n, 3, P).
+static std::vector<double> ideal_x0(const std::vector<float>& x, double alpha, double sigma, int B,
+                                    const std::vector<double>& pictures) {
+    int P = (int)x.size() / B / PIXEL, elements = 3 * P, n = (int)pictures.size() / elements;
+    std::vector<double> x0(x.size());
+    auto place = [&](int b, int e) { return ((size_t)b * P + e % P) * PIXEL + e / P; };
+    for (int b = 0; b < B; b++) {
+        std::vector<double> weights;
+        for (int i = 0; i < n; i++) {
+            double squares = 0;
+            for (int e = 0; e < elements; e++)
+                squares += pow(x[place(b, e)] - alpha * pictures[(size_t)i * elements + e], 2);
+            weights.push_back(-squares / (2 * sigma * sigma));
+        }
+        double most = std::ranges::max(weights), sum = 0;
+        for (double& weight : weights) sum += weight = exp(weight - most);
+        for (int i = 0; i < n; i++)
+            for (int e = 0; e < elements; e++)
+                x0[place(b, e)] += weights[i] / sum * pictures[(size_t)i * elements + e];
+    }
+    return x0;
+}
+
 static void twin_case(const Case& c, Verdict* v) {
     size_t n = c.at("values").size();
     const std::vector<double>& values = c.at("values");
@@ -3610,16 +3642,16 @@ static void twin_case(const Case& c, Verdict* v) {
                         fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
         }
     } else if (c.is("chain")) {
-        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, seeds; reals: eta;
-        // values (B, 3, H, H): pictures of the network that takes x for noise on a picture 1.6 tanh(x + t /
-        // 2T)
+        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, spacing, two seeds; reals:
+        // eta; values (2, 3, H, H): what is drawn by a made-up network, or an ideal one of `pictures`
         Config config = default_config();
         config.predict = c.arg(0), config.noise_schedule = c.arg(1), config.zero_terminal_snr = c.arg(2);
         config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
         config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
         int B = 2, H = c.arg(7), image = PIXEL * H * H;
         std::vector<double> abar = make_abar(config);
-        std::vector<Beginning> begins = begin_with({c.word(8), c.word(9)});
+        config.spacing = c.arg(8);
+        std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
         std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
         SamplerState state = {};
         Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
@@ -3635,12 +3667,13 @@ static void twin_case(const Case& c, Verdict* v) {
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
+            std::vector<double> x0 = c.has("pictures") ? ideal_x0(input, a, b, B, c.at("pictures"))
+                                                       : made_up_x0(input, t, config.diffusion_steps);
             for (size_t i = 0; i < x.size(); i++) {
-                double x0 = 1.6 * tanh(input[i] + (double)t / config.diffusion_steps / 2);
-                double eps = (input[i] - a * x0) / b;
+                double eps = (input[i] - a * x0[i]) / b;
                 out[i] = (float)(config.predict == PREDICT_EPS ? eps
-                                 : config.predict == PREDICT_V ? a * eps - b * x0
-                                                               : x0);
+                                 : config.predict == PREDICT_V ? a * eps - b * x0[i]
+                                                               : x0[i]);
             }
             state.step = s;
             cpu::run(ThresholdLimits<float>{drawing});

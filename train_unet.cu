@@ -279,6 +279,7 @@ enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
+enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
 
 // What the optimiser goes by: small enough to be handed to a kernel.
@@ -323,8 +324,9 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
-    int generate, sampler, sample_steps, use_ema, threshold, interpolate, strip, jump_length, jump_n_sample;
-    float eta, guidance_scale, strength;
+    int generate, sampler, sample_steps, spacing, use_ema, threshold, interpolate, strip;
+    int jump_length, jump_n_sample;
+    float eta, guidance_scale, strength;  // strength: NaN where it was not told
     // what to do
     int gpus, processes, resume_given, print_config, dry_run, help;
 };
@@ -1960,16 +1962,62 @@ struct SamplerStep {
 // How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
 static float strength_of(const Config& c) {
     if (!*c.init_image) return 1;
-    return c.strength > 0 ? c.strength : *c.mask ? 1 : 0.5f;
+    if (!std::isnan(c.strength)) return c.strength;
+    return *c.mask ? 1 : 0.5f;
 }
 
-// The timesteps of that part, rising, 0 among them: guided-diffusion's space_timesteps(T, [count]).
-static std::vector<int> drawn_timesteps(const Config& c) {
+// By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
+static int spacing_of(const Config& c) {
+    bool second_order = c.sampler == SAMPLER_DPMPP || c.sampler == SAMPLER_HEUN;
+    if (c.spacing != SPACING_AUTO) return c.spacing;
+    return second_order ? SPACING_TRAILING : SPACING_UNIFORM;
+}
+
+// The noise as a multiple of the signal: sigma of Karras et al. (2022).
+static double noise_ratio(double abar) { return sqrt((1 - abar) / abar); }
+
+// guided-diffusion's space_timesteps(T, [count]): the first and the last among them. One alone is the last,
+// the noisiest, from which a single step makes the mean of all pictures.
+static std::vector<int> uniform_timesteps(int T, int count) {
+    if (count == 1) return {T - 1};
     std::vector<int> timesteps;
-    int T = c.diffusion_steps, count = sampler_steps(c);
-    double stride = count > 1 ? (double)(T - 1) / (count - 1) : 1, t = 0;
-    for (int i = 0; i < count; i++, t += stride)
-        if (nearbyint(t) < strength_of(c) * T) timesteps.push_back((int)nearbyint(t));
+    double stride = (double)(T - 1) / (count - 1), t = 0;
+    for (int i = 0; i < count; i++, t += stride) timesteps.push_back((int)nearbyint(t));
+    return timesteps;
+}
+
+// Lin et al. (2023), table 2: all steps, the last to no noise included, are equally long.
+static std::vector<int> trailing_timesteps(int T, int count) {
+    std::vector<int> timesteps;
+    for (int i = count - 1; i >= 0; i--)
+        timesteps.push_back((int)nearbyint(T - i * ((double)T / count)) - 1);
+    return timesteps;
+}
+
+// Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the chain's least noise, to
+// that of timestep 0; of each the nearest timestep, by its logarithm, that is not taken. The first is T - 1.
+static std::vector<int> karras_timesteps(const std::vector<double>& abar, int count) {
+    int t = (int)abar.size() - 1;
+    std::vector<int> timesteps = {t};
+    double most = pow(std::min(noise_ratio(abar[t]), 80.0), 1.0 / 7), least = pow(noise_ratio(abar[0]), 1.0 / 7);
+    for (int i = 1; i < count; i++) {
+        double wanted = 7 * log(most + (least - most) * i / (count - 1));
+        auto distance = [&](int t) { return fabs(log(noise_ratio(abar[t])) - wanted); };
+        int behind = count - 1 - i;  // timesteps that still need a place
+        for (t--; t > behind && distance(t - 1) <= distance(t); t--) continue;
+        timesteps.push_back(t);
+    }
+    std::ranges::reverse(timesteps);
+    return timesteps;
+}
+
+// The timesteps that a sampler visits, rising: of the whole chain, or of the part that --strength names.
+static std::vector<int> drawn_timesteps(const Config& c, const std::vector<double>& abar) {
+    int T = c.diffusion_steps, count = sampler_steps(c), spacing = spacing_of(c);
+    std::vector<int> timesteps = spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
+                                 : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
+                                                               : karras_timesteps(abar, count);
+    std::erase_if(timesteps, [&](int t) { return (float)t >= strength_of(c) * (float)T; });
     return timesteps;
 }
 
@@ -1988,75 +2036,102 @@ static std::vector<int> places_of(const Config& c, int n) {
     return places;
 }
 
-// The steps from pure noise to a picture, in order. With alpha = sqrt(abar), and each step going from
-// timestep to timestep of the shortened chain and at last to abar = 1, which is x0 itself:
-//   DDIM   equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
-//          (equation 16). With eta = 1 it is DDPM's, equation 7 of Ho et al. with the posterior variance.
-//   DPM-Solver++(2M)  algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the one
-//          before, lambda = ln(alpha / sqrt(1 - abar)) being the time. Three steps are of first order, which
-//          is DDIM: the first lacks one before, the last ends where lambda is infinite, and the last but one
-//          is so much longer in lambda than its predecessor that extrapolation would overshoot.
-//   Heun   algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise level
-//          sqrt(1 - abar) / alpha: a DDIM step, then the same again with the mean of the slopes at both ends.
-//          The first call saves what does not depend on the second. The last step is DDIM's, and so is one
-//          from a level above HEUN_MOST_NOISE, such as the infinite one of zero terminal SNR: over so large a
-//          step the mean of the slopes would magnify the difference of the predictions.
-static const double HEUN_MOST_NOISE = 1000;
+// Below, a step goes from the noise of abar = a to that of abar = next, with alpha = sqrt(abar).
+
+// DDIM, equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
+// (equation 16). With eta = 1 it is DDPM, equation 7 of Ho et al. with the posterior variance.
+static void ddim_step(SamplerStep* s, double a, double next, double eta) {
+    double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
+    double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
+    s->to_x0 = (float)(sqrt(next) - keep * sqrt(a));
+    s->to_x = (float)keep;
+    s->sigma = (float)(eta * sqrt((1 - next) * fresh));
+}
+
+// DPM-Solver++(2M), algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the step
+// before, which came from `before`; lambda = ln(alpha / sqrt(1 - abar)) is the time. Over a step more than
+// twice as long as that one extrapolation would overshoot: it is of first order. So is the last, which is
+// infinitely long, and, in effect, one that comes after such a step from no signal.
+static void dpmpp_step(SamplerStep* s, double before, double a, double next) {
+    ddim_step(s, a, next, 0);
+    auto lambda = [](double abar) { return -log(noise_ratio(abar)); };
+    double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
+    if (!(w <= 1)) return;  // also where both steps are infinite
+    s->to_saved = (float)-w * s->to_x0;
+    s->to_x0 *= (float)(1 + w);
+}
+
+// Heun's method, algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise_ratio: DDIM's
+// step, then, with a second call of the network at its end, the same again with the mean of the slopes at
+// both ends. The first call saves what does not depend on the second. Where the ratio falls to less than a
+// tenth, the slope at the end, an error divided by the ratio there, would be magnified: such a step is of
+// first order, which is DDIM's. So are the last, to 0, and one from no signal, whose ratio is infinite.
+static bool heun_corrects(double a, double next) { return noise_ratio(next) >= 0.1 * noise_ratio(a); }
+static void heun_step(SamplerStep* first, SamplerStep* second, double a, double next) {
+    ddim_step(first, a, next, 0);
+    first->save_x0 = first->to_x0 / 2;
+    first->save_x = (float)(sqrt(next / a) + first->to_x) / 2;
+    double half = (1 - noise_ratio(a) / noise_ratio(next)) / 2;
+    second->to_x0 = (float)(-half * sqrt(next));
+    second->to_x = (float)half;
+    second->to_saved = 1;
+}
+
+// A call of the network at a timestep, and how the picture follows from its answer.
+static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
+    double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
+    double part = (double)timestep / c.diffusion_steps;
+    auto guided = guidance_interval(c);
+    SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+    if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
+    if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
+    if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
+    return s;
+}
+
+// The steps from pure noise to a picture, in order: from timestep to timestep, and at last to abar = 1, which
+// is x0 itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
-    std::vector<int> timesteps = drawn_timesteps(c);
-    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.sampler == SAMPLER_DDIM ? (double)c.eta : 0;
-    std::vector<SamplerStep> calls;
-    auto guided = guidance_interval(c);
-    auto call_at = [&](int timestep) {
-        double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-        double part = (double)timestep / c.diffusion_steps;
-        SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
-        if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
-        if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
-        if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
-        return s;
-    };
+    std::vector<int> timesteps = drawn_timesteps(c, abar);
+    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
+    std::vector<SamplerStep> steps;
     auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
-        s.number = (uint32_t)calls.size();
+        s.number = (uint32_t)steps.size();
         s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
-        calls.push_back(s);
+        steps.push_back(s);
     };
-    auto lambda = [](double a) { return 0.5 * log(a / (1 - a)); };
+    auto level_at = [&](int place) { return place < 0 ? 1.0 : abar[timesteps[place]]; };
+
     std::vector<int> places = places_of(c, (int)timesteps.size());
-    double start = abar[timesteps.back()];
+    double start = level_at(places[0]);
     // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
     bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
     add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
+
     for (size_t k = 0; k + 1 < places.size(); k++) {
         int i = places[k], to = places[k + 1];
-        double a = abar[timesteps[i]], next = to < 0 ? 1.0 : abar[timesteps[to]];
+        double a = level_at(i), next = level_at(to);
         if (to > i) {  // back into the noise, as the chain itself goes
             add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
             continue;
         }
-        double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
-        double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
-        double to_x0 = sqrt(next) - keep * sqrt(a);
-        SamplerStep s = call_at(timesteps[i]);
-        s.to_x0 = (float)to_x0, s.to_x = (float)keep, s.sigma = (float)(eta * sqrt((1 - next) * fresh));
+        SamplerStep s = call_at(c, abar, timesteps[i]);
+        if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
+            SamplerStep second = call_at(c, abar, timesteps[to]);
+            heun_step(&s, &second, a, next);
+            add(s, next);
+            s = second;
+        } else if (c.sampler == SAMPLER_DPMPP && k > 0) {
+            dpmpp_step(&s, level_at(places[k - 1]), a, next);
+        } else {
+            ddim_step(&s, a, next, eta);
+        }
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        if (c.sampler == SAMPLER_DPMPP && i < places[0] && i > 1) {
-            double before = abar[timesteps[i + 1]];
-            double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
-            s.to_x0 = (float)(to_x0 * (1 + w)), s.to_saved = (float)(-to_x0 * w);
-        }
-        if (c.sampler == SAMPLER_HEUN && i > 0 && sqrt(1 - a) <= HEUN_MOST_NOISE * sqrt(a)) {
-            s.save_x0 = (float)(to_x0 / 2), s.save_x = (float)((sqrt(next / a) + keep) / 2);
-            add(s, next);
-            s = call_at(timesteps[i - 1]);
-            double half = (1 - sqrt((1 / a - 1) / (1 / next - 1))) / 2;
-            s.to_x0 = (float)(-half * sqrt(next)), s.to_x = (float)half, s.to_saved = 1;
-        }
         add(s, next);
     }
-    return calls;
+    return steps;
 }
 static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
@@ -3188,8 +3263,8 @@ static std::vector<Flag> FLAGS = {
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
     {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
-    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "0", 0, 1,
-     "how much of the noising it undergoes; 0: 0.5, with --mask 1"},
+    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "", 0, 1,
+     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1"},
     {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
      "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
     {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
@@ -3203,6 +3278,9 @@ static std::vector<Flag> FLAGS = {
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
+    {FIELD(spacing), CHOICE, SAMPLING, FREE, 94, "auto", 0, 0,
+     "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
+     "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
      "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
@@ -3342,6 +3420,10 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         return;
     }
     std::span<int32_t> numbers = numbers_of(*config, flag);
+    if (flag.kind == FLOAT && value.empty() && !*flag.standard) {  // not told
+        numbers[0] = std::bit_cast<int32_t>(NAN);
+        return;
+    }
     std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > numbers.size())
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
@@ -3360,6 +3442,7 @@ static std::string flag_text(const Config& config, const Flag& flag) {
     std::string joined;
     for (int32_t bits : numbers_of(config, flag)) {
         double number = number_of(flag, bits);
+        if (std::isnan(number)) return "";          // it was not told
         if (!joined.empty() && number == 0) break;  // the list ends
         joined += joined.empty() ? "" : ",";
         joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
@@ -4267,8 +4350,15 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
     return last == given.rend() ? nullptr : &*last;
 }
 
+// What a file of an earlier version lists where nothing was told.
+static bool is_earlier_default(const GivenFlag& g) {
+    return !g.origin.empty() && is_named(*g.flag, "strength") && g.value == "0";
+}
 // Whether it was given by more than a file that lists its default.
-static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
+static bool is_asked(const GivenFlag* g) {
+    if (!g || g->origin.empty()) return g;
+    return g->value != g->flag->standard && !is_earlier_default(*g);
+}
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
@@ -4323,6 +4413,12 @@ static std::string config_text(const Config& config) {
     return lines;
 }
 
+// An empty value is typed by a script whose variable is unset, and would mean that the flag was left out. But it
+// takes back what a checkpoint tells.
+static bool may_be_emptied(const Flag& flag) {
+    return is_named(flag, "val_file") || is_named(flag, "guidance_interval");
+}
+
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
 static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
                                           const std::string& origin = "") {
@@ -4340,6 +4436,8 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
         else if (!optional) fail_usage("--%s needs a value", name.c_str());
+        if (value.empty() && !optional && !may_be_emptied(flag))
+            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         given.push_back({&flag, value, origin});
     }
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
@@ -4718,6 +4816,9 @@ static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, i
 static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
+    if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
+        fail("--seed %u leaves no seeds for %s: the last is %u", c.seed, counted(c.generate, "picture").c_str(),
+             UINT32_MAX);
     int count = c.interpolate ? c.interpolate : (int)seeds.size();
     if (c.generate && c.generate != count)
         fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
@@ -4754,12 +4855,18 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_DRAW);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
+    if (const GivenFlag* g = was_given(given, "strength"); g && *config.init_image && is_earlier_default(*g))
+        fail("%s: strength 0 meant 'not told' to earlier versions; remove the line, or type --strength 0",
+             g->origin.c_str());
     using Needs = std::pair<const char*, const char*>;
     for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
                                 Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
         if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
+    if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
+        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or --spacing uniform",
+             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -5334,6 +5441,9 @@ static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
+    for (const char* name : {"generate", "interpolate"})  // 0 is what they are where they were not typed
+        if (const GivenFlag* g = was_given(given, name); g && g->origin.empty() && g->value == "0")
+            fail_usage("--%s 0 draws nothing; leave it out to train, or say how many pictures", name);
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const char* name :  // that was typed, and would do nothing
          {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",

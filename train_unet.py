@@ -604,7 +604,7 @@ class Diffusion:
 
 
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25}  # steps unless told; None: all timesteps
-HEUN_MOST_NOISE = 1000  # Heun's method takes a step of first order from a noise level above this
+USUAL_SPACING = {"ddim": "uniform", "ddpm": "uniform", "dpmpp": "trailing", "heun": "trailing"}
 
 
 def sampler_steps(config, sampler, sample_steps=None):
@@ -616,8 +616,8 @@ def sampler_steps(config, sampler, sample_steps=None):
 class Edit:
     """A picture from which others are drawn, and what of it is kept.
 
-    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken;
-    below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
+    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken, of 0
+    none, which draws the image itself; below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
     (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see levels.
     """
     image: torch.Tensor
@@ -669,7 +669,7 @@ def seed_noise(seeds, shape, call=0):
 @torch.no_grad()
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
            eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
-           guidance_interval=(0.0, 1.0), guide=None, edit=None):
+           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto"):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
@@ -678,7 +678,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     each picture. guidance_scale: what is drawn differs so many times as much from a picture without a class
     (Ho and Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide
     (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
-    for ddim and ddpm.
+    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING.
+    Raises UserError where a strength above 0 leaves no timestep.
     Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
     1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
     """
@@ -687,12 +688,20 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
         if isinstance(network, nn.Module):
             network.eval()
     T, strength = config.diffusion_steps, edit.strength if edit else 1
-    times = unet_io.space_timesteps(T, sampler_steps(config, sampler, sample_steps))[::-1]
-    times = times[times < np.float32(strength) * np.float32(T)]  # 0 always is
+    abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    steps = sampler_steps(config, sampler, sample_steps)
+    spacing = USUAL_SPACING[sampler] if spacing == "auto" else spacing
+    times = unet_io.spaced_timesteps(spacing, abar, steps)[::-1]
+    times = times[times < np.float32(strength) * np.float32(T)]
+    if strength and not len(times):
+        raise UserError(f"--strength {strength:g} is less noise than the least of"
+                        f" {unet_io.counted(steps, 'timestep')} has; use more --sample_steps, or --spacing uniform")
     steps = len(times)
     places = [steps - 1 - t for t in levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
-    abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)[times]
-    abar = np.append(abar, 1.0)
+    abar = np.append(abar[times], 1.0)
+    sigmas = unet_io.noise_ratios(abar)
+    with np.errstate(divide="ignore"):  # the last sigma is 0
+        lambdas = (-np.log(sigmas)).tolist()
     C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
     shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
     strip, x0_before = [], None
@@ -758,17 +767,15 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             x = math.sqrt(b) * x0 + math.sqrt(max(1 - b - sigma**2, 0)) * eps
             if sigma > 0:
                 x = x + sigma * noise(k)
-        elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2; first order at the ends
-            with np.errstate(divide="ignore"):  # lambda is infinite at both ends of the noise
-                lambdas = (np.log(np.sqrt(abar)) - np.log(np.sqrt(1 - abar))).tolist()
+        elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2
             h, D = lambdas[i + 1] - lambdas[i], x0
-            if 0 < i < steps - 2:
+            if i and b < 1 and h <= 2 * (lambdas[i] - lambdas[i - 1]):  # over a longer step it would overshoot
                 r = (lambdas[i] - lambdas[i - 1]) / h
                 D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
             x = math.sqrt(1 - b) / math.sqrt(1 - a) * x - math.sqrt(b) * math.expm1(-h) * D
             x0_before = x0
-        elif b < 1 and math.sqrt(1 - a) <= HEUN_MOST_NOISE * math.sqrt(a):  # Karras et al. 2022, algorithm 1
-            sigma, sigma_next = math.sqrt((1 - a) / a), math.sqrt((1 - b) / b)
+        elif sigmas[i + 1] >= 0.1 * sigmas[i]:  # Karras et al. 2022, algorithm 1, where the slope is no guess
+            sigma, sigma_next = float(sigmas[i]), float(sigmas[i + 1])
             y = x / math.sqrt(a)
             slope = (y - x0) / sigma
             y_next = y + (sigma_next - sigma) * slope
@@ -1098,7 +1105,7 @@ RENAMED = {"--log_dir": "--out_dir, the folder for log, checkpoints and samples"
 
 def parse_flags(argv=None):
     """(dict of the flags that the user gave, Config, namespace of the other flags)."""
-    parser = unet_io.Parser(RENAMED, description=__doc__, argument_default=argparse.SUPPRESS)
+    parser = unet_io.Parser(RENAMED, ("--val_file", "--resume"), description=__doc__, argument_default=argparse.SUPPRESS)
     kinds = {bool: unet_io.parse_bool, tuple: unet_io.parse_sizes, unet_io.Rates: unet_io.parse_rates}
 
     def add(name, kind, default, help, choices=None):
@@ -1138,7 +1145,7 @@ def resolve(given):
     config = Config(**{name: value for name, value in values.items() if name in fields})
     config.lr_steps = values["steps"]
     run = argparse.Namespace(**{name: value for name, value in values.items() if name not in fields})
-    for name in ("steps", "log_every", "save_every", "sample_every"):
+    for name in ("steps", "log_every", "save_every", "sample_every", "debug_steps"):
         unet_io.check_range(name, getattr(run, name))
     return config.check(), run
 

@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, space_timesteps
+3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, spaced_timesteps
 4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -83,9 +83,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 
     renamed: {flag of the trainer whose files we read: what there is here}, for those that are no aliases.
+    may_be_empty: the flags that take '' as a value; others, where this is given, refuse it: a script types it
+    whose variable is unset, and it would mean that the flag was left out.
     """
-    def __init__(self, renamed=None, **options):
-        self.renamed = renamed or {}
+    def __init__(self, renamed=None, may_be_empty=None, **options):
+        self.renamed, self.may_be_empty = renamed or {}, may_be_empty
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, argv=None):
@@ -98,7 +100,16 @@ class Parser(argparse.ArgumentParser):
                 alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
                 nearest = max(alike, key=alike.get)
                 self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+        if self.may_be_empty is not None:
+            self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
+
+    def refuse_empty(self, words, flags):
+        for name, value in zip(words, [*words[1:], None]):
+            if "=" in name:
+                name, value = name.split("=", 1)
+            if name in flags and value == "":
+                self.error(f"{name} needs a value, not ''; leave it out for what is usual")
 
     def _print_message(self, message, file=None):
         (file or sys.stderr).write(message or "")  # argparse's own hides that it can't be written
@@ -412,20 +423,67 @@ def loss_weights(abar, predict, min_snr_gamma):
     return clipped / (snr + 1) if predict == "v" else clipped
 
 
-def space_timesteps(diffusion_steps, sample_steps):
-    """The sample_steps timesteps that a respaced chain visits, ascending, first and last included: int64.
+SPACINGS = ("auto", "uniform", "trailing", "karras")
 
-    As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even.
+
+def noise_ratios(abar):
+    """The noise as a multiple of the signal, sigma of Karras et al. 2022; infinite where abar is 0."""
+    with np.errstate(divide="ignore"):
+        return np.sqrt((1 - abar) / abar)
+
+
+def space_timesteps(diffusion_steps, sample_steps):
+    """Ascending timesteps, the first and the last included: int64 (sample_steps,).
+
+    As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even. One
+    alone is the last, the noisiest, from which a single step makes the mean of all pictures.
     """
     if not 1 <= sample_steps <= diffusion_steps:
         raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps"
                         f" trained")
-    stride = (diffusion_steps - 1) / (sample_steps - 1) if sample_steps > 1 else 0.0
+    if sample_steps == 1:
+        return np.array([diffusion_steps - 1], np.int64)
+    stride = (diffusion_steps - 1) / (sample_steps - 1)
     taken, position = [], 0.0
     for _ in range(sample_steps):
         taken.append(round(position))
         position += stride
     return np.array(taken, np.int64)
+
+
+def trailing_timesteps(diffusion_steps, sample_steps):
+    """Likewise with steps of one length, the last, to no noise, included: Lin et al. 2023, table 2."""
+    stride = diffusion_steps / sample_steps
+    return np.array([round(diffusion_steps - i * stride) - 1 for i in reversed(range(sample_steps))], np.int64)
+
+
+def karras_timesteps(abar, sample_steps):
+    """Likewise of the chain abar (T,), by noise ratios as Karras et al. 2022 have them, equation 5, rho = 7.
+
+    They go from their 80, or the chain's least noise, to that of timestep 0; of each the nearest timestep, by
+    its logarithm, that is not taken. The first is T - 1.
+    """
+    ratios = noise_ratios(abar)
+    logs, t = np.log(ratios), len(abar) - 1
+    most, least = (float(ratio) ** (1 / 7) for ratio in (min(ratios[-1], 80), ratios[0]))
+    taken = [t]
+    for i in range(1, sample_steps):
+        wanted = 7 * math.log(most + (least - most) * i / (sample_steps - 1))
+        behind = sample_steps - 1 - i  # timesteps that still need a place
+        t -= 1
+        while t > behind and abs(logs[t - 1] - wanted) <= abs(logs[t] - wanted):
+            t -= 1
+        taken.append(t)
+    return np.array(taken[::-1], np.int64)
+
+
+def spaced_timesteps(spacing, abar, sample_steps):
+    """The timesteps that a sampler visits by --spacing, ascending: int64 (sample_steps,). Raises UserError."""
+    uniform = space_timesteps(len(abar), sample_steps)
+    if spacing == "uniform":
+        return uniform
+    return trailing_timesteps(len(abar), sample_steps) if spacing == "trailing" else karras_timesteps(
+        abar, sample_steps)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -595,9 +653,9 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
-          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2),
+          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2), "spacing": (0, 3),
           "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
-          "jump_n_sample": (1, 1000)}
+          "jump_n_sample": (1, 1000), "debug_steps": (0, 10**6)}
 
 
 def check_range(name, value, least=None, flag=None):
@@ -1131,7 +1189,7 @@ def class_section(names):
 RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
               "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
               "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
-              "eta": (92, 0), "threshold": (93, 0), "keep_every": (106, 0),
+              "eta": (92, 0), "threshold": (93, 0), "spacing": (94, 0), "keep_every": (106, 0),
               "guidance_scale": (118, 0x3F800000)}  # the bits of 1.0
 
 
@@ -1391,8 +1449,9 @@ def read_tensors(path):
 # 8. pictures
 
 def to_uint8(x):
-    """Pixels of images in [-1, 1] (clamped): floor((x + 1) * 127.5 + 0.5) in float32, as uint8."""
-    x = np.clip(np.asarray(x, np.float32), -1, 1)
+    """Pixels of images in [-1, 1] (clamped, NaN is -1): floor((x + 1) * 127.5 + 0.5) in float32, as uint8."""
+    x = np.asarray(x, np.float32)
+    x = np.clip(np.where(np.isnan(x), np.float32(-1), x), -1, 1)
     return np.floor((x + np.float32(1)) * np.float32(127.5) + np.float32(0.5)).astype(np.uint8)
 
 

@@ -240,6 +240,12 @@ def save_model(path, model, config):
     unet_io.write_checkpoint(path, Checkpoint(config, {"weights": weights}))
 
 
+def ratio_of(width, inner):
+    """The mlp_ratio, a float32, of an MLP of `inner` channels: its product with the width is cut to whole ones."""
+    ratio = np.float32(inner / width)
+    return float(ratio if int(np.float32(width) * ratio) == inner else np.nextafter(ratio, np.float32(np.inf)))
+
+
 UNTOLD = (*train_unet.DIFFUSION, "max_period", "rescale_timesteps", "cond_drop_prob")  # by a state dict
 
 
@@ -257,7 +263,7 @@ def from_official(state, num_heads=0, path="this", num_classes=0, **told):
         rows = len(state.get("y_embedder.embedding_table.weight", ()))
         hidden = rows > 0 and told.get("cond_drop_prob", rows != num_classes) > 0
         config = Config(image_size=int(tokens**0.5) * size, in_channels=channels, hidden_size=width, patch_size=size,
-                        depth=depth, mlp_ratio=len(state["blocks.0.mlp.fc1.bias"]) / width,
+                        depth=depth, mlp_ratio=ratio_of(width, len(state["blocks.0.mlp.fc1.bias"])),
                         num_heads=num_heads or HEADS.get(width, 0), learn_sigma=outputs == 2 * channels,
                         class_cond=rows > 0, num_classes=rows - hidden, **dict(cond_drop_prob=0.1 * hidden) | told)
     except KeyError as error:
@@ -295,7 +301,7 @@ def same_to_rounding(stored, exact):
 
 
 def main():
-    parser = unet_io.Parser(description=__doc__)
+    parser = unet_io.Parser(may_be_empty=(), description=__doc__)
     parser.add_argument("--import", dest="source", default="", help="a .pt or .safetensors of the authors' program")
     parser.add_argument("--export", default="", help="a .bin of ./train_dit")
     parser.add_argument("--use_ema", type=int, choices=range(5), default=1,

@@ -265,7 +265,7 @@ def drawn_with(scheduler, model, steps, noise, later=(), **options):
 
 def sample_at(times, monkeypatch, *arguments, **options):
     """train_unet.sample with these timesteps."""
-    monkeypatch.setattr(unet_io, "space_timesteps", lambda *_: np.sort(np.asarray(times)))
+    monkeypatch.setattr(unet_io, "spaced_timesteps", lambda *_: np.sort(np.asarray(times)))
     return train_unet.sample(*arguments, **options)
 
 

@@ -366,6 +366,40 @@ def test_pictures(tmp_path, more, flags, options):
         assert ((ours > 0) & (ours < 255)).mean() > 0.15 and ours.std() > 5
 
 
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpmpp"])
+def test_bytes_beyond_the_range(tmp_path, sampler):
+    """Guided, without a learned sigma, an MLP of an odd multiple of 8: values beyond [-1, 1] become 0 or 255, they don't
+    wrap; all others are the same bytes."""
+    config = Config(**TOY | dict(predict="x0", mlp_ratio=2.75, class_cond=True, num_classes=5, cond_drop_prob=0.1))
+    model = train_unet.perturb(train_dit.init_weights(DiT(config), 3), 3, 0.1).eval()
+    train_dit.save_model(tmp_path / "w.bin", model, config)
+    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 4, "--class", 3, "--guidance_scale", 4, "--sampler", sampler,
+        "--sample_steps", 20, "--threshold", "none", "--output_dir", tmp_path, "--output_name", tmp_path / "grid.png")
+    ours = np.stack([picture(tmp_path / f"{seed:06d}.png") for seed in range(4)])
+    x = train_unet.sample(model, range(4), sampler, 20, classes=[3] * 4, guidance_scale=4.0, threshold="none").numpy()
+    theirs, beyond = unet_io.to_uint8(x).transpose(0, 2, 3, 1).astype(int), np.abs(x).transpose(0, 2, 3, 1) > 1.01
+    print(f"{beyond.mean():.1%} of the values lie beyond, up to {np.abs(x).max():.2f}; {(ours != theirs).mean():.2%} differ")
+    assert 0.005 < beyond.mean() < 0.9 and np.isin(ours[beyond], (0, 255)).all()
+    assert np.abs(ours - theirs).max() <= 1 and (ours != theirs).mean() < 0.01
+
+
+def test_widths_of_official_weights(tmp_path):
+    """An MLP's width is cut from a product of floats: the mlp_ratio of an import gives it back."""
+    for width in range(8, 2049, 8):
+        inner = np.arange(8, 64 * width, 8)[::max(1, width // 16)]
+        for channels in map(int, inner):
+            assert int(np.float32(width) * np.float32(train_dit.ratio_of(width, channels))) == channels
+    config = Config(**TOY | dict(hidden_size=56, mlp_ratio=train_dit.ratio_of(56, 248), class_cond=True, num_classes=10,
+                                 cond_drop_prob=0.1))
+    torch.save(DiT(config).state_dict(), tmp_path / "official.pt")
+    run(sys.executable, ROOT / "dev/train_dit.py", "--import", tmp_path / "official.pt", "--num_heads", 2, "--output_name",
+        tmp_path / "w.bin")
+    assert unet_io.read_checkpoint(str(tmp_path / "w.bin"), Config).config.mlp_width() == 248
+    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
+    refused(sys.executable, ROOT / "dev/train_dit.py", "--export", tmp_path / "w.bin", "--num_heads", 2, "--output_name",
+            tmp_path / "x.pt", says="--num_heads goes with --import")
+
+
 def test_official_weights(tmp_path):
     """A state dict of the authors' program becomes a .bin that draws the same, and comes back as it was."""
     config = Config(**TOY | dict(image_size=8, in_channels=4, class_cond=True, num_classes=10, cond_drop_prob=0.1,

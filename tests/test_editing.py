@@ -91,7 +91,8 @@ def test_strength():
             a = network.abar[kept[-1]]
             x = np.sqrt(a) * x0 + np.sqrt(1 - a) * z
             exact = 0.3 + 0.5 * (x - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
-            drawn = sample(network, SEEDS, sampler, steps, threshold="none", edit=Edit(x0, 0.6))
+            drawn = sample(network, SEEDS, sampler, steps, threshold="none", edit=Edit(x0, 0.6),
+                           spacing="uniform")
             errors.append(float((drawn - exact).abs().max()))
         print(sampler, errors)
         assert least < errors[0] / errors[1] < most and errors[1] < 0.03
@@ -106,8 +107,14 @@ def test_strength_and_start():
         ours, plain = (sample(network, SEEDS, sampler, 12, **more) for more in (
             dict(edit=Edit(x0, 1.0)), dict(start=start)))
         assert error_of(ours, plain) < 1e-5
-        near = sample(network, SEEDS, sampler, 12, edit=Edit(x0, 1e-4))
+        near = sample(network, SEEDS, sampler, 12, edit=Edit(x0, 1e-4), spacing="uniform")
         assert (near - x0).abs().max() < 0.1
+        for mask in (None, half_mask()):
+            same = sample(network, SEEDS, "ddim" if mask is not None else sampler, 12, edit=Edit(x0, 0.0, mask))
+            assert same_bits(same, x0.expand(2, -1, -1, -1))
+    for sampler, how in (("heun", dict(sample_steps=12)), ("ddim", dict(sample_steps=1))):
+        with pytest.raises(unet_io.UserError, match="--strength 0.05 is less noise.*--sample_steps"):
+            sample(network, SEEDS, sampler, edit=Edit(x0, 0.05), **how)
     calls = []  # 0.3 * 1000 and 0.7 * 1000 in fp32 are 300 and 700, which then are left out
 
     class Listening(Perfect):
@@ -380,6 +387,39 @@ def test_both_programs(tmp_path, name):
     print(f"largest difference {np.abs(ours - theirs).max()}")
     assert np.abs(ours - theirs).max() <= most and (ours != theirs).mean() < 0.02
     assert np.abs(ours - again).max() <= 1 and len({ours[2:10, x:x + 8].tobytes() for x in (2, 12)}) == 2
+
+
+def test_no_strength(tmp_path):
+    """--strength 0 draws the picture itself, in both programs; a file of an earlier version says it for 'not told'."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    data = write_toy_images(tmp_path / "i.bin", n=3, size=8)
+    pixels = np.moveaxis(unet_io.read_images(data).pixels[0], 0, -1)
+    image, usual = ["--init_image", data], ["--init_image", data, "--strength", 0.5]
+
+    def by_program(*words, weights=tmp_path / "w.bin"):
+        text = run(TRAIN, "--model_weights", weights, "--generate", 2, *words, "--output_name", tmp_path / "a.png")
+        return picture(tmp_path / "a.png")[2:10, 12:20], text.stdout
+
+    for sampler in train_unet.SAMPLERS:
+        words = [*image, "--strength", 0, "--sampler", sampler]
+        drawn, text = by_program(*words)
+        assert np.array_equal(drawn, pixels) and "(0 network calls)" in text
+        assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 2, "--device", "cpu", *words,
+                    "--output_name", tmp_path / "b.png") == ""
+        assert np.array_equal(picture(tmp_path / "b.png")[2:10, 12:20], pixels)
+    assert same_bits(by_program(*image)[0], by_program(*usual)[0])  # not told
+    text = run(TRAIN, "--print_config").stdout
+    assert "\nstrength = \n" in text and "\nspacing = auto\n" in text
+    (tmp_path / "new.txt").write_text("strength = \n")
+    (tmp_path / "old.txt").write_text("strength = 0\n")
+    assert same_bits(by_program(*image, "--config", tmp_path / "new.txt")[0], by_program(*usual)[0])
+    by_program("--config", tmp_path / "old.txt")
+    for words, says in ((["--config", tmp_path / "old.txt", *image], ["old.txt, line 1", "earlier versions"]),
+                        ([*image, "--strength", 0.02, "--sampler", "heun"], ["--strength 0.02", "25 timesteps"]),
+                        ([*image, "--sample_steps", 1], ["--strength 0.5 is less noise", "1 timestep has"])):
+        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says)
+    assert "--strength 0.02" in call(generate, "--model_filename", tmp_path / "w.bin", *image, "--strength", 0.02,
+                                     "--sampler", "dpmpp", "--output_name", tmp_path / "c.png", "--device", "cpu")
 
 
 def test_what_the_program_refuses(tmp_path):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def respaced_sampler(T, schedule, predict, sampler, count):
             return np.cos((s + 0.008) / 1.008 * np.pi / 2) ** 2
         betas = np.array([min(1 - bar((i + 1) / T) / bar(i / T), 0.999) for i in range(T)])
     products = np.cumprod(1 - betas)
-    stride, place, kept = (T - 1) / (count - 1) if count > 1 else 1, 0.0, []
+    stride, place, kept = (T - 1) / (count - 1) if count > 1 else 0, 0.0 if count > 1 else T - 1, []
     for _ in range(count):
         kept.append(round(place))
         place += stride
@@ -83,14 +84,22 @@ def chain_cases(add):
             ("dpmpp", dict(sample_steps=1), "x0", "cosine", False),
             ("dpmpp", dict(sample_steps=2), "v", "linear", False),
             ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="dynamic"), "x0", "cosine", False),
-            ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True)):
+            ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True),
+            *((sampler, dict(spacing=spacing, sample_steps=steps), "v", schedule, zero)
+              for sampler, spacing, steps, schedule, zero in (
+                  ("ddim", "trailing", 7, "linear", False), ("ddpm", "karras", 9, "cosine", False),
+                  ("ddim", "karras", 299, "linear", True), ("dpmpp", "uniform", 13, "linear", False),
+                  ("dpmpp", "karras", 11, "cosine", True), ("heun", "uniform", 3, "cosine", False),
+                  ("heun", "karras", 20, "linear", True), ("heun", "trailing", 1, "linear", False),
+                  ("ddpm", "uniform", 1, "linear", False)))):
         config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
                                      zero_terminal_snr=zero, noise_schedule=schedule))
         pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
         assert np.isfinite(pictures).all() and pictures.std() > 0.1
         args = [["eps", "v", "x0"].index(predict), schedule == "cosine", zero,
                 list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
-                ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9, 5, 4000000000]
+                ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9,
+                unet_io.SPACINGS.index(flags.get("spacing", "auto")), 5, 4000000000]
         name = " ".join(["chain", sampler, predict, schedule, *map(str, flags.values()), *["to 0"] * zero])
         add(name, args, pictures.reshape(-1), reals=np.array([flags.get("eta", 0.0)]))
 
@@ -193,6 +202,14 @@ def test_compare_quality(tmp_path, images8):
     assert all(abs(line["train_unet"] / line["pytorch"] - 1) < 1e-5 for line in lines)
 
 
+def test_bytes():
+    """No value wraps: what lies beyond the ends becomes them, and a NaN is black, in both programs."""
+    values = [-np.inf, -1e30, -1.01, -1.0, -0.99609, 0.0, 0.99609, 1.0, 1.004, 1.0079, 3.0, 1e30, np.inf, np.nan]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert unet_io.to_uint8(values).tolist() == [0, 0, 0, 0, 0, 128, 255, 255, 255, 255, 255, 255, 255, 0]
+
+
 def test_schedule_by_known_values():
     """The published schedule's ends, and guided-diffusion's choice of 10 of 1000 timesteps."""
     abar = unet_io.alphas_bar(1000, "linear")
@@ -205,7 +222,7 @@ def test_schedule_by_known_values():
     assert np.abs(np.cumprod(1 - betas) - rescaled).max() < 1e-12
     assert rescaled[-1] == 0 and abs(rescaled[0] - abar[0]) < 1e-15 and (np.diff(rescaled) < 0).all()
     assert unet_io.space_timesteps(1000, 10).tolist() == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
-    assert unet_io.space_timesteps(1000, 1).tolist() == [0]
+    assert unet_io.space_timesteps(1000, 1).tolist() == [999]
 
 
 @pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
@@ -226,7 +243,7 @@ def test_order_of_samplers(schedule, zero):
     z = train_unet.seed_noise(seeds, (3, 8, 8)).double()
     exact = 0.3 + 0.5 * (z - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
     for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 6)):
-        drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none") for n in (100, 200)]
+        drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none", spacing="uniform") for n in (100, 200)]
         errors = [float((x - exact).abs().max()) for x in drawn]
         print(sampler, errors)
         assert least < errors[0] / errors[1] < most and errors[1] < 0.03

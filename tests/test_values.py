@@ -1,4 +1,6 @@
 """Values: what can't work is refused, a NaN is never silent, memory that can't be had is asked for first."""
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -12,11 +14,13 @@ import zlib
 import numpy as np
 import pytest
 
+import generate
+import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, perturbed_file, picture, refused, run,
+    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
     start_flags, variant, write_toy_images)
-from unet_io import Config, flags_of
+from unet_io import Config, UserError, flags_of
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # but a line's end
 OVERFLOWING = ("--lr", 1e3, "--weight_decay", 1e3, "--lr_schedule", "constant", "--warmup_steps", 0)
@@ -84,6 +88,115 @@ def test_extreme_values(tmp_path, images8, words):
     run(*toy(images8, tmp_path / "run", 3, *words.split()))
     sections = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).sections
     assert all(np.isfinite(sections[name]).all() for name in ("weights", "ema", "adam_m", "adam_v"))
+
+
+HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "generate", "interpolate", "batch_size", "sample_steps",
+         "num_res_blocks", "depth", "hidden_size", "mlp_ratio"}  # whose largest value takes long: --print_config judges it
+
+
+def ends_of(program):
+    """The smallest and the largest value of every flag that takes a number, as its refusal tells them."""
+    ends = {}
+    for name in re.findall(r"^  --(\w+)", run(program, "--help").stdout, re.M):
+        words = [str(program), f"--{name}", "nan", "--print_config"]
+        sentence = subprocess.run(words, capture_output=True, text=True).stderr
+        if found := re.search(r" between (\S+) and (\S+), not 'nan'", sentence):
+            ends[name] = [number if "-" in number or "." in number else f"{float(number):.0f}" for number in found.groups()]
+    return ends
+
+
+@functools.lru_cache
+def ends_in_program():
+    return ends_of(TRAIN)
+
+
+def works_or_is_refused(*words):
+    """Status 0, or one sentence and status 1 or 2, whatever is asked for; never a crash. Returns the sentence."""
+    result = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=300)
+    lines = result.stderr.splitlines()
+    assert result.returncode in (0, 1, 2), (words, result.returncode, result.stderr)
+    assert result.returncode == 0 or len(lines) == 1 and lines[0].startswith("error: "), (words, result.stderr)
+    return lines[0] if result.returncode else ""
+
+
+def test_ends_of_flags(tmp_path, images8):
+    """The smallest and the largest value of every flag of ./train_unet train and draw, or are refused in a sentence."""
+    ends, outcomes = ends_in_program(), {}
+    assert len(ends) >= 48 and ends["eta"] == ["0", "1"] and ends["adam_eps"] == ["1e-20", "1"]
+    base = toy(images8, tmp_path / "base", 1)
+    run(*base)
+    draw = [TRAIN, "--out_dir", tmp_path / "base", "--output_name", tmp_path / "s.png", "--sample_steps", 3]
+    for name, (least, most) in ends.items():
+        for value in (least, most):
+            folder = tmp_path / f"{name}_{value}"
+            words = toy(images8, folder, 1, f"--{name}", value)
+            outcomes[name, value] = works_or_is_refused(*words, *["--print_config"] * (name in HEAVY))
+            shutil.rmtree(folder, ignore_errors=True)
+    for name in ("strength", "eta", "strip", "use_ema", "guidance_scale", "jump_length", "jump_n_sample", "seed"):
+        how = ["--init_image", images8] if name == "strength" else []
+        for value in ends[name]:
+            outcomes[name, value] = works_or_is_refused(*draw, "--generate", 2, *how, f"--{name}", value)
+    print(*(f"{name} {value}: {sentence or 'works'}" for (name, value), sentence in outcomes.items()), sep="\n")
+    for (name, value), sentence in outcomes.items():  # it names the flag, or what stands against it
+        assert not sentence or "--" in sentence or ".bin" in sentence, sentence
+    for name in ("lr", "eta", "strip", "strength", "offset_noise", "min_snr_gamma", "skip_outliers", "keep_every"):
+        assert not outcomes[name, ends[name][0]], name  # 0 is a value of each
+
+
+@pytest.mark.parametrize("words", [["--generate", 0], ["--interpolate", 0, "--seeds", "1,2"]])
+def test_no_pictures_asked_for(tmp_path, images8, words):
+    """A number of pictures that is typed as 0 neither trains nor draws another number."""
+    refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=f"{words[0]} 0 draws nothing")
+    assert not (tmp_path / "run").exists()
+    if words[0] == "--interpolate":
+        perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+        assert "--interpolate 0 draws nothing" in call(generate, "--model_filename", tmp_path / "w.bin", *words)
+    else:
+        assert "--num_images must be from 1" in call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 0)
+
+
+def test_last_seed(tmp_path):
+    """Seeds do not begin anew after the last one."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "s.png", "--sample_steps", 1]
+    refused(*draw, "--generate", 2, "--seed", 2**32 - 1, says=["--seed 4294967295", "2 pictures"])
+    assert "seeds 4294967294 to 4294967295" in run(*draw, "--generate", 2, "--seed", 2**32 - 2).stdout
+
+
+def test_empty_values(tmp_path, images8):
+    """A flag whose value is a shell's empty variable is refused, where without it something else would be meant."""
+    for name in ("model_weights", "seeds", "class", "class_names", "init_image", "mask", "guide_weights", "output_dir",
+                 "strength", "preset", "out_dir", "lr", "steps", "sampler"):
+        for words in ([f"--{name}", ""], [f"--{name}="]):
+            refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=[f"--{name} needs a value, not ''"])
+    for name in ("seeds", "class", "guide_weights", "init_image", "output_dir", "quality", "nearest", "export", "device"):
+        with pytest.raises(SystemExit, match="2"):
+            call(generate, "--model_filename", "w.bin", f"--{name}", "")
+    for name in ("data_dir", "model_weights", "out_dir", "preset", "device"):
+        with pytest.raises(SystemExit, match="2"):
+            train_unet.parse_flags([f"--{name}", ""])
+    # what a checkpoint tells can be taken back
+    run(*toy(images8, tmp_path / "run", 1), "--val_file", images8, "--val_every", 1)
+    text = run(TRAIN, "--resume", tmp_path / "run", "--steps", 2, "--val_file", "").stdout
+    assert "validation loss" not in text
+    assert train_unet.parse_flags(["--resume", "", "--val_file", ""])[0] == dict(resume="", val_file="")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Config)
+                                   if field.metadata["help"] and field.type in (int, float)])
+def test_ends_in_python(field):
+    """train_unet.py and ./train_unet take the same smallest and largest values, and refuse what lies beyond."""
+    rule = {f.name: f for f in dataclasses.fields(Config)}[field]
+    low, high = rule.metadata["low"], rule.metadata["high"]
+    ours = ends_in_program()[field]
+    assert [float(end) for end in ours] == [low, high]
+    for value, beyond in ((low, low - 1), (high, high + 1)):
+        with pytest.raises(UserError, match=field):
+            train_unet.parse_flags([f"--{field}={beyond}"])
+        try:
+            train_unet.parse_flags([f"--{field}={value}", "--noise_schedule", "cosine"])
+        except UserError as error:  # with the other flags, in a sentence
+            assert "\n" not in str(error)
 
 
 def test_no_grid(tmp_path, images8):
