@@ -124,9 +124,9 @@ def run(*command, status=0, timeout=LONG, **options):
     return result
 
 
-# No test waits for a time to pass: it reads what a program prints until it has come to where it is to be disturbed. That
-# program can't end meanwhile, however late the test comes, where it has more to print than its pipe holds, or than is left
-# of it by `fill`.
+# No test waits for a time to pass: it reads what a program prints until that has come to where it is to be disturbed. The
+# program can't end meanwhile, however late the test comes, if it has more to print than its pipe holds, or than is left
+# of the pipe by `fill`.
 
 @contextlib.contextmanager
 def started(*command, **options):
@@ -144,7 +144,7 @@ def read_until(process, pattern):
     lines = b""
     while not re.search(pattern, line := process.stdout.readline()):
         lines += line
-        assert line, f"{process.args} ended with {process.wait()}:\n{lines.decode()}\n{process.stderr and process.stderr.read()}"
+        assert line, f"{process.args} ended with {process.wait()}:\n{lines.decode()}"
     return lines + line
 
 
@@ -175,14 +175,6 @@ def is_delivered(process, number):
     status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
     pending = [int(mask, 16) for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.M)]
     return not any(mask >> (number - 1) & 1 for mask in pending)
-
-
-def stop_at(process, number):
-    """Send a signal to a process that is to end in order, and let it end only when it has that; returns its output."""
-    fill(process)
-    process.send_signal(number)
-    wait_until(lambda: is_delivered(process, number), process)
-    return finish(process)
 
 
 def script(name, *flags, **options):
