@@ -3,10 +3,14 @@
     make test                      builds what is tested, sets up Python, runs this
     python test_unet.py            every test; the last line counts them, those that test_unet runs too
     python test_unet.py -k resume  those whose name contains "resume"; all of pytest's flags work
+    python test_unet.py -n 0       one after the other, in this process
 
-The programs under test are those in this folder; tests/harness.py tells how to name others.
+Where pytest-xdist is found, the tests run side by side, one on each core and each with one thread; tests/conftest.py tells
+which of them may not. The programs under test are those in this folder; tests/harness.py tells how to name others.
 """
 import collections
+import importlib.util
+import os
 import pathlib
 import sys
 
@@ -44,9 +48,24 @@ class Counter:
         self.failed += report.failed
 
 
+MOST_WORKERS = 16  # more would wait for the longest tests, and each has PyTorch in its memory
+
+
+def side_by_side():
+    """pytest's flags for a worker on each core, or none where there is one core or no pytest-xdist."""
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    if not importlib.util.find_spec("xdist"):
+        print("pytest-xdist is not installed: the tests run one after the other")
+        return []
+    if workers == 1:
+        return []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs under test, and of PyTorch
+    return ["-n", str(workers), "--dist", "loadgroup"]
+
+
 def main():
     counter = Counter()
-    flags = ["-q", "-p", "no:cacheprovider", "--durations=8", "--tb=short", "-rs"]
+    flags = ["-q", "-p", "no:cacheprovider", "--durations=8", "--tb=short", "-rs", *side_by_side()]
     status = pytest.main([str(ROOT / "tests"), *flags, *sys.argv[1:]], plugins=[counter])
     if status != pytest.ExitCode.OK and not counter.failed:
         counter.failed = 1

@@ -1314,21 +1314,23 @@ def train(config, run, given):
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
 
-    stop, asked = [], []
+    stop = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def finish_step(number, _):
-        """As in ./train_unet: only Ctrl-C or SIGTERM a second or more after the first ends at once."""
+        """As in ./train_unet: only a second later another Ctrl-C or SIGTERM ends at once."""
         stop.append(number)
         if number == signal.SIGHUP:  # printing to a terminal that is gone would be an error
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-            return
-        asked.append(time.monotonic())
-        if asked[-1] - asked[0] >= 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        else:
+            signal.alarm(1)
 
+    def end_at_once(*_):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGALRM, end_at_once)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
             signal.signal(number, finish_step)

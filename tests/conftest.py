@@ -1,25 +1,69 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and which of them run one after the other."""
 import importlib
 import os
 import pathlib
 import re
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from harness import ROOT, write_toy_images
+from harness import LONG, ROOT, run, write_toy_images
+
+# The first begin first, so that no long one is left to the end.
+LONGEST = ["test_unet_alone"]
+
+# What shares a GPU, or is timed on it, is one group: a single worker runs it. Without a GPU, so are PyTorch's operators,
+# so that they are built once.
+ON_A_GPU = ["test_gpu.py", "test_torch_ops.py", "test_dev.py", "test_gpu_"] if shutil.which("nvidia-smi") else [
+    "test_torch_ops.py"]
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's own comes later, and looks at the groups
+def pytest_collection_modifyitems(config, items):
+    def rank(item):
+        return LONGEST.index(item.originalname) if item.originalname in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
+    for item in items:
+        if config.pluginmanager.hasplugin("xdist") and any(name in item.nodeid for name in ON_A_GPU):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_arrive():
+    """Programs start with every signal at its default, whoever started the tests: nohup ignores SIGHUP, and a shell that
+    puts a command into the background SIGINT. Handlers that do nothing keep the tests themselves as they were told."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory):
+    """faults(folder, log=, at=, until=, kind=, alarm=): the environment in which calls fail, see faults.c."""
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    run(os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", ROOT / "tests/faults.c", "-o", library, "-ldl")
+
+    def environment(folder="", **more):
+        values = {f"FAULT_{name.upper()}": str(value) for name, value in more.items()}
+        folder = {"FAULT_FOLDER": str(folder)} if folder else {}
+        return os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library)} | folder | values
+    return environment
 
 
 @pytest.fixture
 def cpp(record_property):
     """cpp(binary, *arguments) runs test_unet; its tests count instead of the function that asked for them."""
-    def call(binary, *arguments, timeout=540):
+    def call(binary, *arguments):
         environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1",
                            ASAN_OPTIONS="allocator_may_return_null=1")
         result = subprocess.run([binary, *map(str, arguments)], stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, timeout=timeout, env=environment)
+                                stderr=subprocess.STDOUT, text=True, timeout=LONG, env=environment)
         print(result.stdout)
         closing = re.search(r"^(\d+) passed, (\d+) failed$", result.stdout, re.M)
         assert closing, f"{binary} {arguments} ended with {result.returncode}:\n{result.stdout[-3000:]}"

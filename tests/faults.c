@@ -8,7 +8,9 @@
 //   die          the process is killed
 //   otherwise    a command for the shell; then the call is made as ever
 //
-// FAULT_ROOM, where it is set, is how many bytes every disk says that it has free.
+// FAULT_ROOM, where it is set, is how many bytes every disk says that it has free. FAULT_ALARM, where it is set, is what
+// becomes of alarm(): with "never" no alarm rings; otherwise each rings at once, and then this file is made.
+// FAULT_LATE, where it is set, is for how many milliseconds fprintf waits first.
 //
 //   cc -shared -fPIC faults.c -o faults.so -ldl
 #define _GNU_SOURCE
@@ -125,6 +127,22 @@ int statvfs(const char* path, struct statvfs* disk) {
     int (*real)(const char*, struct statvfs*) = dlsym(RTLD_NEXT, "statvfs"), result = real(path, disk);
     if (getenv("FAULT_ROOM")) disk->f_frsize = 1, disk->f_bavail = number_of("FAULT_ROOM");
     return result;
+}
+int fprintf(FILE* file, const char* format, ...) {
+    va_list more;
+    usleep(1000 * number_of("FAULT_LATE"));
+    va_start(more, format);
+    int result = vfprintf(file, format, more);
+    va_end(more);
+    return result;
+}
+unsigned alarm(unsigned seconds) {
+    const char* made = getenv("FAULT_ALARM");
+    if (!made) return REAL(alarm)(seconds);
+    if (!strcmp(made, "never")) return 0;
+    raise(SIGALRM);
+    syscall(SYS_close, (int)syscall(SYS_openat, AT_FDCWD, made, O_WRONLY | O_CREAT, 0666));
+    return 0;
 }
 // What is closed is closed, whatever is reported.
 int fclose(FILE* file) {

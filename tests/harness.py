@@ -7,6 +7,7 @@ TEST_UNET, TEST_UNET_ASAN, TEST_UNET_AVX2, TEST_UNET_NEON, LADDERS and PROFILE n
 build for the CPU; the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and
 TRAIN_UNET_FP32.
 """
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import pytest
@@ -111,14 +113,68 @@ RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1
                            use_new_attention_order=False)
 RESUMED = Config(**RESUMED_FLAGS)
 QUICK = ("--num_samples", 1, "--sample_steps", 1)  # the grid at the end of a run costs next to nothing
+LONG = 3600  # seconds, which only a program that hangs takes, on the busiest machine
 
 
-def run(*command, status=0, timeout=300, **options):
+def run(*command, status=0, timeout=LONG, **options):
     """Run a command, which must end with this status; returns the result with its output as text."""
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=timeout,
                             **options)
     assert result.returncode == status, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
+
+
+# No test waits for a time to pass: it reads what a program prints until that has come to where it is to be disturbed. The
+# program can't end meanwhile, however late the test comes, if it has more to print than its pipe holds, or than is left
+# of the pipe by `fill`.
+
+@contextlib.contextmanager
+def started(*command, **options):
+    """A process whose output, bytes, is read by the test alone, from pipes of a page. It does not outlive the test."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, pipesize=4096)
+    with subprocess.Popen([str(word) for word in command], **pipes | options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process, pattern):
+    """Read lines of a process up to one that matches a regular expression of bytes; returns them."""
+    lines = b""
+    while not re.search(pattern, line := process.stdout.readline()):
+        lines += line
+        assert line, f"{process.args} ended with {process.wait()}:\n{lines.decode()}"
+    return lines + line
+
+
+def fill(process):
+    """Fill the pipe that a process prints into: it waits at its next line until the test reads."""
+    pipe = os.open(f"/proc/{process.pid}/fd/1", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"\n")
+    os.close(pipe)
+
+
+def finish(process):
+    """Read what a process prints to its end; returns that and its errors, as text."""
+    output, errors = process.communicate(timeout=LONG)
+    return output.decode(), (errors or b"").decode()
+
+
+def wait_until(condition, process):
+    """Until condition() holds of a process's doings, which must not end before."""
+    while not condition():
+        assert process.poll() is None, f"{process.args} ended with {process.returncode}"
+        time.sleep(0.005)
+
+
+def is_delivered(process, number):
+    """Whether a signal that was sent to a process has reached it."""
+    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+    pending = [int(mask, 16) for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.M)]
+    return not any(mask >> (number - 1) & 1 for mask in pending)
 
 
 def script(name, *flags, **options):
@@ -181,7 +237,7 @@ def sanitized(tool, *command, exclude=None, **options):
     options_of_tool += ["--report-api-errors", "no"] if exclude and tool == "memcheck" else []
     command = [program, "--tool", tool, "--error-exitcode", "1", *options_of_tool, *map(str, command)]
     with tempfile.TemporaryFile("w+") as log:  # a pipe would stay open in the program if the tool crashed
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=300, **options).returncode
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=LONG, **options).returncode
         log.seek(0)
         output = log.read()
     assert status == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", output), f"{tool}: {status}\n{output[-3000:]}"

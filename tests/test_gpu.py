@@ -22,7 +22,7 @@ import test_values
 import train_unet
 import unet_io
 from harness import (
-    GPU, QUICK, RESUMED, ROOT, SANITIZERS, SMALL, TOY, TRAIN, TRAINING, check_gpu_gradients, checkpoint_in,
+    GPU, LONG, QUICK, RESUMED, ROOT, SANITIZERS, SMALL, TOY, TRAIN, TRAINING, check_gpu_gradients, checkpoint_in,
     losses_in, on_gpu, perturbed_file, picture, refused, run, sanitized, start_flags, write_toy_images)
 from unet_io import Config, flags_of
 
@@ -216,7 +216,7 @@ def test_gpu_ranks(tmp_path, through):
     numbers = [ranks for ranks in (1, 2, 4) if ranks <= most]
 
     def finish(ranks):
-        told = [process.communicate(timeout=300) for process in ranks]
+        told = [process.communicate(timeout=LONG) for process in ranks]
         assert [process.returncode for process in ranks] == [0] * len(ranks), told
 
     draws = ["--model_weights", "run/checkpoint_00000006.bin", "--generate", 50, "--sample_steps", 3]
@@ -242,7 +242,7 @@ def test_gpu_ranks(tmp_path, through):
         if through == "NCCL":
             pids += map(int, pathlib.Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split())
         os.kill(pids[victim], signal.SIGKILL)
-        told = "".join(process.communicate(timeout=30)[1] for process in ranks)
+        told = "".join(process.communicate(timeout=LONG)[1] for process in ranks)
         assert f"rank {victim} failed or was killed" in told
         assert [process.returncode for process in ranks] == [-9 if rank == victim else 1 for rank in range(len(ranks))]
 

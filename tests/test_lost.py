@@ -14,33 +14,21 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 
 import pytest
 
 import unet_io
-from harness import ROOT, SMALL, TRAIN, checkpoint_in, refused, run, start_flags
+from harness import (
+    LONG, ROOT, SMALL, TRAIN, checkpoint_in, fill, finish, is_delivered, read_until, refused, run, start_flags, started,
+    wait_until)
 from unet_io import Config, flags_of
 
 CONFIG = Config(**SMALL | dict(lr=1e-3, flip=True))
 # the networks are so small that a second thread is slower
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """faults(folder, log=, at=, until=, kind=): the environment in which calls fail, see faults.c."""
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    run(os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O1", ROOT / "tests/faults.c", "-o", library, "-ldl")
-
-    def environment(folder, **more):
-        values = {f"FAULT_{name.upper()}": str(value) for name, value in more.items()}
-        return ENVIRONMENT | values | {"LD_PRELOAD": str(library), "FAULT_FOLDER": str(folder)}
-    return environment
 
 
 def records_in(folder):
@@ -85,7 +73,7 @@ def check_same(folder, calm, steps, without=()):
 # ----------------------------------------------------------------------------------------------------
 # signals
 
-STEPS = 800  # their lines are more than a pipe or a terminal holds: a run that nobody reads does not end
+STEPS = 800  # whose lines are more than a pipe of a page holds, see harness.started
 STOPPED = dict(log_every=1, save_every=50, sample_every=20, val_every=15, sample_steps=20, num_samples=4)
 
 
@@ -98,22 +86,12 @@ def calm(tmp_path_factory, images4):
     return flags, folder
 
 
-def read_until(step, read):
-    """Read what a run prints until it has come to a step; returns what was read."""
-    output = b""
-    while max(map(int, re.findall(rb"step (\d+)/", output)), default=0) < step:
-        piece = read(4096)
-        assert piece, output.decode()
-        output += piece
-    return output
-
-
 MIXED = ["INT INT", "TERM TERM TERM", "HUP HUP", "HUP HUP HUP", "TERM HUP INT", "INT TERM", "HUP INT HUP"]
 
 
 @pytest.mark.parametrize("signals", MIXED)
-def test_signals(tmp_path, calm, signals):
-    """Signals that follow each other closely are one request: the step is finished, and a resume goes on."""
+def test_signals(tmp_path, calm, faults, signals):
+    """Signals within a second, which does not end here, are one request: the step is finished, and a resume goes on."""
     flags, calm_folder = calm
     dice = random.Random(seed := random.randrange(10**6))
     numbers = [getattr(signal, f"SIG{name}") for name in signals.split()]
@@ -121,21 +99,15 @@ def test_signals(tmp_path, calm, signals):
     print(f"seed {seed}")
     for part in range(2):  # the second time a resumed run is stopped
         before = max(checkpoints_in(folder), default=0)
-        command = [TRAIN, *start_or_resume(flags, folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                              pipesize=4096, env=ENVIRONMENT) as process:
-            read_until(before + dice.randrange(1, STEPS // 4), lambda n: os.read(process.stdout.fileno(), n))
-            time.sleep(dice.uniform(0, 0.02))
-            started = time.monotonic()
+        with started(TRAIN, *start_or_resume(flags, folder), env=faults(alarm="never")) as process:
+            read_until(process, rb"^step %d/" % (before + dice.randrange(1, STEPS // 4)))
+            time.sleep(dice.uniform(0, 0.02))  # now in one part of a step, now in another; as are the pauses below
             for number in numbers:
                 process.send_signal(number)
                 time.sleep(dice.choice([0, dice.uniform(0, 0.003)]))
-            output, errors = process.communicate(timeout=120)
-        lasted = time.monotonic() - started
-        if process.returncode < 0 and lasted > 1:  # a machine so busy that they were not close
-            continue
-        assert process.returncode == 0 and errors == b"", (process.returncode, output[-2000:], errors)
-        stopped_at = int(re.search(rb"\nstopped at step (\d+)", output).group(1))
+            output, errors = finish(process)
+        assert process.returncode == 0 and errors == "", (process.returncode, output[-2000:], errors)
+        stopped_at = int(re.search(r"\nstopped at step (\d+)", output).group(1))
         assert stopped_at > before and max(checkpoints_in(folder)) == stopped_at
         pauses.append(stopped_at)
     print(f"stopped at {pauses}")
@@ -146,46 +118,53 @@ def test_signals(tmp_path, calm, signals):
 @pytest.mark.parametrize("first, second, status", [
     ("INT", "INT", -signal.SIGINT), ("TERM", "INT", -signal.SIGINT), ("HUP", "HUP", 0), ("HUP", "TERM", 0),
     ("TERM", "HUP", 0)])
-def test_later_signals(tmp_path, calm, first, second, status):
-    """A second Ctrl-C that is meant ends the program at once; one hang-up after another never does."""
-    command = [TRAIN, *start_or_resume(calm[0], tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                          env=ENVIRONMENT) as process:
-        filled, before = 0, -1
-        while filled < 4096 or filled != before:  # until nobody reads what it prints, and it waits
-            time.sleep(0.2)
-            before = filled
-            filled = struct.unpack("i", fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)))[0]
+def test_later_signals(tmp_path, calm, faults, first, second, status):
+    """A second Ctrl-C that is meant, a second later, ends the program at once; one hang-up after another never does."""
+    later = tmp_path / "later"  # is made when that second is over
+    with started(TRAIN, *start_or_resume(calm[0], tmp_path / "run"), env=faults(alarm=later)) as process:
+        read_until(process, rb"^step 1/")
+        fill(process)
         process.send_signal(getattr(signal, f"SIG{first}"))
-        time.sleep(1.2)
-        assert process.poll() is None
+        if first == "HUP":  # which no alarm follows
+            wait_until(lambda: is_delivered(process, signal.SIGHUP), process)
+        else:
+            wait_until(later.exists, process)
         process.send_signal(getattr(signal, f"SIG{second}"))
-        if status == 0:
-            time.sleep(0.1)
-        errors = process.communicate(timeout=120)[1]
-    assert process.returncode == status and errors == b""
+        if status:
+            assert process.wait(LONG) == status  # with its output unread, which it would wait for
+        errors = finish(process)[1]
+    assert process.returncode == status and errors == ""
     if status == 0:
         assert max(checkpoints_in(tmp_path / "run")) < STEPS
 
 
-def test_timeout(tmp_path, calm):
+def test_timeout(tmp_path, calm, faults):
     """timeout sends its signal to the program and to its group: twice. The run goes on where it was."""
     flags, calm_folder = calm
     dice = random.Random(seed := random.randrange(10**6))
     print(f"seed {seed}")
-    folder, reached = tmp_path / "run", []
+    folder, reached = tmp_path / "run", [0]
     for attempt in range(12):
-        command = ["timeout", f"{dice.uniform(0.05, 0.3):.3f}", TRAIN, *start_or_resume(flags, folder)]
-        result = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-        assert result.returncode in (0, 124) and result.stderr == "", (result.returncode, result.stderr)
-        begun = re.search(r"(resumed|starting) at step (\d+)", result.stdout)
-        if result.returncode == 124 and begun:
-            assert re.search(r"\n(stopped|done) at step \d+", result.stdout), result.stdout[-2000:]
-        reached.append(max(checkpoints_in(folder), default=0))
+        command = ["timeout", "1d", TRAIN, *start_or_resume(flags, folder)]
+        with started(*command, env=faults(alarm="never")) as process:
+            read_until(process, rb"^step %d/" % (reached[-1] + dice.randrange(1, STEPS // 16)))
+            process.send_signal(signal.SIGALRM)  # its time is over
+            output, errors = finish(process)
+        assert process.returncode == 124 and errors == "", (process.returncode, errors)
+        reached.append(int(re.search(r"\nstopped at step (\d+)", output).group(1)))
+        assert max(checkpoints_in(folder)) == reached[-1] > reached[-2]
     print(f"ended at {reached}")
-    assert reached == sorted(reached)
     run(TRAIN, *start_or_resume(flags, folder), env=ENVIRONMENT)
     check_same(folder, calm_folder, STEPS)
+
+
+def read_terminal_until(step, terminal):
+    """Read what a run prints in a terminal until it has come to a step."""
+    output = b""
+    while max(map(int, re.findall(rb"step +(\d+)/", output)), default=0) < step:
+        piece = os.read(terminal, 4096)
+        assert piece, output.decode()
+        output += piece
 
 
 def wait_for_end(folder):
@@ -210,8 +189,8 @@ def test_closed_terminal(tmp_path, calm):
         if not pid:
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], ENVIRONMENT | {"HISTFILE": ""})
         os.write(ours, (" ".join(f"'{word}'" for word in words) + "\n").encode())
-        read_until(dice.randrange(1, STEPS // 8), lambda n: os.read(ours, n))
-        time.sleep(dice.uniform(0, 0.005))
+        read_terminal_until(dice.randrange(1, STEPS // 8), ours)
+        time.sleep(dice.uniform(0, 0.005))  # now in one part of a step, now in another
         os.close(ours)
         os.waitpid(pid, 0)
         wait_for_end(folder)
@@ -222,19 +201,16 @@ def test_closed_terminal(tmp_path, calm):
     print(f"ended at {reached}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# faults
-
-def test_stops_of_train_unet_py(tmp_path, images4):
-    """Two signals at once, or a terminal that is closed, finish the step and save, as in the program."""
+def test_stops_of_train_unet_py(tmp_path, images4, faults):
+    """Two signals within a second, or a terminal that is closed, finish the step and save, as in the program."""
     for name, stop in (("twice", lambda pid, _: [os.kill(pid, signal.SIGINT) for _ in range(2)]),
                        ("closed", lambda _, terminal: os.close(terminal))):
         flags = [*flags_of(CONFIG), "--data_file", images4, "--out_dir", tmp_path / name, "--log_every", 1]
         pid, terminal = pty.fork()
         if not pid:
             os.execve(sys.executable, [sys.executable, str(ROOT / "train_unet.py"), *map(str, flags)],
-                      ENVIRONMENT)
-        read_until(3, lambda n, at=terminal: re.sub(rb"step +", b"step ", os.read(at, n)))
+                      faults(alarm="never"))
+        read_terminal_until(3, terminal)
         stop(pid, terminal)
         with contextlib.suppress(OSError):  # as far as there is somebody to tell
             while os.read(terminal, 4096):
@@ -243,6 +219,23 @@ def test_stops_of_train_unet_py(tmp_path, images4):
         steps = [step for step, _ in records_in(tmp_path / name)]
         assert checkpoints_in(tmp_path / name) == [len(steps)] and steps == list(range(1, len(steps) + 1))
 
+
+def test_later_signals_of_train_unet_py(tmp_path, images4, faults):
+    """A second later, another Ctrl-C ends it at once, as in the program."""
+    later = tmp_path / "later"
+    flags = [*flags_of(CONFIG), "--data_file", images4, "--out_dir", tmp_path / "run", "--log_every", 1]
+    with started(sys.executable, ROOT / "train_unet.py", *flags, env=faults(alarm=later)) as process:
+        read_until(process, rb"^step +3/")
+        fill(process)
+        process.send_signal(signal.SIGTERM)
+        wait_until(later.exists, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LONG) == -signal.SIGINT
+    assert not checkpoints_in(tmp_path / "run")
+
+
+# ----------------------------------------------------------------------------------------------------
+# faults
 
 def test_lines_of_train_unet_py(tmp_path, images4):
     """Lines of steps that are done again, and one that was cut short, are dropped on resume."""
@@ -354,7 +347,7 @@ def test_faults(tmp_path, short, faults, kind, resumed):
         check_same(folder, base / "calm", SHORT_STEPS, without=failed)
         shutil.rmtree(folder)
 
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count())) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # programs that wait for the disk more than they compute
         futures = {number: pool.submit(one, number) for number in chosen(calls, dice)}
     found = {names[number]: future.exception() for number, future in futures.items()}
     wrong = [f"{name}: {what}" for name, what in found.items() if what]

@@ -25,7 +25,7 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    ROOT, SMALL, TOY, TRAIN, call, losses_in, perturbed_file, refused, run, same_bits, script,
+    LONG, ROOT, SMALL, TOY, TRAIN, call, losses_in, perturbed_file, refused, run, same_bits, script,
     start_flags)
 from unet_io import Config, UserError, flags_of
 
@@ -220,7 +220,7 @@ def make_colours(folder, *names):
     return folder
 
 
-def prepared(source, *flags, timeout=60, **options):
+def prepared(source, *flags, timeout=LONG, **options):
     """(shades, names of the classes, stdout, stderr) of a call that must end well, without a traceback."""
     target = source.parent / "prepared.bin"
     result = script("prepare_data.py", "--data_dir", source, "--output_name", target, "--image_size", 8,
@@ -444,7 +444,7 @@ def test_prepare_stopped(tmp_path, first):
         time.sleep(0.01)
     for kind in (signal.SIGSTOP, first, signal.SIGTERM, signal.SIGCONT):  # so that both arrive at once
         process.send_signal(kind)
-    rest = process.communicate(timeout=120)[1]
+    rest = process.communicate(timeout=LONG)[1]
     assert process.returncode == 130 and "stopped" in rest and "Traceback" not in rest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.bin"]
     assert (tmp_path / "x.bin").read_text() == "before"

@@ -2,6 +2,7 @@
 
 On the CPU --processes makes the ranks; everything but what carries their messages is as with --gpus.
 """
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -10,14 +11,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 
 import pytest
 
+import unet_io
 from harness import (
-    RESUMED, SMALL, TOY, TRAIN, checkpoint_in, metrics_in, perturbed_file, picture, refused, run,
-    start_flags)
+    LONG, RESUMED, SMALL, TOY, TRAIN, checkpoint_in, finish, metrics_in, perturbed_file, picture, read_until, refused, run,
+    start_flags, started)
 from unet_io import Config
 
 EVERYTHING = dataclasses.replace(
@@ -33,8 +34,12 @@ def files_of(folder):
 
 
 def nothing_is_left():
-    """No process of ours holds a board, and no file of one lies about."""
-    return not list(pathlib.Path("/dev/shm").glob(f"train_unet_{os.getuid()}_*"))
+    """No board lies about that no process has open (other tests' ranks may be meeting at theirs)."""
+    boards = {str(path) for path in pathlib.Path("/dev/shm").glob(f"train_unet_{os.getuid()}_*")}
+    for descriptor in pathlib.Path("/proc").glob("[0-9]*/fd/*") if boards else ():
+        with contextlib.suppress(OSError):  # of a process that has ended since
+            boards.discard(os.readlink(descriptor))
+    return not any(map(os.path.exists, boards))
 
 
 @pytest.mark.parametrize("batch, microbatch", SHAPES.values(), ids=SHAPES)
@@ -111,18 +116,26 @@ def test_pictures(tmp_path, images8):
     assert len({picture(tmp_path / f"4/each/{seed:06d}.png").tobytes() for seed in range(10)}) == 10
 
 
-def start(folder, images, *more, ranks=4, wait_for=1, steps=40, **options):
-    """A run of several ranks that has done some steps, and the ranks' process ids."""
-    flags = start_flags(Config(**TOY | dict(batch_size=8)), images, folder, steps, microbatch=2, log_every=1,
-                        save_every=2, sample_every=0)
-    process = subprocess.Popen([str(word) for word in (TRAIN, *flags, "--processes", ranks, *more)], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
-    for line in process.stdout:
-        if line.startswith(f"step {wait_for}/"):
-            break
-    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == ranks - 1
-    return process, [process.pid, *map(int, children)]
+def flags_of_run(folder, images, steps, **more):
+    return start_flags(Config(**TOY | dict(batch_size=8)), images, folder, steps,
+                       **dict(microbatch=2, log_every=1, save_every=2, sample_every=0) | more)
+
+
+@contextlib.contextmanager
+def running(folder, images, wait_for=1, ranks=4, steps=10**6, **more):
+    """A run of several ranks that has done some steps, and the ranks' process ids. None outlives it."""
+    with started(TRAIN, *flags_of_run(folder, images, steps, **more), "--processes", ranks) as process:
+        read_until(process, rb"^step %d/" % wait_for)
+        pids = [process.pid, *children_of(process)]
+        assert len(pids) == ranks
+        yield process, pids
+        for pid in pids:
+            while is_alive(pid):  # a rank that did not end would stay for ever
+                time.sleep(0.01)
+
+
+def children_of(process):
+    return [int(pid) for pid in pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def is_alive(pid):
@@ -132,31 +145,32 @@ def is_alive(pid):
         return False
 
 
-def wait_for_end(pids, seconds=30):
-    limit = time.time() + seconds
-    while any(map(is_alive, pids)):
-        assert time.time() < limit, "a rank did not end"
-        time.sleep(0.01)
+def state_in(path):
+    """What a checkpoint holds of a run, whatever its length: weights, moments, averages, history."""
+    checkpoint = unet_io.read_checkpoint(str(path))
+    sections = checkpoint.sections
+    numbers = {name: sections[name].tobytes() for name in unet_io.TENSOR_SECTIONS if name in sections}
+    return checkpoint.step, checkpoint.smoothed_loss, sections["state"].pack(), numbers
 
 
 def test_kills(tmp_path, images8):
     """Each rank is killed at random moments, thirty times in all: the others end with a sentence that names it;
-    resumed with another number of ranks, the run ends with the bits of one that nobody killed."""
-    process, _ = start(tmp_path / "whole", images8, ranks=2)
-    process.communicate(timeout=100)
-    whole = checkpoint_in(tmp_path / "whole", 40).read_bytes()
-    chance = random.Random(15)
+    resumed with another number of ranks, the run goes on with the bits of one that nobody killed."""
+    chance, reached = random.Random(15), []
     for kill in range(30):
         folder = tmp_path / str(kill)
-        process, pids = start(folder, images8, wait_for=chance.randint(3, 20))
-        time.sleep(chance.random() * 0.03)
-        os.kill(pids[kill % 4], signal.SIGKILL)
-        _, errors = process.communicate(timeout=30)
-        wait_for_end(pids)
+        with running(folder, images8, wait_for=chance.randint(3, 20)) as (process, pids):
+            time.sleep(chance.random() * 0.03)  # now in one part of a step, now in another
+            os.kill(pids[kill % 4], signal.SIGKILL)
+            _, errors = finish(process)
         assert errors.count("error:") == 1 and f"rank {kill % 4} failed or was killed" in errors, errors
         assert process.returncode == (1 if kill % 4 else -signal.SIGKILL)
-        run(TRAIN, "--resume", folder, "--processes", (1, 2, 4)[kill % 3])
-        assert checkpoint_in(folder, 40).read_bytes() == whole
+        last = max(int(path.stem[-8:]) for path in folder.glob("checkpoint_????????.bin"))
+        run(TRAIN, "--resume", folder, "--processes", (1, 2, 4)[kill % 3], "--steps", last + 2)
+        reached.append(last + 2)
+    run(TRAIN, *flags_of_run(tmp_path / "whole", images8, max(reached), keep=max(reached)), "--processes", 2)
+    for kill, step in enumerate(reached):
+        assert state_in(checkpoint_in(tmp_path / str(kill), step)) == state_in(checkpoint_in(tmp_path / "whole", step))
     assert nothing_is_left()
 
 
@@ -164,10 +178,9 @@ def test_kills(tmp_path, images8):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stops(tmp_path, images8, number, rank):
     """Ctrl-C or SIGTERM at any rank: all end at the same step with a whole checkpoint, and the run goes on."""
-    process, pids = start(tmp_path / "run", images8, wait_for=5, steps=100000)
-    os.kill(pids[rank], number)
-    output, errors = process.communicate(timeout=30)
-    wait_for_end(pids)
+    with running(tmp_path / "run", images8, wait_for=5) as (process, pids):
+        os.kill(pids[rank], number)
+        output, errors = finish(process)
     assert process.returncode == 0 and not errors
     step = int(re.search(r"stopped at step (\d+)", output)[1])
     assert checkpoint_in(tmp_path / "run", step).is_file()
@@ -175,26 +188,24 @@ def test_stops(tmp_path, images8, number, rank):
 
 
 def test_stop_while_drawing(tmp_path, images8):
-    """A stop of one rank while pictures are drawn: nothing is written, as with one process."""
+    """A stop of one rank while pictures are drawn, which would take an hour: nothing is written, as with one process."""
     perturbed_file(tmp_path / "model.bin", EVERYTHING)
-    process = subprocess.Popen([TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", "2000", "--processes",
-                                "2", "--batch_size", "20"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    process.stdout.readline(), process.stdout.readline()
-    child = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    os.kill(int(child), signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    with started(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", 2000, "--sample_steps", 1000,
+                 "--processes", 2, "--batch_size", 20, cwd=tmp_path) as process:
+        process.stdout.readline(), process.stdout.readline()
+        os.kill(*children_of(process), signal.SIGTERM)
+        errors = finish(process)[1]
     assert process.returncode == 130 and "nothing was written" in errors and not list(tmp_path.glob("*.png"))
 
 
-def test_failures_are_told_once(tmp_path, images8):
-    """What fails on every rank, or on one, ends all of them with one sentence."""
+def test_failures_are_told_once(tmp_path, images8, faults):
+    """What fails on every rank, or on one, ends all of them with one sentence, however late that is written."""
     data = start_flags(Config(**TOY | dict(batch_size=8)), tmp_path / "none.bin", tmp_path / "run", 5)
     refused(TRAIN, *data, "--processes", 4, says="none.bin")
-    process, pids = start(tmp_path / "full", images8, steps=10**6)
-    shutil.rmtree(tmp_path / "full")  # as an unplugged disk: the next checkpoint can't be written
-    _, errors = process.communicate(timeout=30)
-    wait_for_end(pids)
+    refused(TRAIN, *data, "--processes", 4, says="none.bin", env=faults(late=300))
+    with running(tmp_path / "full", images8) as (process, _):
+        shutil.rmtree(tmp_path / "full")  # as an unplugged disk: the next checkpoint can't be written
+        errors = finish(process)[1]
     assert process.returncode == 1 and errors.count("error:") == 1 and "can't write" in errors, errors
     assert nothing_is_left()
 
@@ -208,6 +219,11 @@ LAUNCHERS = {
 }
 
 
+def launched(name, rank, ranks, port):
+    """The environment of a rank that a launcher starts."""
+    return os.environ | {key: str(value) for key, value in LAUNCHERS[name](rank, ranks, port).items()}
+
+
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_launchers(tmp_path, images8, name):
     """Started as launchers do, in any order: the bits of --processes. A killed rank ends the others here too."""
@@ -218,14 +234,13 @@ def test_launchers(tmp_path, images8, name):
         folder = tmp_path / str(kills)
         folder.mkdir()
         words = [str(word) for word in flags[:-2] + (["--steps", 10**6] if kills else []) + flags[-2:]]
-        ranks = {rank: subprocess.Popen(
-            [TRAIN, *words], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | {key: str(value) for key, value in LAUNCHERS[name](rank, 4, port).items()})
-            for rank in (2, 0, 3, 1)}
-        if kills:
-            next(line for line in ranks[0].stdout if line.startswith("step"))
-            ranks[1].kill()
-        output = {rank: process.communicate(timeout=60) for rank, process in ranks.items()}
+        with contextlib.ExitStack() as stack:
+            ranks = {rank: stack.enter_context(started(TRAIN, *words, cwd=folder, env=launched(name, rank, 4, port)))
+                     for rank in (2, 0, 3, 1)}
+            if kills:
+                read_until(ranks[0], rb"^step ")
+                ranks[1].kill()
+            output = {rank: finish(ranks[rank]) for rank in range(4)}  # rank 0 prints, and would wait for its reader
         assert [ranks[rank].returncode for rank in range(4)] == ([1, -9, 1, 1] if kills else [0] * 4), output
         errors = "".join(error for _, error in output.values())
         assert errors.count("rank 1 failed or was killed") == kills
@@ -263,7 +278,7 @@ def test_dry_run(images8):
     toy = ("--preset", "unet64", "--dry_run", "--microbatch", 4, "--batch_size", 16)
     sizes = []
     for ranks in (1, 4):
-        output = run(TRAIN, *toy, "--processes", ranks, timeout=600).stdout
+        output = run(TRAIN, *toy, "--processes", ranks).stdout
         sizes.append(float(re.search(r"scratch; ([\d.]+) MB in all", output)[1]))
         assert ("each of 4 ranks has this memory and 4 images of a step, for which it sends 62." in output) == (ranks > 1)
     assert sizes[1] < sizes[0]
@@ -284,29 +299,25 @@ def test_other_checkpoints(tmp_path, images8):
     checkpoint_in(tmp_path / "1/run", 4).unlink()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks = [subprocess.Popen([TRAIN, "--resume", "run", "--steps", "6"], cwd=tmp_path / str(rank), text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {
-                                  key: str(value) for key, value in LAUNCHERS["torchrun"](rank, 2, port).items()})
-             for rank in (0, 1)]
-    errors = "".join(process.communicate(timeout=60)[1] for process in ranks)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(started(TRAIN, "--resume", "run", "--steps", 6, cwd=tmp_path / str(rank),
+                                             env=launched("torchrun", rank, 2, port))) for rank in (0, 1)]
+        errors = "".join(finish(process)[1] for process in ranks)
     assert [process.returncode for process in ranks] == [1, 1] and errors.count("error:") == 1
     assert "of step 4" in errors and "of 2" in errors or "of step 2" in errors and "of 4" in errors, errors
 
 
 def test_reader_gone(tmp_path, images8):
     """Rank 0's output is read by nobody any more: the run stops as a single process does, without an error."""
-    process, pids = start(tmp_path / "run", images8, ranks=2, wait_for=38)
-    process.stdout.close()
-    assert process.stderr.read() == "" and process.wait(timeout=30) == 0
-    wait_for_end(pids)
+    with running(tmp_path / "run", images8, ranks=2, wait_for=10) as (process, _):
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(LONG) == 0
 
 
 def test_stop_of_one_rank_while_drawing(tmp_path, images8):
     """A stop reaches the rank that draws and was not told: the rest of the pictures would take minutes."""
-    process, pids = start(tmp_path / "run", images8, "--num_samples", 2000, "--sample_steps", 1000,
-                          "--sample_every", 3, ranks=2, wait_for=2, steps=10**6)
-    time.sleep(1)
-    os.kill(pids[0], signal.SIGTERM)
-    process.communicate(timeout=100)
+    with running(tmp_path / "run", images8, ranks=2, wait_for=3, num_samples=2000, sample_steps=1000,
+                 sample_every=3) as (process, pids):
+        os.kill(pids[0], signal.SIGTERM)
+        finish(process)
     assert process.returncode == 0
-    wait_for_end(pids)

@@ -18,7 +18,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
+    LONG, QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
     start_flags, variant, write_toy_images)
 from unet_io import Config, UserError, flags_of
 
@@ -430,7 +430,7 @@ def test_little_memory(tmp_path, images8):
     for n, size in enumerate(sizes):
         for words in (draw, toy(images8, tmp_path / str(n), 2)):
             result = subprocess.run([str(word) for word in words], capture_output=True, text=True,
-                                    timeout=300, **limited(size))
+                                    timeout=LONG, **limited(size))
             if result.returncode == 0:
                 ends["done"] += 1
             else:
