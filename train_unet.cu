@@ -566,7 +566,7 @@ struct Mailbox {
     char data[65536];
 };
 inline Board* board;                     // not static: g++ would take it for null in tests that have none
-static std::mutex last_words;            // is kept by the thread that ends this process, until it has told why
+static std::mutex last_words_lock;            // is kept by the thread that ends this process, until it has told why
 static bool first_to_tell(int status) {  // among the ranks of this machine: what fails on all is told once
     int nobody = 0;
     return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
@@ -4599,7 +4599,7 @@ static void watch_ranks(int file) {
         if (!ranks_met && (stop_asked || seconds_now() - start > MEETING_SECONDS))
             why = text("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
         if (why.empty()) continue;
-        last_words.lock();
+        last_words_lock.lock();
         if (first_to_tell(EXIT_FAILURE))
             fprintf(stderr, "error: %s, and the others end with it; the last checkpoint stands\n",
                     why.c_str());
@@ -5407,7 +5407,7 @@ static int guarded(auto program) {
     } catch (const std::length_error&) {
     }
     fflush(stdout);
-    std::lock_guard until_told(last_words);
+    std::lock_guard until_told(last_words_lock);
     if (first_to_tell(failure.status)) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
     if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
     return failure.status;

@@ -263,7 +263,7 @@ int main() {
     int a, b, c;
     while (scanf("%15s %d %d %d", what, &a, &b, &c) == 4) {
         if (!strcmp(what, "layout")) {
-            Layout layout = grid_layout(a, b, c);
+            GridLayout layout = grid_layout(a, b, c);
             printf("%d %d %d\n", layout.columns, layout.group, layout.rows());
             continue;
         }
