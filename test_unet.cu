@@ -147,8 +147,7 @@ static float random_normal() {  // nearly: the sum of four uniform numbers, vari
 }
 
 // The numbers of an element, to be compared.
-template <typename T>
-static void append(std::vector<double>* numbers, const T& element) {
+template <typename T> static void append(std::vector<double>* numbers, const T& element) {
     numbers->push_back((double)element);
 }
 enum {
@@ -211,8 +210,7 @@ struct AnyBuffer {
     virtual std::vector<char> bits() const = 0;  // of the device's
     virtual std::vector<double> numbers(bool here) const = 0;
 };
-template <typename T>
-struct Pair : AnyBuffer {
+template <typename T> struct Pair : AnyBuffer {
     typedef std::conditional_t<std::is_same_v<T, floatX>, float, T> Host;
     std::vector<Host> host;
     T* device;
@@ -264,8 +262,7 @@ typedef Pair<float> Floats;
 #define LAYERS_OF(side, of_weight_gradient)                                                                \
     typedef side::Tensor Tensor;                                                                           \
     typedef side::Joined Joined;                                                                           \
-    template <int TAPS>                                                                                    \
-    using Product = side::Product<TAPS>;                                                                   \
+    template <int TAPS> using Product = side::Product<TAPS>;                                               \
     template <int TAPS>                                                                                    \
     static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
         side::product_forward(out, x, layer, options, Nothing());                                          \
@@ -290,14 +287,10 @@ struct OnDevice {
     LAYERS_OF(gpu, weight_gradient)
     static constexpr bool here = false;
     typedef floatX T;
-    template <typename Element>
-    Element* operator()(Pair<Element>& b, bool present = true) const {
+    template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
         return present ? b.device : nullptr;
     }
-    template <typename Layer>
-    void run(Layer layer) const {
-        gpu::run(layer);
-    }
+    template <typename Layer> void run(Layer layer) const { gpu::run(layer); }
 };
 struct OnHost {
     LAYERS_OF(cpu, launch_weight_gradient)
@@ -307,10 +300,7 @@ struct OnHost {
     typename Pair<Element>::Host* operator()(Pair<Element>& b, bool present = true) const {
         return present ? b.host.data() : nullptr;
     }
-    template <typename Layer>
-    void run(Layer layer) const {
-        cpu::run(layer);
-    }
+    template <typename Layer> void run(Layer layer) const { cpu::run(layer); }
 };
 
 // What a launcher writes: over whatever is there (WRITTEN: NaN before), or by adding or in place (KEPT).
@@ -369,10 +359,8 @@ template <typename Gpu, typename Cpu, typename Call>
 static void check(const std::string& layer, const std::string& shape, const std::vector<Output>& outputs,
                   Gpu gpu, Cpu cpu, Call call) {
     check(layer, shape, outputs, [&](auto on) {
-        if constexpr (on.here)
-            call(cpu, on);
-        else
-            call(gpu, on);
+        if constexpr (on.here) call(cpu, on);
+        else call(gpu, on);
     });
 }
 
@@ -383,8 +371,7 @@ static std::string forced() {
 }
 
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
-template <int TAPS>
-struct Weights {
+template <int TAPS> struct Weights {
     Layer w, bias;
     Floats dw, dbias;
     Weights(int O, int C)
@@ -392,8 +379,7 @@ struct Weights {
     std::vector<Output> gradients(double limit) {
         return {{&dw, WRITTEN, "dw", limit}, {&dbias, WRITTEN, "dbias", limit}};
     }
-    template <typename On>
-    auto operator()(On on) {
+    template <typename On> auto operator()(On on) {
         return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias)};
     }
 };
@@ -513,13 +499,11 @@ struct NormTensors {
           modulation((size_t)B * pitch(), 0.5f),
           dmodulation((size_t)B * pitch()) {}
     int pitch() const { return 2 * (C + C2) + 8; }
-    template <typename On>
-    auto joined(On on, Layer& first, Layer& second) {
+    template <typename On> auto joined(On on, Layer& first, Layer& second) {
         typedef typename On::Tensor Tensor;
         return typename On::Joined(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
     }
-    template <typename On>
-    auto operator()(On on) {
+    template <typename On> auto operator()(On on) {
         auto joined_x = joined(on, x, x2);
         joined_x.first.moments = on(moments), joined_x.second.moments = on(moments2, C2);
         typedef std::remove_pointer_t<decltype(on(x))> Real;
@@ -544,8 +528,7 @@ struct NormTensors {
                 {&affine, WRITTEN, "shift", limit, 1, 2}};
     }
     void upload_record() { statistics.upload(), affine.upload(); }
-    template <typename On>
-    void measure(On on) {
+    template <typename On> void measure(On on) {
         auto x = (*this)(on).x;
         if (!on.here) moments.poison(), moments2.poison();
         on.channel_moments(x.first);
@@ -609,8 +592,7 @@ struct NormedProductTest {
     bool silu = true, modulated = false;
     bool on_the_way = false;  // on Hopper the second product must norm what it reads itself
 };
-template <int TAPS>
-static void test_normed_product(const NormedProductTest& s) {
+template <int TAPS> static void test_normed_product(const NormedProductTest& s) {
     std::string shape = text("B%d H%d W%d C%d+%d O%d G%d%s%s", s.B, s.H, s.W, s.C, s.C2, s.O, s.G,
                              s.silu ? " SiLU" : "", s.modulated ? " modulated" : "") +
                         forced();
@@ -875,12 +857,11 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor out = {on(rows), B, 1, 1, C};
         on.run(LabelForward<typename decltype(on)::T>{out, on(table), on(labels)});
     });
-    check("label embedding backward", shape, {{&dtable, WRITTEN, "dtable", FLOAT_LIMIT}},
-          [&](auto on) {
-              typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-              typename decltype(on)::template Product<1> of = {.dw = on(dtable)};
-              on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
-          });
+    check("label embedding backward", shape, {{&dtable, WRITTEN, "dtable", FLOAT_LIMIT}}, [&](auto on) {
+        typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
+        typename decltype(on)::template Product<1> of = {.dw = on(dtable)};
+        on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
+    });
     auto round_there = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights<floatX>{.to = to, .from = from, .n = n});
     };
@@ -896,8 +877,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * H * W * PIXEL;
     int channels = 1 + predict % 4;
-    Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n),
-        losses((size_t)B * loss_parts(H * W));
+    Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n), losses((size_t)B * loss_parts(H * W));
     std::vector<Timestep> timesteps;
     for (int i = 0; i < 1000; i++)
         timesteps.push_back(
@@ -993,8 +973,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                               on(images)});
           });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
-        on.run(Dropout<typename decltype(on)::T>{
-            {on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
+        on.run(
+            Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
     });
 }
 
@@ -1459,12 +1439,9 @@ static int run_tests(int argc, char** argv) {
     Config config = default_config();
     Plan plan = make_plan(config, config.batch_size, true);
     printf("%s\n", backend_name().c_str());
-    if (mode == "tiny")
-        check_tiny();
-    else if (mode == "limits")
-        check_limits();
-    else
-        check_all(plan);
+    if (mode == "tiny") check_tiny();
+    else if (mode == "limits") check_limits();
+    else check_all(plan);
     if (only.empty()) test_microbatch(sizeof(floatX) == 2 ? 2e-2 : 1e-5);
     if (!passed && !failed) fail_usage("no layer's name contains '%s'", only.c_str());
     return summary();
@@ -2079,7 +2056,8 @@ static void test_configurations() {
             output[k] = output_values(m, used);
             if (!std::isfinite(loss)) bad = described + ": forward";
             if (k == 2) continue;
-            memset(m->gradients, k ? 255 : 0, m->plan.num_floats * sizeof(float));  // what is there is overwritten
+            memset(m->gradients, k ? 255 : 0,
+                   m->plan.num_floats * sizeof(float));  // what is there is overwritten
             unet_backward(m, used);
             gradient[k] = gradients_of(m);
             double sum = 0;
@@ -2188,8 +2166,7 @@ static void test_refusals() {
     for (auto& entry : list) {
         std::string message = refusal([&] { check_config(config_of(entry.flags)); });
         bool ok = is_sentence(message) && message.find(entry.says) != std::string::npos;
-        if (ok)
-            refused++;
+        if (ok) refused++;
         else
             bad += text(" --%s %s: '%s'", entry.flags.back().first.c_str(),
                         entry.flags.back().second.substr(0, 30).c_str(), message.c_str());
@@ -2245,10 +2222,8 @@ static void test_refusals() {
             std::string flag = FLAGS[dice.below((uint32_t)std::size(FLAGS))].name;
             if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
             std::string value = values[dice.below(sizeof values / sizeof *values)];
-            if (dice.one_in(2))
-                words.push_back("--" + flag + "=" + value);
-            else
-                words.push_back("--" + flag), words.push_back(value);
+            if (dice.one_in(2)) words.push_back("--" + flag + "=" + value);
+            else words.push_back("--" + flag), words.push_back(value);
         }
         std::string message = refusal([&] {
             Config config = given_config(parse_flags(words));
@@ -2648,10 +2623,8 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::string bad;
     for (const Victim& v : *victims) {
         std::string wrong, message = refusal([&] { wrong = use_file(v, true); });
-        if (message.empty() && wrong.empty())
-            good++;
-        else
-            bad += text("; %s: %s%s", KIND_NAMES[v.kind], message.c_str(), wrong.c_str());
+        if (message.empty() && wrong.empty()) good++;
+        else bad += text("; %s: %s%s", KIND_NAMES[v.kind], message.c_str(), wrong.c_str());
     }
     report(bad.empty(), "valid files", "%d read%s", good, bad.c_str());
 
@@ -2778,10 +2751,8 @@ static void test_config_files() {
         std::string broken = whole;
         for (int k = dice.below(3); k >= 0; k--) {
             size_t at = dice.below((uint32_t)broken.size());
-            if (dice.one_in(2))
-                broken[at] = (char)dice.next();
-            else
-                broken.erase(at, 1 + dice.below(3));
+            if (dice.one_in(2)) broken[at] = (char)dice.next();
+            else broken.erase(at, 1 + dice.below(3));
         }
         write_whole(path, std::vector<char>(broken.begin(), broken.end()), broken.size());
         std::string message = refusal([&] { check_config(given_config(read_config_file(path))); });
@@ -2925,10 +2896,8 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
                 case 4: {  // a section's entry: another's name, or another length
                     int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(MAX_SECTIONS);
                     const int32_t* other = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(6);
-                    if (dice.one_in(2))
-                        memcpy(entry, other, SECTION_NAME_BYTES);
-                    else
-                        entry[6 + dice.below(2)] = odd_value(&dice, other[6]);
+                    if (dice.one_in(2)) memcpy(entry, other, SECTION_NAME_BYTES);
+                    else entry[6 + dice.below(2)] = odd_value(&dice, other[6]);
                     break;
                 }
                 case 5: ((char*)header)[dice.below(HEADER_BYTES)] ^= (char)(1 << dice.below(8)); break;
@@ -3178,9 +3147,10 @@ static void test_class_names() {
             for (const std::string& name : found) joined += name + "\n";
             // weights may name fewer classes than they have, or none
             bool fewer = !images && (c.names == "cat\n" || c.names.empty());
-            bool right = c.says.empty() || fewer ? message.empty() && joined == c.names
-                                                 : is_sentence(message) && message.find(c.says) != message.npos &&
-                                                       message.find(path) != message.npos;
+            bool right = c.says.empty() || fewer
+                             ? message.empty() && joined == c.names
+                             : is_sentence(message) && message.find(c.says) != message.npos &&
+                                   message.find(path) != message.npos;
             if (!right) bad += text("; %s: '%s'", printable(c.names).c_str(), message.c_str());
         }
     report(bad.empty(), "names of classes", "%zu, in images and in weights%s", sizeof cases / sizeof *cases,
@@ -3217,10 +3187,8 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
     auto expect_refusal = [&](const Victim& file) {
         std::string wrong, message = refusal([&] { wrong = use_file(file, true); });
         count++;
-        if (is_sentence(message))
-            refused++;
-        else
-            bad += text("; file %d: '%s' %s", count, message.c_str(), wrong.c_str());
+        if (is_sentence(message)) refused++;
+        else bad += text("; file %d: '%s' %s", count, message.c_str(), wrong.c_str());
     };
     for (const Table& table : tables) {
         memcpy(header, v.content.data(), sizeof header);
@@ -3255,10 +3223,8 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
     for (float pixel : {NAN, INFINITY, -INFINITY, 2.0f, -1.5f, 1e-3f}) {
         size_t at = images.size - sizeof pixel;
         put(images, at, &pixel, sizeof pixel);
-        if (pixel == 1e-3f)
-            sound &= refusal([&] { use_file(images, true); }).empty();
-        else
-            expect_refusal(images);
+        if (pixel == 1e-3f) sound &= refusal([&] { use_file(images, true); }).empty();
+        else expect_refusal(images);
         put(images, at, &images.content[at], sizeof pixel);
     }
     report(bad.empty() && sound, "crafted files", "%d of %d refused with one sentence%s", refused, count,
@@ -3402,8 +3368,7 @@ static void attention_case(const Case& c, Verdict* v) {
         std::string name = std::string("d") + "qkv"[third];
         if (largest_of(r) < 1e-12 * scale)  // with one pixel the softmax is 1 whatever q and k are
             v->compare_zero(name, a, scale);
-        else
-            v->compare(name, a, r);
+        else v->compare(name, a, r);
     }
 }
 
@@ -3544,10 +3509,8 @@ static void test_model(const char* weights, const char* state) {
             std::vector<float> got(a.begin() + first, a.begin() + first + part);
             std::string what = is_qkv ? name + " " + "qkv"[third] : name;
             // adding the same to every key changes no softmax
-            if (is_qkv && third == 1 && tensor.shape.size() == 1)
-                gradient.compare_zero(what, got, largest);
-            else
-                gradient.compare(what, got, expected);
+            if (is_qkv && third == 1 && tensor.shape.size() == 1) gradient.compare_zero(what, got, largest);
+            else gradient.compare(what, got, expected);
         }
     }
     gradient.line("gradients, one by one");

@@ -1991,8 +1991,7 @@ static std::vector<int> uniform_timesteps(int T, int count) {
 // Lin et al. (2023), table 2: all steps, the last to no noise included, are equally long.
 static std::vector<int> trailing_timesteps(int T, int count) {
     std::vector<int> timesteps;
-    for (int i = count - 1; i >= 0; i--)
-        timesteps.push_back((int)nearbyint(T - i * ((double)T / count)) - 1);
+    for (int i = count - 1; i >= 0; i--) timesteps.push_back((int)nearbyint(T - i * ((double)T / count)) - 1);
     return timesteps;
 }
 
@@ -2001,7 +2000,8 @@ static std::vector<int> trailing_timesteps(int T, int count) {
 static std::vector<int> karras_timesteps(const std::vector<double>& abar, int count) {
     int t = (int)abar.size() - 1;
     std::vector<int> timesteps = {t};
-    double most = pow(std::min(noise_ratio(abar[t]), 80.0), 1.0 / 7), least = pow(noise_ratio(abar[0]), 1.0 / 7);
+    double most = pow(std::min(noise_ratio(abar[t]), 80.0), 1.0 / 7),
+           least = pow(noise_ratio(abar[0]), 1.0 / 7);
     for (int i = 1; i < count; i++) {
         double wanted = 7 * log(most + (least - most) * i / (count - 1));
         auto distance = [&](int t) { return fabs(log(noise_ratio(abar[t])) - wanted); };
@@ -4820,8 +4820,8 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
-        fail("--seed %u leaves no seeds for %s: the last is %u", c.seed, counted(c.generate, "picture").c_str(),
-             UINT32_MAX);
+        fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
+             counted(c.generate, "picture").c_str(), UINT32_MAX);
     int count = c.interpolate ? c.interpolate : (int)seeds.size();
     if (c.generate && c.generate != count)
         fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
@@ -4868,8 +4868,10 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
     if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
-        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or --spacing uniform",
-             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
+        fail(
+            "--strength %s is less noise than the least of %s has; use more --sample_steps, or --spacing "
+            "uniform",
+            float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))

@@ -695,7 +695,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     times = times[times < np.float32(strength) * np.float32(T)]
     if strength and not len(times):
         raise UserError(f"--strength {strength:g} is less noise than the least of"
-                        f" {unet_io.counted(steps, 'timestep')} has; use more --sample_steps, or --spacing uniform")
+                        f" {unet_io.counted(steps, 'timestep')} has; use more --sample_steps, or"
+                        f" --spacing uniform")
     steps = len(times)
     places = [steps - 1 - t for t in levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
     abar = np.append(abar[times], 1.0)
@@ -1145,8 +1146,10 @@ def resolve(given):
     config = Config(**{name: value for name, value in values.items() if name in fields})
     config.lr_steps = values["steps"]
     run = argparse.Namespace(**{name: value for name, value in values.items() if name not in fields})
-    for name in ("steps", "log_every", "save_every", "sample_every", "debug_steps"):
+    for name in ("steps", "log_every", "save_every", "sample_every"):
         unet_io.check_range(name, getattr(run, name))
+    if run.debug_steps < 0:
+        raise UserError(f"--debug_steps must be at least 0, not {run.debug_steps}")
     return config.check(), run
 
 

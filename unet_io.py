@@ -655,7 +655,7 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
           "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2), "spacing": (0, 3),
           "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
-          "jump_n_sample": (1, 1000), "debug_steps": (0, 10**6)}
+          "jump_n_sample": (1, 1000)}
 
 
 def check_range(name, value, least=None, flag=None):

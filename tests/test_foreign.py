@@ -497,7 +497,7 @@ def test_both_programs_take_the_same_ranges():
         if field.metadata["help"] and field.metadata["high"] is not None:
             config[name] = (field.metadata["low"], field.metadata["high"])
     ranges = config | {name: pair for name, pair in unet_io.RANGES.items()
-                       if name not in ("sampler", "threshold")}  # which are choices
+                       if name not in ("sampler", "threshold", "spacing")}  # which are choices
     assert not set(config) & (set(unet_io.RANGES) - {"batch_size"})
     assert {name: tuple(map(float, pair)) for name, pair in ranges.items()} == program
     assert config["batch_size"] == unet_io.RANGES["batch_size"]
