@@ -12,6 +12,7 @@ keeps of cat.png what is white in known.png. The last two write weights.bin and 
 `./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is.
 """
 import argparse
+import concurrent.futures
 import dataclasses
 import math
 import os
@@ -201,32 +202,45 @@ def laplacian_pyramid(x):
 
 
 def patches(x, rng, count=128):
-    """`count` random patches an image, each channel scaled to mean 0 and variance 1: array (N * count, d)."""
+    """`count` random patches an image, each channel scaled to mean 0 and variance 1: (N * count, d), on x's device."""
     windows = x.unfold(2, PATCH_SIZE, 1).unfold(3, PATCH_SIZE, 1)  # (N, C, S - 6, S - 6, 7, 7), a view
-    at_y, at_x = torch.from_numpy(rng.integers(0, windows.shape[2], (2, len(x), count)))
-    found = windows[torch.arange(len(x))[:, None], :, at_y, at_x].flatten(0, 1)  # (N * count, C, 7, 7)
+    at_y, at_x = torch.from_numpy(rng.integers(0, windows.shape[2], (2, len(x), count))).to(x.device)
+    image = torch.arange(len(x), device=x.device)[:, None]
+    found = windows[image, :, at_y, at_x].flatten(0, 1)  # (N * count, C, 7, 7)
     variance, mean = torch.var_mean(found, (0, 2, 3), correction=0, keepdim=True)
-    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1).numpy()
+    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1)
 
 
-def sliced_wasserstein(a, b, rng, projections=512, chunk=64):
-    """Wasserstein-1 distance of two NumPy sets of points (n, d), mean over random projections onto a line."""
+def sorted_rows(x):
+    """Each row of a tensor (n, m) in order; on a CPU in place and by NumPy, which is three times as fast there."""
+    if x.device.type != "cpu":
+        return x.sort(1).values
+    with concurrent.futures.ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(np.ndarray.sort, x.numpy()))
+    return x
+
+
+def sliced_wasserstein(a, b, rng, projections=512, most=1 << 24):
+    """Wasserstein-1 distance of two sets of points (n, d), mean over random projections onto a line.
+
+    It is computed where the points are, of as many projections at a time as leave `most` numbers.
+    """
+    directions = torch.from_numpy(rng.standard_normal((projections, a.shape[1]))).to(a.dtype)
+    directions = (directions / directions.norm(dim=1, keepdim=True)).to(a.device)
     total = 0.0
-    for _ in range(projections // chunk):
-        directions = rng.standard_normal((chunk, a.shape[1])).astype(a.dtype)
-        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-        total += np.abs(np.sort(directions @ a.T) - np.sort(directions @ b.T)).mean(dtype=np.float64)
-    return total / (projections // chunk)
+    for some in tqdm(directions.split(max(1, most // len(a))), "sliced Wasserstein", leave=False, disable=None):
+        total += (sorted_rows(some @ a.T) - sorted_rows(some @ b.T)).abs().mean(1).sum().item()
+    return total / projections
 
 
-def patch_distances(a, b, seed):
+def patch_distances(a, b, seed, device="cpu"):
     """Distance x 1000 of two sets of N images (N, C, S, S) on each level of the pyramid: {size: distance}.
 
     Karras et al. 2018, "Progressive Growing of GANs", section 5.
     """
     rng, distances = np.random.default_rng(seed), {}
     for levels in zip(laplacian_pyramid(a), laplacian_pyramid(b)):
-        points = [patches(level, rng) for level in levels]
+        points = [patches(level.to(device), rng) for level in levels]
         distances[levels[0].shape[-1]] = 1000 * sliced_wasserstein(*points, rng)
     return distances
 
@@ -299,17 +313,20 @@ def to_rgb(x):
 
 
 @torch.no_grad()
-def features(network, images, device, batch=16):
+def features(network, images, device, batch=32):
     """What the network's last layer is given, of images (N, C, S, S) in [-1, 1]: float64 array (N, 1280).
 
     Resized as Pillow does (Parmar et al. 2022, "On Aliased Resizing and Surprising Subtleties in GAN
     Evaluation"), and scaled as for its training: (byte - 127) / 128.
     """
     found = []
+    layout = torch.channels_last if device == "cpu" else torch.contiguous_format  # each the faster there
+    network.to(memory_format=layout)
     for some in tqdm(images.split(batch), "features", disable=None):
+        some = some.to("cpu" if device == "mps" else device)  # which has no such resizing everywhere
         x = F.interpolate(to_rgb(some), network.input_image_size, mode="bicubic", antialias=True)
         x = (127.5 * x.clamp(-1, 1) + 0.5) / 128
-        found.append(network.extract_features(x.to(device)).mean((2, 3)).cpu().double().numpy())
+        found.append(network.extract_features(x.to(device, memory_format=layout)).mean((2, 3)).cpu().double().numpy())
     return np.concatenate(found)
 
 
@@ -391,7 +408,7 @@ def print_quality(pictures, images, seed, device, classes=None):
                                for x in (pictures[used], real[:n], real[n:]))
     unet_io.say(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n}"
                 f" other images of that file against the same")
-    patch = [patch_distances(x, held_out, seed) for x in (drawn, others)]
+    patch = [patch_distances(x, held_out, seed, device) for x in (drawn, others)]
     print_figures("sliced Wasserstein x 1000", [
         {f"{level}x{level}": value for level, value in row.items()} | {"mean": np.mean(list(row.values()))}
         for row in patch])
