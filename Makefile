@@ -37,10 +37,13 @@ CXXFLAGS += $(if $(call compiles,int main() {},-mprefer-vector-width=512),-mpref
 OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
 
 # A python3 with PyTorch 2.4 or later and the small packages of requirements.txt is used as it is. One that only lacks some
-# of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything.
+# of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything. Only pytest-xdist may be
+# missing: then the tests run one after the other.
 SYSTEM_TORCH := python3 -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 4))' 2>/dev/null
 SMALL_PACKAGES := numpy PIL tqdm safetensors matplotlib tensorboard pytest ninja
-SYSTEM_READY := $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(SMALL_PACKAGES) 2>/dev/null
+system_has = $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))' $(1) 2>/dev/null
+SYSTEM_READY := $(call system_has,$(SMALL_PACKAGES) xdist)
+SYSTEM_SUFFICES := $(call system_has,$(SMALL_PACKAGES))
 
 .PHONY: train test bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
@@ -156,8 +159,10 @@ $(DIT_TEST_OBJECTS): $(BUILD)/dit_layers_%.o: $(DIT_TEST_SOURCES) $(BUILD)/setti
 # NCCL's place in the tests of several ranks on one GPU.
 $(BUILD)/one_gpu_nccl.so: tests/one_gpu_nccl.cu $(BUILD)/settings
 	$(NVCC) -std=c++20 -O2 -shared -Xcompiler -fPIC,-Wall,-Wextra $(if $(ALL_ARCHS),-Xcompiler -Werror) $< -o $@
+# As many at a time as there are cores, and what one prints in one piece.
+side_by_side = $(MAKE) -j $$(nproc) --output-sync=target --no-print-directory
 all_archs:
-	@$(if $(NVCC),$(MAKE) -j $$(nproc) --no-print-directory $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(DIT_TEST_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
+	@+$(if $(NVCC),$(side_by_side) $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(DIT_TEST_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
@@ -220,6 +225,9 @@ train: train_unet
 python:
 	@if $(SYSTEM_READY); then echo "Python:       the system's python3 has all that is needed"; \
 	elif [ -e .venv/ready ] && [ .venv/ready -nt requirements.txt ]; then echo "Python:       .venv"; \
+	elif $(SYSTEM_SUFFICES); then echo "Python:       the system's python3 has all but pytest-xdist; adding that in .venv"; \
+		{ python3 -m venv --system-site-packages .venv && .venv/bin/pip install -q pytest-xdist && touch .venv/ready; } >/dev/null 2>&1 || \
+		echo "              which failed: the tests run one after the other"; \
 	elif ! python3 -c 'import venv, ensurepip' 2>/dev/null; then \
 		echo "Python:       python3 with its venv module is needed (Debian: python3-venv)"; exit 1; \
 	elif $(SYSTEM_TORCH); then echo "Python:       the system's python3 has PyTorch; adding the small packages that it lacks in .venv"; \
@@ -229,12 +237,14 @@ python:
 		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once)"; \
 		python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && touch .venv/ready; fi
 
-RUN_PYTHON = $$(if $(SYSTEM_READY); then echo python3; else echo .venv/bin/python; fi)
+RUN_PYTHON = $$(if $(SYSTEM_READY) || [ ! -e .venv/ready ]; then echo python3; else echo .venv/bin/python; fi)
 
 CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
 TEST_BINARIES := $(CUDA_TESTS) train_unet train_dit $(if $(CUDA_TESTS),$(BUILD)/train_dit_cpu $(BUILD)/train_dit_fp32 $(BUILD)/dit_layers_cuda_bf16 $(BUILD)/dit_layers_cuda_fp32 $(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32 $(BUILD)/one_gpu_nccl.so) test_unet $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/profile $(BUILD)/dit_layers $(BUILD)/train_dit_asan $(OTHER_TESTS)
 
-test: python check_toc $(TEST_BINARIES) $(if $(ALL_ARCHS),all_archs)
+test: python check_toc
+	@+$(side_by_side) $(TEST_BINARIES)
+	@+$(if $(ALL_ARCHS),$(MAKE) --no-print-directory all_archs)
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) test_unet.py
 
