@@ -5300,9 +5300,10 @@ struct Pace {
     long first;                    // the step that the run began after
     long logged = first;           // the step of the log's newest line
     double start = seconds_now();  // of the steps that count: the first does not
+    double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, log_start += seconds; }
+    void pause(double seconds) { start += seconds, end += seconds, log_start += seconds; }
 };
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
@@ -5310,7 +5311,8 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1, terminal = isatty(1);
     // the first step, in which much is set up, counts only while there is no other
-    double now = seconds_now(), rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    double now = pace->end = seconds_now();
+    double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
@@ -5374,8 +5376,8 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
+    while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
+    double seconds = pace.end - pace.start;
     if (isatty(1)) printf("\r\033[K");
     if (t->saved != t->step || finds(!file_exists(checkpoint_path(c.out_dir, t->step)))) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import errno
 import fcntl
 import functools
 import importlib
@@ -119,12 +120,21 @@ class Parser(argparse.ArgumentParser):
 
 
 class Output(io.FileIO):
-    """Standard output, whose errors name it."""
+    """Standard output or standard error, whose errors name it; but what a closed terminal does not take is lost.
+
+    For a program may be told by SIGHUP that its terminal is gone, and save, only after it has written there.
+    """
+    def __init__(self, descriptor, name):
+        super().__init__(descriptor, "w", closefd=False)
+        self.of_terminal, self.title = self.isatty(), name
+
     def write(self, data):
         try:
             return super().write(data)
         except OSError as error:
-            error.filename = "standard output"
+            if error.errno == errno.EIO and self.of_terminal:
+                return len(data)
+            error.filename = self.title
             raise
 
 
@@ -145,8 +155,10 @@ def run_script(main):
         if getattr(sys, name) is None:  # closed at start: no file of ours may take its number
             setattr(sys, name, open(os.devnull, "r+" if name == "stdin" else "w"))
     sys.__stdout__ = sys.stdout  # kept open
-    output = io.BufferedWriter(Output(sys.stdout.fileno(), "w", closefd=False))
-    sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+    for name, title in (("stdout", "standard output"), ("stderr", "standard error")):
+        before = getattr(sys, name)
+        output = io.BufferedWriter(Output(before.fileno(), title))
+        setattr(sys, name, io.TextIOWrapper(output, before.encoding, "backslashreplace", line_buffering=True))
     try:
         try:
             return main()

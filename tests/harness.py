@@ -268,6 +268,14 @@ def checkpoint_in(folder, step):
     return pathlib.Path(folder) / f"checkpoint_{step:08d}.bin"
 
 
+def state_in(path):
+    """What a checkpoint holds of a run, whatever its length: weights, moments, averages, history."""
+    checkpoint = unet_io.read_checkpoint(str(path))
+    sections = checkpoint.sections
+    numbers = {name: sections[name].tobytes() for name in unet_io.TENSOR_SECTIONS if name in sections}
+    return checkpoint.step, checkpoint.smoothed_loss, sections["state"].pack(), numbers
+
+
 def losses_in(folder):
     """Losses by step from metrics.jsonl, whose every line must be valid JSON."""
     lines = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -261,6 +261,30 @@ def test_who_is_blamed():
         assert (result.returncode, result.stderr) == (1, f"error: {says}\n")
 
 
+def test_terminal_gone():
+    """What a Python program prints into a terminal that was closed is lost, and the program goes on."""
+    script = """if True:
+        import sys, unet_io
+        def main():
+            for stream in (sys.stdout, sys.stderr):
+                print("before", file=stream)
+            sys.stdin.read()
+            for stream in (sys.stdout, sys.stderr):
+                print("after", file=stream)
+            sys.exit(7)
+        unet_io.run_script(main)"""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=theirs, stderr=theirs,
+                          cwd=ROOT) as process:
+        os.close(theirs)
+        output = b""
+        while output.count(b"before") < 2:
+            output += os.read(ours, 4096)
+        os.close(ours)
+        process.stdin.close()
+        assert process.wait(LONG) == 7
+
+
 SHORT_STEPS = 5
 SHORT = dict(log_every=1, save_every=2, sample_every=3, val_every=3)
 

@@ -15,10 +15,9 @@ import time
 
 import pytest
 
-import unet_io
 from harness import (
     LONG, RESUMED, SMALL, TOY, TRAIN, checkpoint_in, finish, metrics_in, perturbed_file, picture, read_until, refused, run,
-    start_flags, started)
+    start_flags, started, state_in)
 from unet_io import Config
 
 EVERYTHING = dataclasses.replace(
@@ -143,14 +142,6 @@ def is_alive(pid):
         return pathlib.Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def state_in(path):
-    """What a checkpoint holds of a run, whatever its length: weights, moments, averages, history."""
-    checkpoint = unet_io.read_checkpoint(str(path))
-    sections = checkpoint.sections
-    numbers = {name: sections[name].tobytes() for name in unet_io.TENSOR_SECTIONS if name in sections}
-    return checkpoint.step, checkpoint.smoothed_loss, sections["state"].pack(), numbers
 
 
 def test_kills(tmp_path, images8):
