@@ -1094,7 +1094,7 @@ class ImageWriter:
         self.like = self.like or (pixels.dtype, pixels.shape)
         assert pixels.dtype in IMAGE_TYPES.values() and (pixels.dtype, pixels.shape) == self.like
         self._write(np.ascontiguousarray(pixels).data)
-        self.labels.append(None if label is None else unicodedata.normalize("NFC", label))
+        self.labels.append(None if label is None else nfc(label))
         self.n += 1
 
     def _write(self, block):

@@ -313,6 +313,10 @@ def test_validation_by_name(tmp_path, program):
     assert "cherry is number 0 there and 2 in the model" in notes["mirrored"][0]
     assert all(len(notes[name]) == 1 for name in ("moved", "mirrored", "more"))
     assert [name for name in notes if "has no images of banana" in "".join(notes[name])] == ["moved", "more"]
+    part = write_fruit(tmp_path / "part.bin", FRUIT, ("apple", "cherry"))  # bananas fell into the other part alone
+    result = started(program, *start_flags(config, part, tmp_path / "split", 2), "--val_file", data)
+    assert len(val_loss(tmp_path / "split")) == 1 and len(notes_in(result)) == 1
+    assert "part.bin has no images of banana" in notes_in(result)[0]
     stranger = write_fruit(tmp_path / "stranger.bin", ("apple", "date"), ("apple", "date"))
     turned_away(program, *start_flags(config, data, tmp_path / "no", 2), "--val_file", stranger,
                 says=["stranger.bin", "date", "its classes are apple, banana and cherry"])
