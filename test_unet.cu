@@ -3703,7 +3703,7 @@ static int run_tests(int argc, char** argv) {
             if (mode == "" || (mode == "--only" && strstr(test.name, argument(2))))
                 running = test.name, test.run();
         if (mode != "--only") {
-            long mutations = mode == "--fuzz" ? atol(argument(2)) : 100000;
+            long mutations = mode == "--fuzz" ? atol(argument(2)) : 20000;
             bool seeded = mode == "--fuzz" && !strcmp(argument(3), "--seed");
             test_readers(mutations, seeded ? (uint32_t)atol(argument(4)) : 1);
         }
