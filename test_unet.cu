@@ -2605,7 +2605,7 @@ static void read_victim(const Victim& v, size_t size, bool sealed, bool read_dat
     const size_t allowance = 1 << 20;
     size_t before = live_bytes, limit = 2 * std::min(size, (size_t)64 << 20) + allowance;
     peak_bytes = before, largest_request = 0, allocation_limit = limit;
-    alarm(30);
+    alarm(600);  // even on the busiest machine
     double start = seconds_now();
     std::string wrong, message = refusal([&] { wrong = use_file(v, read_data); });
     double elapsed = seconds_now() - start;
