@@ -62,6 +62,8 @@ def cpp(record_property):
     def call(binary, *arguments):
         environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1",
                            ASAN_OPTIONS="allocator_may_return_null=1")
+        if os.path.isdir("/dev/shm"):
+            environment["TMPDIR"] = "/dev/shm"  # its thousands of damaged files need no disk
         result = subprocess.run([binary, *map(str, arguments)], stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True, timeout=LONG, env=environment)
         print(result.stdout)

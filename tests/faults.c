@@ -6,6 +6,7 @@
 //   short        the first of them, if it writes, does half; then all report a full disk
 //   full         likewise, but what needs no room is done
 //   die          the process is killed
+//   stop         it waits for SIGCONT, and the call is made
 //   otherwise    a command for the shell; then the call is made as ever
 //
 // FAULT_ROOM, where it is set, is how many bytes every disk says that it has free. FAULT_ALARM, where it is set, is what
@@ -53,6 +54,11 @@ static int fault(const char* function, const char* path) {
     errno = before;
     if (!at || count < at || count > (until ? until : at)) return FINE;
     if (!strcmp(kind, "die")) kill(getpid(), SIGKILL);
+    if (!strcmp(kind, "stop")) {
+        kill(getpid(), SIGSTOP);
+        errno = before;
+        return FINE;
+    }
     errno = !strcmp(kind, "EIO") ? EIO : ENOSPC;
     int full = !strcmp(kind, "full");
     if (full && strstr("ftruncate unlink flock opendir readdir fopen fread", function)) return FINE;

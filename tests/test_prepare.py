@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import warnings
 import zipfile
 import zlib
@@ -428,21 +427,20 @@ def test_prepare_memory(tmp_path):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_prepare_stopped(tmp_path, first):
+def test_prepare_stopped(tmp_path, faults, first):
     """Ctrl-C, kill and a closed terminal leave what was there and nothing else, a second signal too."""
     folder = tmp_path / "in"
     folder.mkdir()
     Image.effect_noise((1500, 1500), 50).save(folder / "0.png")
-    for i in range(1, 300):
+    for i in range(1, 40):
         shutil.copy(folder / "0.png", folder / f"{i}.png")
     (tmp_path / "x.bin").write_text("before")
     process = subprocess.Popen([sys.executable, ROOT / "prepare_data.py", "--data_dir", folder,
                                 "--output_name", tmp_path / "x.bin"],
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while max(path.stat().st_size for path in tmp_path.iterdir() if path.is_file()) < 100000:
-        assert process.poll() is None, process.stderr.read()  # until the temporary file has some images
-        time.sleep(0.01)
-    for kind in (signal.SIGSTOP, first, signal.SIGTERM, signal.SIGCONT):  # so that both arrive at once
+                               stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env=faults(tmp_path / "x.bin.", at=9, kind="stop"))
+    os.waitpid(process.pid, os.WUNTRACED)  # until some images are written, or it has ended
+    for kind in (first, signal.SIGTERM, signal.SIGCONT):  # so that both arrive at once
         process.send_signal(kind)
     rest = process.communicate(timeout=LONG)[1]
     assert process.returncode == 130 and "stopped" in rest and "Traceback" not in rest
