@@ -566,7 +566,7 @@ struct Mailbox {
     char data[65536];
 };
 inline Board* board;                     // not static: g++ would take it for null in tests that have none
-static std::mutex last_words_lock;            // is kept by the thread that ends this process, until it has told why
+static std::mutex last_words_lock;       // is kept by the thread that ends this process, until it has told why
 static bool first_to_tell(int status) {  // among the ranks of this machine: what fails on all is told once
     int nobody = 0;
     return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
