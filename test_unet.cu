@@ -3119,7 +3119,7 @@ static void test_class_names() {
         for (bool images : {true, false}) {
             if (images) {
                 std::vector<char> content = image_file(6, 8, false, true);
-                content.resize(content.size() - strlen("cat\ndog\n"));
+                content.erase(content.end() - strlen("cat\ndog\n"), content.end());
                 content.insert(content.end(), c.names.begin(), c.names.end());
                 int32_t bytes = (int32_t)c.names.size();
                 memcpy(&content[8 * sizeof bytes], &bytes, sizeof bytes);
