@@ -30,7 +30,7 @@ from torch import nn
 from train_unet import (DIFFUSION, AttentionBlock, Downsample, ResBlock, Upsample, file_order, first_line,
                         refuse_contradictions, timestep_embedding, to_numpy, unet_without_memory,
                         with_old_attention)
-from unet_io import Checkpoint, Config, UserError
+from unet_io import THRESHOLDS, Checkpoint, Config, UserError
 
 
 def read(path, overrides=None, use_ema=1, free=()):
@@ -65,6 +65,10 @@ def note(path, text):
 POINTER = b"version https://git-lfs"
 
 
+def pointer_alone(path):
+    return UserError(f"{path} is not the file itself but Git LFS's pointer to it: git lfs pull brings the file")
+
+
 def what_it_is(path):
     """"bin", "torch", "safetensors", "index" (of files that hold parts) or "folder": by what it holds, whatever
     its name is; where that tells nothing, by its ending. Raises UserError for what can't be any."""
@@ -78,7 +82,7 @@ def what_it_is(path):
     if not begins:
         raise UserError(f"{path} is empty")
     if begins.startswith(POINTER):
-        raise UserError(f"{path} is not the file itself but Git LFS's pointer to it: git lfs pull brings the file")
+        raise pointer_alone(path)
     if begins[:4] in (b"UNET", b"DiT\0", unet_io.OLD_WEIGHTS_MAGIC.to_bytes(4, "little")):
         return "bin"
     if begins[4:9] == bytes(4) + b"{":  # a length of 8 bytes, then JSON
@@ -175,8 +179,7 @@ def _read_json(path):
         with open(path, encoding="utf-8") as file:
             text = file.read()
         if text.startswith(POINTER.decode()):
-            raise UserError(f"{path} is not the file itself but Git LFS's pointer to it: git lfs pull brings the"
-                            f" file")
+            raise pointer_alone(path)
         values = json.loads(text)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
@@ -491,11 +494,11 @@ def _read_bare(path, state, averaged, overrides):
     untold += ["use_new_attention_order"] if guided else []
     assumed = [f"{name} {getattr(config, name)}" for name in untold
                if name not in overrides and not (name == "num_head_channels" and config.num_heads)]
-    _note_assumed(path, assumed)
+    note_assumed(path, assumed)
     return Checkpoint(config, _sections(weights, averaged), tensors=len(expected), old=True)
 
 
-def _note_assumed(path, assumed):
+def note_assumed(path, assumed):
     """Say what a file doesn't tell; assumed: texts such as "norm_groups 32"."""
     if assumed:
         note(path, f"doesn't tell all that it is, and is taken for a model of {', '.join(assumed)}; flags of these names"
@@ -600,7 +603,6 @@ def _needs_table(config):
     return config.max_period != 10000 or config.timestep_unit() != 1
 
 
-THRESHOLDS = ("clamp", "dynamic", "none")  # as a header numbers them
 PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x0": "sample"}
 SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 UNLIMITED = 1e6  # what no prediction exceeds: JSON knows no infinity
@@ -794,7 +796,7 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     config = Config(**(overrides | told)).check(f"{path}, by its config.json")
     if told.get("image_size", overrides.get("image_size")) is None:
         raise UserError(f"{path} doesn't tell the size of its images: say it with --image_size")
-    _note_assumed(path, [f"{name} {getattr(config, name)}" for name in DIFFUSION if name not in told | overrides])
+    note_assumed(path, [f"{name} {getattr(config, name)}" for name in DIFFUSION if name not in told | overrides])
     unknown = [name for name in values if name not in UNET2D_DEFAULTS and name != "id2label" and name[:1] != "_"]
     if unknown:
         note(path, f"has settings that UNet2DModel doesn't have, which are ignored: {', '.join(unknown)}")

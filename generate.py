@@ -27,10 +27,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from convert import THRESHOLDS, save_diffusers, save_weights
+from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device, sample,
                         sampler_steps, seed_noise)
-from unet_io import Config, UserError, counted
+from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
@@ -727,7 +727,7 @@ def main():
     groups = 0 if args.interpolate else groups
     layout = unet_io.grid_layout(count, groups, config.image_size)
     if args.interpolate and count <= 16:
-        layout = count, count  # as ./train_unet lays them out
+        layout = GridLayout(count, count)  # as ./train_unet lays them out
     said = ""
     if as_floats:
         with unet_io.replacing(args.output_name) as file:
@@ -753,7 +753,7 @@ def main():
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
         pairs = pairs.reshape(-1, *pictures.shape[1:])
         columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
-        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, (columns, len(pairs)))
+        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, GridLayout(columns, len(pairs)))
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:

@@ -489,6 +489,8 @@ def with_gaps(names):
     """Classes that are numbers, with those between where at most as many are missing: number n is class n."""
     if not all(re.fullmatch("0|[1-9][0-9]*", name) for name in names):
         return names
+    if max(map(len, names)) > 9:  # far more than there can be images
+        return names
     end = max(map(int, names)) + 1
     return [str(number) for number in range(end)] if end <= 2 * len(names) else names
 

@@ -1885,7 +1885,7 @@ HOST_DEVICE static inline BoundTerm cumulative(float z) {
 // At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
 // Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
-    bool black = x0<-0.999f, white = x0> 0.999f;
+    bool black = x0 < -0.999f, white = x0 > 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
     BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
@@ -2079,11 +2079,11 @@ static void heun_step(SamplerStep* first, SamplerStep* second, double a, double 
     second->to_saved = 1;
 }
 
-// A call of the network at a timestep, and how the picture follows from its answer.
-static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
+// A call of the network at a timestep, and how the picture follows from its answer. guided: guidance_interval's.
+static SamplerStep call_at(const Config& c, const std::vector<double>& abar, std::pair<double, double> guided,
+                           int timestep) {
     double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
     double part = (double)timestep / c.diffusion_steps;
-    auto guided = guidance_interval(c);
     SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
     if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
     if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
@@ -2097,6 +2097,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = drawn_timesteps(c, abar);
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
+    auto guided = guidance_interval(c);
     std::vector<SamplerStep> steps;
     auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
         s.number = (uint32_t)steps.size();
@@ -2118,9 +2119,9 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
             add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
             continue;
         }
-        SamplerStep s = call_at(c, abar, timesteps[i]);
+        SamplerStep s = call_at(c, abar, guided, timesteps[i]);
         if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
-            SamplerStep second = call_at(c, abar, timesteps[to]);
+            SamplerStep second = call_at(c, abar, guided, timesteps[to]);
             heun_step(&s, &second, a, next);
             add(s, next);
             s = second;
@@ -4180,9 +4181,9 @@ static GridLayout grid_layout(int N, int groups, int image_size) {
     auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
     GridLayout best = {N, each, each};
     if (side(best) * (image_size + 2) <= 4000) return best;
-    for (int columns = 1; columns <= N; columns++) {
+    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
         GridLayout layout = {N, columns, columns < each ? each : N};
-        if ((columns < each || columns % each == 0) && side(layout) < side(best)) best = layout;
+        if (side(layout) < side(best)) best = layout;
     }
     return best;
 }
@@ -4785,14 +4786,14 @@ static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<s
 }
 
 // What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
-static std::string rows_text(const Config& c, const std::vector<std::string>& names, int groups,
-                             const GridLayout& layout) {
+static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
+                             int groups, const GridLayout& layout) {
     if (!groups || names.empty()) return "";
     int each = layout.N / groups;
     std::string kind = "rows", joined;
     if (layout.columns < each) kind = text("%d rows each", layout.rows() / groups);
     if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
-    for (uint32_t number : wanted_classes(c, names)) joined += (joined.empty() ? "" : ", ") + names[number];
+    for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
     return " (" + kind + ": " + joined + ")";
 }
 
@@ -4868,10 +4869,9 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
             fail("--%s does nothing without --%s", name, needed);
     check_config(config);
     if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
-        fail(
-            "--strength %s is less noise than the least of %s has; use more --sample_steps, or --spacing "
-            "uniform",
-            float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
+        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or "
+             "--spacing uniform",
+             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -4917,10 +4917,9 @@ static void load_guide(Model* guide, const Config& c, const std::vector<std::str
     WeightsFile file = open_weights(c.guide_weights);
     const Config& g = file.config;
     if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
-        fail(
-            "--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
-            "python generate.py matches them by name",
-            c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
+        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
+             "python generate.py matches them by name",
+             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
     if (g.class_cond && file.class_names.empty() != class_names.empty())
         say("note: only one of the two models names its classes; those of %s are taken for the same in their "
             "order",
@@ -4944,7 +4943,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = drawing_config(given);
     std::vector<Beginning> begins = wanted_pictures(config);
     std::vector<std::string> names = shown_names(config, file.class_names);
-    int count = (int)begins.size(), groups = set_classes(&begins, wanted_classes(config, names));
+    std::vector<uint32_t> classes = wanted_classes(config, names);
+    int count = (int)begins.size(), groups = set_classes(&begins, classes);
     int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
@@ -4977,7 +4977,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     GridLayout layout = grid_layout(count, groups, config.image_size);
     // the way from one seed to another in a row, if it is not too long
     if (config.interpolate && count <= 16) layout.columns = count;
-    std::string rows = rows_text(config, names, groups, layout);
+    std::string rows = rows_text(names, classes, groups, layout);
     write_pictures(config, begins, layout, rows, pictures, strip, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
@@ -5070,10 +5070,9 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     bool same = names.empty() || before.empty() || before == names;
     if (!c->num_classes || !told) c->num_classes = known && same ? known : (int)names.size();
     if (known && before.empty() && c->num_classes != known)
-        fail(
-            "--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
-            "the flag out, or name them with --class_names FILE",
-            c->num_classes, file.path.c_str(), known);
+        fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
+             "the flag out, or name them with --class_names FILE",
+             c->num_classes, file.path.c_str(), known);
     if (!file.path.empty()) plan_rows(t, *c, names, before);
     return names;
 }
@@ -5219,7 +5218,8 @@ static void save_samples(Trainer* t) {
     double start = seconds_now();
     auto begins = begin_with(consecutive(c.seed, c.num_samples));
     const std::vector<std::string>& names = t->model.class_names;
-    int groups = set_classes(&begins, wanted_classes(c, names));
+    std::vector<uint32_t> classes = wanted_classes(c, names);
+    int groups = set_classes(&begins, classes);
     GridLayout layout = grid_layout(c.num_samples, groups, c.image_size);
     if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
@@ -5227,7 +5227,7 @@ static void save_samples(Trainer* t) {
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
-        rows_text(c, names, groups, layout).c_str());
+        rows_text(names, classes, groups, layout).c_str());
     if (long broken = count_broken(pictures, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -5279,11 +5279,9 @@ static void give_up(Trainer* t, const StepState& result) {
         float most = 0;
         for (float pixel : t->images.floats) most = std::max(most, fabsf(pixel));
         if (most > 1000)
-            fail(
-                "the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a "
-                "standard "
-                "deviation of 1; make it again with --range or --data_std of prepare_data.py",
-                what, value, c.data_file, most);
+            fail("the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a "
+                 "standard deviation of 1; make it again with --range or --data_std of prepare_data.py",
+                 what, value, c.data_file, most);
         fail("the %s became %s in step 1, before any update: %s", what, value,
              *c.model_weights ? "the weights of --model_weights are too large; start from others"
                               : "these images and flags leave the range of numbers");
@@ -5450,7 +5448,8 @@ static void run_program(int argc, char** argv) {
     Config config = given_config(given);
     if (config.help) return print_help();
     for (const char* name : {"generate", "interpolate"})  // 0 is what they are where they were not typed
-        if (const GivenFlag* g = was_given(given, name); g && g->origin.empty() && g->value == "0")
+        if (const GivenFlag* g = was_given(given, name);
+            g && g->origin.empty() && flag_text(config, *g->flag) == "0")
             fail_usage("--%s 0 draws nothing; leave it out to train, or say how many pictures", name);
     bool draws = config.generate || *config.seeds || config.interpolate;
     for (const char* name :  // that was typed, and would do nothing

@@ -31,6 +31,7 @@ import numbers
 import os
 import re
 import sys
+import typing
 import unicodedata
 import zlib
 
@@ -435,7 +436,8 @@ def loss_weights(abar, predict, min_snr_gamma):
     return clipped / (snr + 1) if predict == "v" else clipped
 
 
-SPACINGS = ("auto", "uniform", "trailing", "karras")
+SPACINGS = ("auto", "uniform", "trailing", "karras")  # as a header numbers them
+THRESHOLDS = ("clamp", "dynamic", "none")
 
 
 def noise_ratios(abar):
@@ -444,15 +446,20 @@ def noise_ratios(abar):
         return np.sqrt((1 - abar) / abar)
 
 
+def check_steps(diffusion_steps, sample_steps):
+    """Raise UserError unless a chain of so many timesteps can be drawn in so many steps."""
+    if not 1 <= sample_steps <= diffusion_steps:
+        raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps"
+                        f" trained")
+
+
 def space_timesteps(diffusion_steps, sample_steps):
     """Ascending timesteps, the first and the last included: int64 (sample_steps,).
 
     As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even. One
     alone is the last, the noisiest, from which a single step makes the mean of all pictures.
     """
-    if not 1 <= sample_steps <= diffusion_steps:
-        raise UserError(f"--sample_steps {sample_steps} must lie between 1 and the {diffusion_steps} steps"
-                        f" trained")
+    check_steps(diffusion_steps, sample_steps)
     if sample_steps == 1:
         return np.array([diffusion_steps - 1], np.int64)
     stride = (diffusion_steps - 1) / (sample_steps - 1)
@@ -491,11 +498,11 @@ def karras_timesteps(abar, sample_steps):
 
 def spaced_timesteps(spacing, abar, sample_steps):
     """The timesteps that a sampler visits by --spacing, ascending: int64 (sample_steps,). Raises UserError."""
-    uniform = space_timesteps(len(abar), sample_steps)
-    if spacing == "uniform":
-        return uniform
-    return trailing_timesteps(len(abar), sample_steps) if spacing == "trailing" else karras_timesteps(
-        abar, sample_steps)
+    check_steps(len(abar), sample_steps)
+    if spacing == "karras":
+        return karras_timesteps(abar, sample_steps)
+    spaced = space_timesteps if spacing == "uniform" else trailing_timesteps
+    return spaced(len(abar), sample_steps)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -1074,8 +1081,8 @@ def read_images(path):
 
 def class_order(names):
     """The names in the order of their numbers, each once: as numbers if all are whole numbers, else as text."""
-    if all(re.fullmatch("[0-9]+", name) for name in names):
-        return sorted(set(names), key=lambda name: (int(name), name))
+    if all(re.fullmatch("[0-9]+", name) for name in names):  # of any length, which int() does not take
+        return sorted(set(names), key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
     return sorted(set(names))
 
 
@@ -1493,25 +1500,42 @@ def save_picture(path, pixels):
         raise UserError(f"{path} can't be written: {error}") from None
 
 
+class GridLayout(typing.NamedTuple):
+    """Where pictures lie in a grid: in so many columns, and a new row begins with every group of so many."""
+    columns: int
+    group: int
+
+    def rows(self, n):
+        """How many rows n pictures have."""
+        return n // self.group * self.rows_of(self.group) + self.rows_of(n % self.group)
+
+    def rows_of(self, count):
+        return -(-count // self.columns)
+
+    def place(self, i):
+        """(row, column) of picture i."""
+        row = i // self.group * self.rows_of(self.group) + i % self.group // self.columns
+        return row, i % self.group % self.columns
+
+
 def grid_layout(n, groups, image_size):
-    """(columns, group) of a grid of n pictures: a new row begins with every `group` of them.
+    """The GridLayout of n pictures.
 
     About square. Of groups of equally many pictures, such as classes, each has a row, or where that needs
     more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
     """
     if not groups:
-        return math.ceil(math.sqrt(n)), n
+        return GridLayout(math.ceil(math.sqrt(n)), n)
     each = n // groups
 
     def side(layout):
-        columns, group = layout
-        return max(columns, n // group * -(-group // columns))
+        return max(layout.columns, layout.rows(n))
 
-    best = each, each
+    best = GridLayout(each, each)
     if side(best) * (image_size + 2) > 4000:
-        others = [(columns, each if columns < each else n) for columns in range(1, n + 1)
-                  if columns < each or columns % each == 0]
-        best = min([best, *others], key=side)
+        parts_of_a_group = (GridLayout(columns, each) for columns in range(1, each))
+        several_groups = (GridLayout(columns, n) for columns in range(each, n + 1, each))
+        best = min([best, *parts_of_a_group, *several_groups], key=side)
     return best
 
 
@@ -1519,12 +1543,12 @@ def rows_text(names, n, groups, layout):
     """' (rows: cat, dog)': what the rows of a grid show, where classes are the groups of its layout."""
     if not groups or not names:
         return ""
-    columns, each = layout[0], n // groups
+    each = n // groups
     kind = "rows"
-    if columns < each:
-        kind = f"{-(-each // columns)} rows each"
-    elif columns > each:
-        kind = f"{columns // each} in a row"
+    if layout.columns < each:
+        kind = f"{layout.rows_of(each)} rows each"
+    elif layout.columns > each:
+        kind = f"{layout.columns // each} in a row"
     return f" ({kind}: {', '.join(names)})"
 
 
@@ -1534,12 +1558,11 @@ def save_grid(path, pixels, layout=None, gap=2):
     layout: grid_layout's, about square unless given. What a viewer may refuse is said.
     """
     n, channels, height, width = pixels.shape
-    columns, group = layout or grid_layout(n, 0, width)
-    rows_of_group = -(-group // columns)
-    rows = n // group * rows_of_group + -(-(n % group) // columns)
-    grid = np.full((channels, gap + rows * (height + gap), gap + columns * (width + gap)), 255, np.uint8)
+    layout = layout or grid_layout(n, 0, width)
+    size = gap + layout.rows(n) * (height + gap), gap + layout.columns * (width + gap)
+    grid = np.full((channels, *size), 255, np.uint8)
     for i in range(n):
-        row, column = i // group * rows_of_group + i % group // columns, i % group % columns
+        row, column = layout.place(i)
         y, x = gap + row * (height + gap), gap + column * (width + gap)
         grid[:, y:y + height, x:x + width] = pixels[i]
     save_picture(path, grid)

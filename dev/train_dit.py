@@ -331,9 +331,8 @@ def main():
     if args.export:
         unet_io.say(f"a state dict does not tell {', '.join(unsaid)}: to --import it again, say what differs from"
                     f" {', '.join(f'{name} {getattr(Config(), name)}' for name in UNTOLD[:-1])}")
-    elif set(UNTOLD) - told.keys():
-        convert.note(args.source, f"doesn't tell all that it is, and is taken for a model of"
-                     f" {', '.join(text for text in unsaid if text.split()[0] not in told)}; flags of these names say otherwise")
+    else:
+        convert.note_assumed(args.source, [text for text in unsaid if text.split()[0] not in told])
     count = sum(p.numel() for p in model.parameters())
     unet_io.say(f"{args.output_name}: {count:,} parameters{', averaged' * bool(averaged)},"
                 f" {os.path.getsize(args.output_name):,} bytes")

@@ -13,8 +13,10 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from harness import LONG, ROOT, run, write_toy_images
 
-# The first begin first, so that no long one is left to the end.
-LONGEST = ["test_unet_alone"]
+# These begin first, so that no long one is left to the end.
+LONGEST = ["test_unet_sanitized", "test_layers_of_other_processors", "test_kills", "test_same_bits", "test_unet_alone",
+           "test_official_weights", "test_checkpoints_of_the_authors", "test_profile", "test_summary",
+           "test_benchmark_on_a_cpu", "test_closed_terminal", "test_killed_twenty_times"]
 
 # What shares a GPU, or is timed on it, is one group: a single worker runs it. Without a GPU, so are PyTorch's operators,
 # so that they are built once.

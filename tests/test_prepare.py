@@ -742,6 +742,14 @@ def test_numbers_of_labels(tmp_path):
         assert len(names) > 3 or images.labels.tolist() == [0, 1, 2, 0, 1, 0]
 
 
+def test_label_of_many_digits(tmp_path):
+    """A label of more digits than Python makes a number of is a name like another, and sorts by its value."""
+    folder = make_colours(tmp_path / "in", "a.png", "b.png", "c.png")
+    (tmp_path / "labels.csv").write_text("a.png," + "9" * 5000 + "\nb.png,10\nc.png,9\n")
+    images = class_file(folder, labels=tmp_path / "labels.csv")[0]
+    assert images.class_names == ("9", "10", "9" * 5000)
+
+
 def test_hidden_paths(tmp_path):
     """No hidden part of a path below --data_dir is read, in folders and zips, and how many were left out is said."""
     good = ["cats/a.png", "dogs/b.png"]

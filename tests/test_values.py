@@ -112,7 +112,7 @@ def ends_in_program():
 
 def works_or_is_refused(*words):
     """Status 0, or one sentence and status 1 or 2, whatever is asked for; never a crash. Returns the sentence."""
-    result = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=LONG)
     lines = result.stderr.splitlines()
     assert result.returncode in (0, 1, 2), (words, result.returncode, result.stderr)
     assert result.returncode == 0 or len(lines) == 1 and lines[0].startswith("error: "), (words, result.stderr)
@@ -143,7 +143,8 @@ def test_ends_of_flags(tmp_path, images8):
         assert not outcomes[name, ends[name][0]], name  # 0 is a value of each
 
 
-@pytest.mark.parametrize("words", [["--generate", 0], ["--interpolate", 0, "--seeds", "1,2"]])
+@pytest.mark.parametrize("words", [["--generate", 0], ["--generate", "00", "--seeds", "1,2"],
+                                   ["--interpolate", 0, "--seeds", "1,2"]])
 def test_no_pictures_asked_for(tmp_path, images8, words):
     """A number of pictures that is typed as 0 neither trains nor draws another number."""
     refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=f"{words[0]} 0 draws nothing")
