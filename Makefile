@@ -89,34 +89,36 @@ else
 for_here = $(for_cpu)
 endif
 
-train_unet: train_unet.cu $(BUILD)/settings | report data
+# The program: its one file and the two that this includes.
+PROGRAM_SOURCES := train_unet.cu unet_io.h unet_cpu.h
+train_unet: $(PROGRAM_SOURCES) $(BUILD)/settings | report data
 ifeq ($(DEVICE),cuda)
 	$(if $(NVCC),,$(error DEVICE=cuda needs nvcc, the CUDA Toolkit's compiler))
 	$(if $(GPU_ARCH),,$(error no GPU was found: name the one to build for with GPU_ARCH=80, 86, 89 or 90))
 endif
 	$(for_here)
 # Another network, whose file includes the program.
-DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h dev/large_attention.h train_unet.cu
+DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h dev/large_attention.h $(PROGRAM_SOURCES)
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
 	$(for_here)
-PROFILE_SOURCES := dev/profile.cu dev/work.h train_unet.cu
+PROFILE_SOURCES := dev/profile.cu dev/work.h $(PROGRAM_SOURCES)
 dev/profile: $(PROFILE_SOURCES) $(BUILD)/settings | report
 	$(for_here)
 dev/profile_dit: $(PROFILE_SOURCES) $(DIT_SOURCES) $(BUILD)/settings | report
 	$(for_here) -DDIT
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
-TEST_SOURCES := test_unet.cu tests/cases.h train_unet.cu
+TEST_SOURCES := test_unet.cu tests/cases.h $(PROGRAM_SOURCES)
 DIT_TEST_SOURCES := tests/dit_layers.cu tests/cases.h $(DIT_SOURCES)
 test_unet: $(TEST_SOURCES) $(BUILD)/settings | report
 	$(for_cpu)
-$(BUILD)/train_unet_cpu: train_unet.cu $(BUILD)/settings
+$(BUILD)/train_unet_cpu: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(for_cpu)
 $(BUILD)/train_dit_cpu: $(DIT_SOURCES) $(BUILD)/settings
 	$(for_cpu)
 $(BUILD)/dit_layers: $(DIT_TEST_SOURCES) $(BUILD)/settings
 	$(for_cpu)
-$(BUILD)/train_unet_fp32: train_unet.cu $(BUILD)/settings
+$(BUILD)/train_unet_fp32: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call for_gpu,fp32)
 $(BUILD)/train_dit_fp32: $(DIT_SOURCES) $(BUILD)/settings
 	$(call for_gpu,fp32)
@@ -130,7 +132,7 @@ $(BUILD)/test_unet_cuda_%: $(TEST_SOURCES) $(BUILD)/settings
 SANITIZED := -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
 $(BUILD)/test_unet_asan: $(TEST_SOURCES) $(BUILD)/settings
 	$(call for_cpu,$(SANITIZED))
-$(BUILD)/train_unet_asan: train_unet.cu $(BUILD)/settings
+$(BUILD)/train_unet_asan: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call for_cpu,$(SANITIZED))
 $(BUILD)/train_dit_asan: $(DIT_SOURCES) $(BUILD)/settings
 	$(call for_cpu,$(SANITIZED))
@@ -145,14 +147,14 @@ TEST_OBJECTS := $(call of_both,test_unet)
 OPS_OBJECTS := $(call of_both,torch_ops)
 DIT_OBJECTS := $(call of_both,train_dit)
 DIT_TEST_OBJECTS := $(BUILD)/dit_layers_90_bf16.o
-$(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: train_unet.cu $(BUILD)/settings
+$(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
 $(PROFILE_OBJECTS): $(BUILD)/profile_%.o: $(PROFILE_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: $(TEST_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops.py.
-$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/gelu.h train_unet.cu $(BUILD)/settings
+$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags) -Xcompiler -fPIC,-fvisibility=hidden
 $(DIT_OBJECTS): $(BUILD)/train_dit_%.o: $(DIT_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
@@ -178,10 +180,10 @@ build_ladder = $(for_cpu)
 endif
 $(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
 	$(build_ladder)
-$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(build_ladder)
 LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
-$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) train_unet.cu $(BUILD)/settings
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python

@@ -1,4 +1,4 @@
-// GELU, F.gelu(x, approximate="tanh"), as a layer written once for both builds (room 3 of train_unet.cu, which is
+// GELU, F.gelu(x, approximate="tanh"), as a layer written once for both builds (section 3 of train_unet.cu, which is
 // included first): the last version of the ladder gelu.cu, a layer of train_dit.cu, and the operator of torch_ops.cu.
 // An item is 16 bytes; on the CPU an element, so that the loop becomes vector code.
 #pragma once
@@ -22,7 +22,7 @@ template <typename T> static constexpr int GELU_ELEMENTS = 16 / sizeof(T);
 template <typename T> static constexpr int GELU_ELEMENTS = 1;
 #endif
 
-// Both can be done as what follows a product, see Nothing in room 3: `finish` has 16 bytes of its outputs.
+// Both can be done as what follows a product, see Nothing in section 3: `finish` has 16 bytes of its outputs.
 template <typename T> struct GeluForward {
     TensorOf<T> out, x;
 

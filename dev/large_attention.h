@@ -487,7 +487,7 @@ static bool large_attention_forward(Tensor, float*, Tensor, int) { return false;
 static bool large_attention_backward(Tensor, Tensor, Tensor, const float*, Tensor, int) { return false; }
 #endif
 
-// Attention between tokens; maths and shapes stand in room 3 of train_unet.cu.
+// Attention between tokens; maths and shapes stand in section 3 of train_unet.cu.
 static void token_attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     if (!large_attention_forward(out, lse, qkv, heads)) attention_forward(out, lse, qkv, heads);
 }

@@ -313,7 +313,7 @@ static bool large_input_gradient(Tensor, Tensor, const Linear&, const auto&) { r
 static bool large_weight_gradient(const Linear&, Tensor, Tensor) { return false; }
 #endif
 
-// A linear layer and what follows it; for shapes see room 3 of train_unet.cu. Weight gradients as there.
+// A linear layer and what follows it; for shapes see section 3 of train_unet.cu. Weight gradients as there.
 template <class After> static void linear_forward(Tensor out, Tensor x, Linear layer, const After& then) {
     if (!large_forward(out, x, layer, then)) product_forward(out, x, layer, {}, then);
 }

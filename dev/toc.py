@@ -1,4 +1,4 @@
-"""The contents list at the head of train_unet.cu: each room with its sections, from their banners.
+"""The contents list at the head of train_unet.cu: each section with its parts, from their banners.
 
     make toc                        writes it
     python dev/toc.py --check       fails where the list is not what would be written; `make test` runs this
@@ -14,15 +14,15 @@ LIST = re.compile(r"(?<=\n// Contents\n//\n)(//  [ \d]\d  .*\n|//      .*\n)*")
 
 def contents(code):
     """The lines of the list, each with its end."""
-    rooms = []
-    for room, section in re.findall(r"^// ==== (\d+  .+?) =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
-        if room:
-            rooms.append((*room.split("  "), []))
+    found = []
+    for section, part in re.findall(r"^// ==== (\d+  .+?) =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
+        if section:
+            found.append((*section.split("  "), []))
         else:
-            rooms[-1][2].append(re.split("[:;]", section)[0])
+            found[-1][2].append(re.split("[:;]", part)[0])
     text = ""
-    for number, name, sections in rooms:
-        line = f"{name}: {'; '.join(sections)}" if sections else name
+    for number, name, parts in found:
+        line = f"{name}: {'; '.join(parts)}" if parts else name
         text += textwrap.fill(line, width=110, initial_indent=f"//  {number:>2}  ",
                               subsequent_indent="//        ", break_on_hyphens=False) + "\n"
     return text

@@ -91,7 +91,7 @@ static void check_network(const Config& c) {
 }
 
 // ==== 2  LAYERS ============================================================================================
-// Written once for both builds, as in room 3 of train_unet.cu. A vector is 16 bytes of channels.
+// Written once for both builds, as in section 3 of train_unet.cu. A vector is 16 bytes of channels.
 template <typename T> struct TokenVector {
     enum { N = 16 / sizeof(T) };
     size_t first;  // its place in the tensor

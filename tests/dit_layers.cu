@@ -74,7 +74,7 @@ static void test_linear(LayerCase& c) {
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
 }
 
-// test() once for every kernel that may do a linear layer: the large one, room 13's, and the portable one of
+// test() once for every kernel that may do a linear layer: the large one, section 12's, and the portable one of
 // each tile, whole and with its reduction split.
 static void with_every_product(auto test) {
 #ifdef HOPPER

@@ -382,11 +382,15 @@ def effective(*flags):
     return settings(run(TRAIN, *flags, "--print_config").stdout)
 
 
+def source_of_the_program():
+    """The text of train_unet.cu and of the files that it includes."""
+    return "".join((ROOT / name).read_text() for name in ("train_unet.cu", "unet_io.h", "unet_cpu.h"))
+
+
 def stored_flags():
-    """The rows of FLAGS in train_unet.cu that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
-    text = (ROOT / "train_unet.cu").read_text()
+    """The rows of FLAGS in unet_io.h that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
     rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED), [1-9]\d*,\s+"[^"]*",'
-                      r'\s+[-\w.]+,\s+([-\w.]+),\s+"[^"]*"(?:,\s+"([^"]*)")?\}', text)
+                      r'\s+[-\w.]+,\s+([-\w.]+),\s+"[^"]*"(?:,\s+"([^"]*)")?\}', source_of_the_program())
     return {name: (kind, freedom, float(most), choices.split("|")) for name, kind, freedom, most, choices in rows}
 
 

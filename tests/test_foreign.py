@@ -481,7 +481,7 @@ def test_flags_that_another_model_needs():
 
 def flags_of_the_program():
     """{flag: (least, most)} of every number that ./train_unet takes, from its table."""
-    table = (ROOT / "train_unet.cu").read_text().split("static std::vector<Flag> FLAGS = {")[1].split("\n};")[0]
+    table = (ROOT / "unet_io.h").read_text().split("static std::vector<Flag> FLAGS = {")[1].split("\n};")[0]
     number = r"(-?[\d.]+(?:e-?\d+)?)"
     found = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (?:INT|FLOAT), \w+, \w+, \d+,\s*"[^"]*",\s*'
                        + number + r",\s*" + number + ",", table)
@@ -491,7 +491,7 @@ def flags_of_the_program():
 
 
 def test_both_programs_take_the_same_ranges():
-    """Every number's range stands in train_unet.cu and in unet_io.py, and is the same."""
+    """Every number's range stands in unet_io.h and in unet_io.py, and is the same."""
     program, config = flags_of_the_program(), {}
     for name, field in Config.__dataclass_fields__.items():
         if field.metadata["help"] and field.metadata["high"] is not None:

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from harness import ROOT
+from harness import ROOT, source_of_the_program
 
 PAGES = ["README.md", "FORMATS.md", "dev/README.md", "data/README.md"]
 
@@ -28,25 +28,25 @@ def test_links(name):
 
 
 def test_names():
-    """README.md's functions, layers and files are there, and its table of rooms is train_unet.cu's."""
-    page, code = (ROOT / "README.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    """README.md's functions, layers and files are there, and its table of sections is train_unet.cu's."""
+    page, code = (ROOT / "README.md").read_text(), source_of_the_program()
     trace = page.split("To follow one training step")[1]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \d \|([^|]*)\|", trace, re.M)))
     assert len(names) > 10
     for name in names:
         assert re.search(rf"^(static [\w<> *]+\b{name}\(|(template <[^>]*> )?struct {name}( : Module)? {{$)", code, re.M), name
-    layout = page.split("These rooms follow")[1].split("To follow")[0]
-    rooms = [room.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
-             for room in (names.split(", ") if "," in numbers else [names])]
+    layout = page.split("These sections follow")[1].split("To follow")[0]
+    sections = [section.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
+             for section in (names.split(", ") if "," in numbers else [names])]
     banners = re.findall(r"^// ==== \d+  ([A-Z, ]+?) =+$", code, re.M)
-    assert len(rooms) > 10 and rooms == banners
+    assert len(sections) > 10 and sections == banners
 
 
 def test_flags_of_readme():
     """Every flag that README.md names exists in one of the programs."""
     page = (ROOT / "README.md").read_text()
     programs = "".join((ROOT / name).read_text() for name in (
-        "train_unet.cu", "unet_io.py", "train_unet.py", "generate.py", "prepare_data.py",
+        "train_unet.cu", "unet_io.h", "unet_io.py", "train_unet.py", "generate.py", "prepare_data.py",
         "dev/compare_quality.py"))
     page = re.sub(r"^- (torchrun|srun|mpirun)\b.*$", "", page, flags=re.M)  # these have flags of their own
     flags = set(re.findall(r"--(\w+)", page))
@@ -56,8 +56,8 @@ def test_flags_of_readme():
 
 
 def test_header_of_formats():
-    """Each flag that a checkpoint stores is in FORMATS.md, in the field where train_unet.cu puts it."""
-    page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    """Each flag that a checkpoint stores is in FORMATS.md, in the field where unet_io.h puts it."""
+    page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
     stored = re.findall(r"(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (?:FREE|FIXED), ([1-9]\d*),", code)
     assert len(stored) > 40
     for name, kind, field in stored:
@@ -69,7 +69,7 @@ def test_header_of_formats():
 
 def test_streams_of_formats():
     """The streams of random numbers, by number."""
-    page, code = (ROOT / "FORMATS.md").read_text(), (ROOT / "train_unet.cu").read_text()
+    page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
     streams = re.findall(r"STREAM_(\w+)", re.search(r"enum Stream \{(.*?)\}", code, re.S)[1])
     table = page.split("## Random numbers")[1].split("Steps count")[0]
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)

@@ -1,0 +1,1624 @@
+// unet_io.h: what train_unet.cu reads and writes: flags, and files of images, weights, pictures and logs.
+// unet_io.py is the same in Python.
+//
+// train_unet.cu includes it behind its Config, whose fields the flags set.
+#pragma once
+
+// ---- errors and sentences ---------------------------------------------------------------------------------
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+    char buffer[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+
+// Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
+// Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
+static std::string printable(const std::string& bytes) {
+    std::string shown;
+    for (uint8_t byte : bytes) {
+        bool ends_pair = shown.ends_with('\xC2') && byte >= 0x80 && byte < 0xA0;
+        if (ends_pair) shown.replace(shown.size() - 1, 1, "\\xC2");
+        shown += ends_pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : std::string(1, (char)byte);
+    }
+    return shown;
+}
+
+// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
+// 2 where the command line is wrong. Macros, so that the compiler sees each format with its arguments.
+struct Failure {
+    int status;
+    std::string sentence;
+};
+#define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
+#define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
+
+// The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
+static std::string failure_of(auto work) {
+    try {
+        work();
+    } catch (const Failure& failure) {
+        return failure.sentence;
+    }
+    return "";
+}
+
+// A line for the reader that may hold names.
+#define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
+// What went wrong without ending the program.
+static void note(const std::string& sentence) {
+    if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
+}
+
+// "1 picture", "2 pictures"
+static std::string counted(long n, const char* noun) { return text("%ld %s%s", n, noun, n == 1 ? "" : "s"); }
+
+// The shortest text that reads back as the same float.
+static std::string float_text(float value) {
+    char shown[32];
+    return {shown, std::to_chars(shown, std::end(shown), value, std::chars_format::general).ptr};
+}
+
+// A number as JSON, which knows no NaN.
+static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
+
+static std::vector<std::string> split(const std::string& whole, char mark) {
+    std::vector<std::string> parts(1);
+    for (char c : whole)
+        if (c == mark) parts.emplace_back();
+        else parts.back() += c;
+    return parts;
+}
+
+// A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
+static std::string shortened(const std::string& name, size_t most = 80) {
+    if (name.size() <= most) return name;
+    while (most && (name[most] & 0xC0) == 0x80) most--;
+    return name.substr(0, most) + "...";
+}
+
+// "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
+static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
+    std::string sentence;
+    for (size_t i = 0; i < std::min(names.size(), most); i++) {
+        if (i) sentence += i + 1 == names.size() ? " and " : ", ";
+        sentence += shortened(names[i]);
+    }
+    if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
+    return sentence;
+}
+
+// Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
+static bool is_utf8(const std::string& bytes) {
+    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // that needs so many bytes behind the first
+    for (size_t i = 0; i < bytes.size();) {
+        uint8_t first = (uint8_t)bytes[i++];
+        int more = first < 0x80 ? 0 : std::countl_one(first) - 1;
+        if (more < (first < 0x80 ? 0 : 1) || more > 3) return false;
+        uint32_t letter = more ? first & (0x3F >> more) : first;
+        for (int k = 0; k < more; k++) {
+            uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
+            if (next >> 6 != 2) return false;
+            letter = letter << 6 | (next & 0x3F);
+        }
+        if (letter < least[more] || letter > 0x10FFFF || (letter >= 0xD800 && letter < 0xE000)) return false;
+    }
+    return true;
+}
+
+// A path as a word for the shell.
+static std::string shell_word(const std::string& path) {
+    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
+    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    std::string quoted = "'";
+    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return quoted + "'";
+}
+
+namespace fs = std::filesystem;
+static std::error_code ignored;  // where an answer is enough
+
+static bool has_ending(const std::string& path, const char* ending) {
+    return path.size() >= strlen(ending) && !strcasecmp(&path[path.size() - strlen(ending)], ending);
+}
+static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
+
+static std::string human_bytes(double bytes) {
+    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
+           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
+                          : text("%.1f kB", bytes / 1e3);
+}
+
+static std::string human_time(double seconds) {
+    long s = (long)(seconds + 0.5);
+    if (s < 60) return text("%.*fs", s < 10, seconds);
+    if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
+    return text("%ldh %02ldm", s / 3600, s / 60 % 60);
+}
+
+static double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---- checksums --------------------------------------------------------------------------------------------
+// CRC-32 as zlib computes it, 16 bytes at a time; continue a sum by passing it in.
+static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
+    static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
+    for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
+        uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
+        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        table[i / 256][i % 256] = c;
+    }
+    const uint8_t* p = (const uint8_t*)data;
+    crc = ~crc;
+    for (; bytes >= 16; bytes -= 16, p += 16) {
+        uint64_t words[2];
+        memcpy(words, p, 16);
+        words[0] ^= crc, crc = 0;
+        for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
+    }
+    while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    return ~crc;
+}
+
+// ---- files ------------------------------------------------------------------------------------------------
+enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
+
+// An open file for reading, closed when it leaves its scope; every read is checked.
+struct Reader {
+    std::unique_ptr<FILE, int (*)(FILE*)> file;
+    std::string path;
+    size_t size = 0;
+    int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
+        struct stat info;
+        if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
+        if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
+            fail("%s is not a regular file", name.c_str());
+        size = (size_t)info.st_size;
+        read(header, std::min(size, sizeof header)), seek(0);
+    }
+    void check(bool ok) {
+        const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
+        if (!ok) fail("could not read %s: %s", path.c_str(), why);
+    }
+    void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
+    void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
+    template <typename Values> Values take(size_t count) {  // the next so many
+        Values values(count, 0);
+        read(values.data(), count * sizeof values[0]);
+        return values;
+    }
+};
+
+// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
+// writer stream: data first, then the header with a 0 in that field, which stays there.
+static bool checksum_matches(Reader* in, int field) {
+    uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
+    in->seek(HEADER_BYTES);
+    for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
+        bytes = std::min(left, (size_t)1 << 20);
+        crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
+    }
+    return crc32(in->header, HEADER_BYTES, crc) == stored;
+}
+
+// The text of a file, "" where there is none; what is there and can't be read is refused.
+static std::string read_text(const std::string& path) {
+    if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
+    Reader in(path);
+    return in.take<std::string>(in.size);
+}
+
+static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
+    std::vector<std::string> names;
+    for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
+        names.push_back(at->path().filename().string());
+    return names;
+}
+
+static void make_folder(const std::string& path) {
+    std::error_code error;
+    fs::create_directories(path, error);
+    if (error) fail("can't make the folder %s: %s", path.c_str(), error.message().c_str());
+    if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path.c_str(), strerror(errno));
+}
+
+// Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
+static void remove_stale_temporaries(const std::string& folder) {
+    for (const std::string& name : list_folder(folder, &ignored)) {
+        if (name.find(".unet-") == std::string::npos || !name.ends_with(".tmp")) continue;
+        int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        if (file < 0) continue;
+        if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
+        close(file);
+    }
+}
+
+// A file that appears under its name only when it is whole: written under another, flushed, renamed.
+struct Writer {
+    std::string path, folder, temporary;
+    FILE* file = nullptr;
+    uint32_t crc = 0;
+    explicit Writer(const std::string& name) : path(name) {
+        fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
+        if (!target.empty()) path = target;
+        if (!target.empty() && !fs::is_regular_file(target, ignored))
+            fail("can't write %s: it is not a regular file", name.c_str());
+        folder = path.substr(0, path.rfind('/') + 1);
+        if (folder.empty()) folder = "./";
+        static std::set<std::string> tidied;
+        if (tidied.insert(folder).second) remove_stale_temporaries(folder);
+        for (int number = 1; !file; number++) {
+            temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
+            file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
+            if (!file && errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            struct stat info;  // 0 links: removed as stale, before it was locked
+            if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
+                fclose(std::exchange(file, nullptr));
+        }
+    }
+    Writer(const Writer&) = delete;
+    ~Writer() {
+        if (file) fclose(file), unlink(temporary.c_str());
+    }
+    void check(bool ok) {
+        if (!ok)
+            fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
+    }
+    void write(const void* data, size_t bytes) {
+        check(fwrite(data, 1, bytes, file) == bytes);
+        crc = crc32(data, bytes, crc);
+    }
+    void write(const std::string& contents) { write(contents.data(), contents.size()); }
+    void rewind_to_header(const void* header, size_t bytes) {
+        check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
+    }
+    void commit() {
+        check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
+        fclose(std::exchange(file, nullptr));  // and with it goes the lock
+        int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
+        if (directory < 0) return;
+        fsync(directory);  // the new name survives a power cut too
+        close(directory);
+    }
+};
+
+static void write_text(const std::string& path, const std::string& contents) {
+    Writer out(path);
+    out.write(contents);
+    out.commit();
+}
+
+static bool all_finite(const float* values, size_t n) {
+    bool finite = true;  // without a way out of the loop, which is vector code then
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    return finite;
+}
+
+static void check_host_memory(double bytes, const std::string& what, const char* instead) {
+    double available = (double)host_memory_available();
+    if (available && bytes > available)
+        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
+             human_bytes(available).c_str(), instead);
+}
+
+// ---- flags ------------------------------------------------------------------------------------------------
+// What a flag's value is; of a number, also a list of them where Config has an array.
+enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
+static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
+enum FlagResume { FREE, FIXED };  // typed with --resume, a FIXED one must equal the checkpoint's value
+
+struct Flag {
+    const char* name;
+    size_t offset, size;  // in Config, in bytes
+    FlagKind kind;
+    FlagGroup group;
+    FlagResume on_resume;
+    int field;             // of the .bin header: the first int32 that stores it; 0: not stored, -1: a section
+    const char* standard;  // the default, as it would be typed
+    double least, most;    // range of a number or of a list's elements
+    const char* help;
+    const char* choices = nullptr;  // of a CHOICE, separated by |
+};
+
+#define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
+#define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
+static std::vector<Flag> FLAGS = {
+    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
+    {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
+    {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
+    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
+    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0,
+     "PNG grid that --generate writes, or X.npz: arrays"},
+    {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
+     "folder into which --generate also writes each picture, as SEED.png"},
+
+    {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
+    {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
+    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "channel_mult's unit, a multiple of 32"},
+    {FIELD(channel_mult), FLOAT, MODEL, FIXED, 24, "1,2,3,4", 0.125, 64,
+     "width of each level in units of num_channels, such as 0.5; each level halves the image"},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
+    {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
+     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
+    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
+    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
+    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
+    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
+     "timestep and class scale and shift what is normed, instead of being added"},
+    {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
+    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
+    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1, "up- and down-sample in residual blocks"},
+    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1, "learn the resampling, by convolutions"},
+    {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
+    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
+     "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
+    {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
+    {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
+    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
+     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs"},
+
+    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000, "timesteps of the noising chain"},
+    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
+     "linear|cosine"},
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0, "what the network predicts", "eps|v|x0"},
+    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, 90, "0", 0, 1,
+     "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
+
+    {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
+    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
+    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
+    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
+     "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1, "part of --lr at the end"},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9, "steps over which --lr is reached"},
+    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, 55, "0", 0, 1e3,
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, 56, "0.9", 0, 0.99999, "AdamW's first moment"},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, 57, "0.999", 0, 0.9999999, "AdamW's second moment"},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, 58, "1e-8", 1e-20, 1, "AdamW's epsilon"},
+    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, 78, "0", 0, 1e9,
+     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
+    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, 80, "0", 0, 1e9,
+     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
+    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, 59, "0.999", 0, 0.9999999,
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
+    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, 71, "0", 0, 1e6,
+     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
+    {FIELD(flip), BOOL, TRAINING, FIXED, 50, "0", 0, 1, "mirror half of the images left to right"},
+    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, 91, "0", 0, 10,
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
+    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0, "of weights, order, noise, first picture"},
+    {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
+    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
+    {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
+    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
+    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
+    {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
+
+    {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
+    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
+    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "a text, a line a class: names of a model's classes that has none, or others for --class"},
+    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
+     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
+     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
+    {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
+    {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
+    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "", 0, 1,
+     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1"},
+    {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
+     "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
+    {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
+    {FIELD(jump_n_sample), INT, SAMPLING, FREE, 0, "10", 1, 1e3,
+     "how often it draws them; 1: it never goes back"},
+    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
+    {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
+     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
+    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6, "of a grid while training; 0: no grids"},
+    {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
+     "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
+    {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
+    {FIELD(spacing), CHOICE, SAMPLING, FREE, 94, "auto", 0, 0,
+     "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
+     "auto|uniform|trailing|karras"},
+    {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
+    {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
+     "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
+     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
+
+    {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
+    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, 64, "of this machine, to train or draw with"},
+    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, 64, "likewise, where there is no GPU"},
+    {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
+     "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
+    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
+    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1, "print plan, memory, a step's time; needs no data"},
+    {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
+};
+enum {
+    FIELD_MULTS = 24,        // channel_mult: see as_stored
+    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
+    FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
+    FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
+};
+
+// What guided-diffusion's models of ImageNet share.
+#define OF_IMAGENET                                                                                   \
+    "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
+    "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
+#define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
+// A preset is a text of flags that come before those of --config and those the user types.
+struct Preset {
+    const char *name, *flags;
+};
+static std::vector<Preset> PRESETS = {
+    // 32 groups would leave one channel a group at this width: see check_config
+    {"tiny",
+     "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
+     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
+     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000"},
+    {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
+    {"fashion32", IN_MINUTES "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 "
+                             "--num_classes 10 --cond_drop_prob 0.1 --guidance_scale 2 --flip 1 "
+                             "--batch_size 128"},
+    {"unet64", IN_MINUTES "--batch_size 64 --steps 16000"},
+    {"large64",
+     "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
+     "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "
+     "--save_every 5000 --sample_every 5000 --val_every 5000"},
+    {"adm64", OF_IMAGENET
+     "--num_channels 192 --num_res_blocks 3 --num_head_channels 64 --noise_schedule cosine --dropout 0.1"},
+    {"adm128", OF_IMAGENET "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_heads 4 "
+                           "--use_new_attention_order 0"},
+    {"adm256",
+     OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
+                 "--use_new_attention_order 0"},
+};
+
+static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
+static bool is_preset(const Flag& flag) { return is_named(flag, "preset") || is_named(flag, "model"); }
+static bool begins_group(const Flag& flag) { return &flag == &FLAGS[0] || flag.group != (&flag)[-1].group; }
+
+// Edits (insert, delete, replace) that turn a into b.
+static size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
+    std::iota(edits.begin(), edits.end(), 0);
+    for (char letter : a) {
+        size_t replaced = edits[0]++;
+        for (size_t j = 1; j <= b.size(); j++) {
+            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
+            replaced = std::exchange(edits[j], best);
+        }
+    }
+    return edits.back();
+}
+
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name.
+static const auto& named(const auto& table, const std::string& name, const std::string& shown,
+                         const char* mark) {
+    auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
+    for (const auto& entry : table)
+        if (name == entry.name) return entry;
+    fail_usage("there is no %s; did you mean %s%s? (--help lists them all)", shown.c_str(), mark,
+               std::ranges::min_element(table, {}, distance)->name);
+}
+static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
+static const char* preset_flags(const std::string& name) {
+    return named(PRESETS, name, "preset '" + name + "'", "").flags;
+}
+
+// The numbers of a flag that is no path, as bits, and one of them. No flag takes one below 0.
+static std::span<int32_t> numbers_of(const Config& config, const Flag& flag) {
+    return {(int32_t*)((char*)&config + flag.offset), flag.size / sizeof(int32_t)};
+}
+static double number_of(const Flag& flag, int32_t bits) {
+    return flag.kind == FLOAT ? std::bit_cast<float>(bits) : (double)(uint32_t)bits;
+}
+
+static std::string trimmed(const std::string& line) {
+    size_t first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+}
+
+// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
+static bool in_range(const Flag& flag, double number) {
+    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
+    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    float value = (float)number;
+    return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
+}
+
+// The number that `value` is, or of words which of them, counted from 0.
+static double parse_number(const Flag& flag, const std::string& value) {
+    bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
+    if (yes_or_no || flag.kind == CHOICE) {
+        std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+        for (size_t i = 0; i < words.size(); i++)
+            if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
+        fail_usage("--%s is %s, not '%s'", flag.name,
+                   yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+    }
+    char* end;
+    double number = strtod(value.c_str(), &end);
+    if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
+        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
+                   real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
+    return number;
+}
+
+static void set_flag(Config* config, const Flag& flag, const std::string& value) {
+    if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
+        if (value.size() >= flag.size)
+            fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+        if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+        if (value != trimmed(value) || value.starts_with('"') ||
+            value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
+            fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                       flag.name);
+        strcpy((char*)config + flag.offset, value.c_str());
+        return;
+    }
+    std::span<int32_t> numbers = numbers_of(*config, flag);
+    if (flag.kind == FLOAT && value.empty() && !*flag.standard) {  // not told
+        numbers[0] = std::bit_cast<int32_t>(NAN);
+        return;
+    }
+    std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
+    if (parts.size() > numbers.size())
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+    std::ranges::fill(numbers, 0);
+    for (size_t i = 0; i < parts.size(); i++) {
+        double number = parse_number(flag, parts[i]);
+        if (number == 0 && parts.size() > 1)
+            fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
+        numbers[i] = flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
+    }
+}
+
+// The value as it would be typed.
+static std::string flag_text(const Config& config, const Flag& flag) {
+    if (flag.kind == PATH) return (const char*)&config + flag.offset;
+    std::string joined;
+    for (int32_t bits : numbers_of(config, flag)) {
+        double number = number_of(flag, bits);
+        if (std::isnan(number)) return "";          // it was not told
+        if (!joined.empty() && number == 0) break;  // the list ends
+        joined += joined.empty() ? "" : ",";
+        joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
+                  : flag.kind == FLOAT ? float_text((float)number)
+                                       : text("%.0f", number);
+    }
+    return joined;
+}
+
+static Config default_config() {
+    Config config = Config();
+    for (const Flag& flag : FLAGS) set_flag(&config, flag, flag.standard);
+    return config;
+}
+
+// ---- flags as they are typed ------------------------------------------------------------------------------
+static void print_help() {
+    printf(
+        "%1$s: trains a %2$s diffusion model on images\n\n"
+        "  ./%1$s --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
+        "--output_name X.bin)\n"
+        "  ./%1$s --resume              continue\n"
+        "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n\n"
+        "Flags are written --name value or --name=value.\n",
+        PROGRAM, NETWORK);
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
+        bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
+        printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
+    }
+    printf("\nPresets\n");
+    for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
+}
+
+// A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
+struct GivenFlag {
+    const Flag* flag;
+    std::string value, origin;
+};
+
+static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
+    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return is_named(*g.flag, name); });
+    return last == given.rend() ? nullptr : &*last;
+}
+
+// What a file of an earlier version lists where nothing was told.
+static bool is_earlier_default(const GivenFlag& g) {
+    return !g.origin.empty() && is_named(*g.flag, "strength") && g.value == "0";
+}
+// Whether it was given by more than a file that lists its default.
+static bool is_asked(const GivenFlag* g) {
+    if (!g || g->origin.empty()) return g;
+    return g->value != g->flag->standard && !is_earlier_default(*g);
+}
+
+static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
+    for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
+    config->resume_given = was_given(given, "resume") != nullptr;
+    if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
+}
+
+// One line of a configuration file: NAME VALUE or NAME = VALUE.
+static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
+    std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
+                value = trimmed(words.substr(name.size()));
+    if (value.starts_with('=')) value = trimmed(value.substr(1));
+    if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
+        value = value.substr(1, value.size() - 2);
+    const Flag& flag = flag_named(name);
+    if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+    return {&flag, value, origin};
+}
+
+static std::vector<GivenFlag> read_config_file(const std::string& path) {
+    if (path.empty()) fail_usage("--config needs a file's name, not ''");
+    std::vector<GivenFlag> given;
+    Reader in(path);
+    std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
+    if (in.size > contents.size() || contents.find('\0') != std::string::npos)
+        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
+    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
+    Config scratch;  // sets each flag once here, so that a bad value is named with its line
+    int number = 0;
+    for (const std::string& line : split(contents, '\n')) {
+        std::string origin = text("%s, line %d", path.c_str(), ++number);
+        if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
+        std::string why = failure_of([&] {
+            given.push_back(parse_config_line(line, origin));
+            set_flag(&scratch, *given.back().flag, given.back().value);
+            if (is_preset(*given.back().flag)) preset_flags(given.back().value);
+        });
+        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
+    }
+    return given;
+}
+
+// Every setting as a file that --config reads, under the titles of --help.
+static std::string config_text(const Config& config) {
+    std::string lines =
+        "# Flags of " PROGRAM ", read with --config FILE; flags typed beside it come over these.\n";
+    for (const Flag& flag : FLAGS) {
+        if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
+        if (flag.group != OTHER && !is_preset(flag))
+            lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
+    }
+    return lines;
+}
+
+// An empty value is typed by a script whose variable is unset, and would mean that the flag was left out. But it
+// takes back what a checkpoint tells.
+static bool may_be_emptied(const Flag& flag) {
+    return is_named(flag, "val_file") || is_named(flag, "guidance_interval");
+}
+
+// Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
+static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
+                                          const std::string& origin = "") {
+    std::vector<GivenFlag> given;
+    for (size_t i = 0; i < words.size(); i++) {
+        std::string argument = words[i] == "-h" ? "--help" : words[i];
+        if (!argument.starts_with("--"))
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+        size_t equals = argument.find('=');
+        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        const Flag& flag = flag_named(name);
+        // of --flip and --resume the value may be left out
+        bool optional = flag.kind == BOOL || name == "resume";
+        std::string value = flag.kind == BOOL ? "1" : "";
+        if (equals != std::string::npos) value = argument.substr(equals + 1);
+        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
+        else if (!optional) fail_usage("--%s needs a value", name.c_str());
+        if (value.empty() && !optional && !may_be_emptied(flag))
+            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
+        given.push_back({&flag, value, origin});
+    }
+    auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
+    if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
+    for (const Flag& flag : FLAGS)
+        if (const GivenFlag* preset = was_given(given, flag.name); preset && is_preset(flag))
+            put_first(parse_flags(split(preset_flags(preset->value), ' '),
+                                  text("--%s %s", flag.name, preset->value.c_str())));
+    return given;
+}
+
+// ---- what is refused --------------------------------------------------------------------------------------
+// In which part of the chain, from 0, the least noise, to 1, pictures are guided.
+static std::pair<double, double> guidance_interval(const Config& c) {
+    std::pair<double, double> part = {0, 1};
+    char more;
+    if (!*c.guidance_interval) return part;
+    int numbers = sscanf(c.guidance_interval, "%lf,%lf%c", &part.first, &part.second, &more);
+    if (numbers != 2 || !(part.first >= 0 && part.first <= part.second && part.second <= 1))
+        fail("--guidance_interval '%s' is not two numbers from 0 to 1 such as 0.2,0.8", c.guidance_interval);
+    return part;
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    if (int multiple = 1 << levels >> 1; levels && c.image_size % multiple)
+        fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
+             c.image_size, levels, multiple);
+    if (c.num_heads_upsample && !c.num_heads)
+        fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
+    for (int i = 0; i < levels; i++) {
+        int width = level_width(c, i), size = c.image_size >> i;
+        if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)
+            fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
+                 float_text(c.channel_mult[i]).c_str(), c.num_channels);
+        if (width % c.norm_groups || width / c.norm_groups < 2)
+            fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
+                 c.norm_groups, i + 1, width, width / 4);
+        if (!attends(c, size) && i < levels - 1) continue;  // the middle block always has attention
+        if (size > MAX_ATTENTION_SIZE)
+            fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
+                 size);
+        for (bool decoder : {false, true}) {
+            int heads = heads_of(c, width, decoder), divisor = c.num_heads ? heads : c.num_head_channels;
+            if (width % divisor)
+                fail("--%s %d does not divide the %d channels of the attention at %dx%d",
+                     c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
+            auto [multiple, most] = head_channels();
+            if (int d = width / heads; d % multiple || d > most)
+                fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
+                     most, most < 256 ? " in fp32, here" : "");
+        }
+    }
+    if (c.class_cond && !c.num_classes)
+        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
+    if (calls_twice(c) && !(c.class_cond && c.cond_drop_prob > 0))
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob, or --guide_weights",
+             c.guidance_scale);
+    if (*c.guide_weights && !is_guided(c))
+        fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
+    if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
+        fail("--mask needs --sampler ddim or ddpm");
+    if (*c.mask && (double)sampler_steps(c) * c.jump_n_sample > 1e6)
+        fail("--jump_n_sample %d times %d steps are more than a million; use a smaller one", c.jump_n_sample,
+             sampler_steps(c));
+    if (*c.init_image && c.strip)
+        fail("--strip shows the way from noise alone: leave out it or --init_image");
+    guidance_interval(c);
+    if (c.use_ema > std::max(1, ema_count(c)))
+        fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
+    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
+        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
+             c.diffusion_steps);
+    if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
+        fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
+    if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
+        fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
+    if (c.sample_steps > c.diffusion_steps)
+        fail("--sample_steps %d is more than --diffusion_steps %d", c.sample_steps, c.diffusion_steps);
+}
+
+// ---- images -----------------------------------------------------------------------------------------------
+// The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
+struct Dataset {
+    int count = 0;  // images
+    std::vector<uint8_t> bytes = {};
+    std::vector<float> floats = {};
+    float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
+    std::vector<int> labels = {};               // (N), where there are classes
+    std::vector<std::string> class_names = {};  // which they number; some may have no image
+    std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
+};
+
+enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
+enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
+
+// Averages the images, of this width, over factor x factor pixels.
+static void shrink(Dataset* data, int width, int factor) {
+    bool bytes = data->floats.empty();
+    float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
+    size_t values = bytes ? data->bytes.size() : data->floats.size();
+    std::vector<float> smaller(values / factor / factor);
+    for (size_t i = 0; i < values; i++) {
+        size_t row = i / width / factor, x = i % width / factor;
+        smaller[row * (width / factor) + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+    }
+    for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
+    data->bytes = std::vector<uint8_t>();
+    data->floats.swap(smaller);
+}
+
+// The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
+static std::vector<std::string> parse_class_names(const std::string& lines, const char* file, size_t least,
+                                                  size_t most) {
+    size_t count = std::ranges::count(lines, '\n');
+    if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
+        fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
+    if (lines.find('\0') != lines.npos || !is_utf8(lines))
+        fail("%s is damaged: its names of classes are no text in UTF-8", file);
+    std::vector<std::string> names = split(lines, '\n');
+    names.pop_back();  // what follows the last line feed
+    std::set<std::string> seen;
+    for (const std::string& name : names)
+        if (name.empty() || !seen.insert(name).second)
+            fail("%s is damaged: it has %s", file,
+                 name.empty() ? "a class without a name" : ("two classes called " + listed({name})).c_str());
+    return names;
+}
+
+// The names of the classes of an image file, which its header counts; none where it has no labels.
+static std::vector<std::string> read_class_names(Reader* in) {
+    int classes = in->header[5] ? in->header[7] : 0, bytes = in->header[8];
+    if (in->header[0] != IMAGES_MAGIC || !classes) return {};
+    if (classes < 0 || bytes < 0 || in->size < HEADER_BYTES + (size_t)bytes)
+        fail("%s is damaged: it claims %d classes with names of %d bytes", in->path.c_str(), classes, bytes);
+    in->seek(in->size - bytes);
+    return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
+}
+
+// The format: FORMATS.md. Images `factor` times as large as image_size are shrunk, others refused.
+static Dataset read_images(const std::string& path, const Config& c) {
+    const char* name = path.c_str();
+    if (!file_exists(path) && file_exists(path + ".gz"))
+        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
+    if (!file_exists(path))
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s",
+             name, c.image_size, shell_word(path).c_str());
+    Reader in(path);
+    const int32_t* header = in.header;
+    if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
+        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
+            type = version ? header[6] : IMAGES_FLOAT,  // this and what follows are new in version 1
+        classes = version ? header[7] : 0, names = version ? header[8] : 0;
+    bool bytes = type == IMAGES_UINT8;
+    if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
+        fail("%s has version %d and elements of type %d, unknown here", name, version, type);
+    // what 64 bits could not hold, a double tells well enough to refuse it
+    double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+    if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
+        claimed != (double)in.size)
+        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
+             N, C, H, W, claimed, in.size);
+    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
+    uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
+    if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
+        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
+    int wanted = c.image_size, factor = H / wanted;
+    if (H != W || H % wanted)
+        fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
+             name, H, W, wanted);
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
+                      "the images of " + path, "use fewer or smaller ones");
+
+    Dataset data = {.count = N};
+    if (version) data.checksum = text("%08x", checksum);
+    size_t count = (size_t)N * C * H * W;
+    in.seek(HEADER_BYTES);
+    data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
+    data.floats = in.take<std::vector<float>>(bytes ? 0 : count);
+    for (float value : data.floats)
+        if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
+            fail("%s is damaged: it holds a pixel of %g", name, value);
+    data.labels = in.take<std::vector<int>>(classes ? N : 0);
+    for (int label : data.labels)
+        if (label < 0 || label >= classes)
+            fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
+    data.class_names = read_class_names(&in);
+    if (factor > 1) shrink(&data, W, factor);
+    return data;
+}
+
+static std::vector<std::string> class_names_in(const std::string& path) {
+    Reader in(path);
+    return read_class_names(&in);
+}
+
+// Numbers the labels of images as the model does, whose classes have these names. A class that it does not
+// know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
+static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
+                                 bool trains) {
+    const std::vector<std::string>& theirs = data->class_names;
+    std::vector<int> images(theirs.size()), to(theirs.size(), -1);
+    for (int label : data->labels) images[label]++;
+    std::vector<std::string> unknown, lacking;
+    std::string moved;
+    for (size_t i = 0; i < theirs.size(); i++) {
+        auto at = std::ranges::find(names, theirs[i]);
+        if (at != names.end()) to[i] = (int)(at - names.begin());
+        else if (images[i]) unknown.push_back(theirs[i]);
+        if (moved.empty() && images[i] && to[i] >= 0 && to[i] != (int)i)
+            moved = text("%s is number %zu there and %d in the model", listed({theirs[i]}).c_str(), i, to[i]);
+    }
+    if (!unknown.empty())
+        fail("%s has images of %s, which the model does not know: its classes are %s", file,
+             listed(unknown).c_str(), listed(names).c_str());
+    for (const std::string& name : names) {
+        size_t i = std::ranges::find(theirs, name) - theirs.begin();
+        if (i == theirs.size() || (trains && !images[i])) lacking.push_back(name);
+    }
+    for (int& label : data->labels) label = to[label];
+    data->class_names = names;
+    std::string lacks = lacking.empty() ? "" : text("has no images of %s", listed(lacking).c_str());
+    if (moved.empty() && lacks.empty()) return "";
+    if (moved.empty()) return text("%s %s, which the model knows", file, lacks.c_str());
+    return text("%s numbers its classes otherwise and is matched by their names: %s%s%s", file, moved.c_str(),
+                lacks.empty() ? "" : "; it ", lacks.c_str());
+}
+
+// ---- weights and checkpoints ------------------------------------------------------------------------------
+enum { UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
+enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
+enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
+enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
+
+// The sections of parameters, in their order: number --use_ema is what that flag chooses.
+static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
+// What --skip_outliers goes by; the section `state` of a checkpoint.
+enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
+struct History {
+    int32_t skipped;  // steps that updated nothing
+    int32_t seen;     // steps that were entered below: the n-th in place n mod WINDOW
+    float losses[WINDOW], norms[WINDOW];
+};
+
+struct Section {
+    size_t offset, bytes;
+};
+
+// What a weights file says of itself, everything checked against its length; the sections are read later.
+struct WeightsFile {
+    std::string path;
+    Config config;  // the default one with what the file stores
+    long step = 0;
+    float smoothed = 0;
+    History history = History();
+    std::map<std::string, Section> sections = {};  // by name
+    std::vector<std::string> class_names = {};     // of its first classes, by number; none: not known
+    std::string data_checksum = "";                // of the images that it was trained on, where known
+};
+
+static int field_of(const Flag& flag, int i) {
+    return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+}
+
+// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it
+// is off: a file from before there was such a flag says 0. A channel_mult that is whole is stored as an
+// integer, as all once were: the bits of no float in range.
+static int32_t as_stored(const Flag& flag, int32_t bits) {
+    if (flag.field != FIELD_MULTS) return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
+    if (bits > 0 && bits <= flag.most) return std::bit_cast<int32_t>((float)bits);
+    float mult = std::bit_cast<float>(bits);
+    return mult >= 1 && mult <= flag.most && mult == floorf(mult) ? (int32_t)mult : bits;
+}
+static void flags_to_fields(int32_t* header, const Config& config) {
+    for (const Flag& flag : FLAGS)
+        for (int i = 0; flag.field > 0 && i < (int)numbers_of(config, flag).size(); i++)
+            header[field_of(flag, i)] = as_stored(flag, numbers_of(config, flag)[i]);
+    header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
+}
+static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
+    for (const Flag& flag : FLAGS) {
+        if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
+        std::span<int32_t> numbers = numbers_of(*config, flag);
+        for (int i = 0; flag.field > 0 && i < (int)numbers.size(); i++) {
+            numbers[i] = as_stored(flag, header[field_of(flag, i)]);
+            if (!(i && numbers[i] == 0) && !in_range(flag, number_of(flag, numbers[i])))  // a 0 ends a list
+                fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
+        }
+    }
+    if (!config->num_heads) config->num_heads_upsample = 0;  // as files from before it was refused mean it
+    config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
+}
+
+// Where each section lies: they follow the header and each other up to the file's end.
+static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
+    int count = header[FIELD_SECTIONS];
+    bool fits = count >= 1 && count <= MAX_SECTIONS;
+    size_t offset = HEADER_BYTES;
+    for (int i = 0; fits && i < count; i++) {
+        const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
+        char name[SECTION_NAME_BYTES + 1] = {0};
+        uint64_t bytes;
+        memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
+        fits = bytes <= size - offset && file->sections.insert({name, {offset, (size_t)bytes}}).second;
+        offset += bytes;
+    }
+    if (!fits || offset != size)
+        fail("%s is damaged or was cut short: the sections that its header names don't fit its %zu bytes",
+             file->path.c_str(), size);
+}
+
+// What the sections besides the parameters hold: texts, of which some are flags, and a run's history.
+static void read_texts_and_history(WeightsFile* file, Reader* in) {
+    for (const Flag& flag : FLAGS) {
+        if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
+        auto [offset, bytes] = file->sections[flag.name];
+        in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
+        std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
+        if (value.empty()) continue;
+        std::string why = failure_of([&] { set_flag(&file->config, flag, value); });
+        if (!why.empty())
+            fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
+    }
+    auto text_of = [&](const char* name) {
+        if (!file->sections.contains(name)) return std::string();
+        auto [offset, bytes] = file->sections[name];
+        in->seek(offset);
+        return in->take<std::string>(bytes);
+    };
+    size_t classes = file->config.class_cond ? file->config.num_classes : 0;
+    file->class_names = parse_class_names(text_of("class_names"), file->path.c_str(), 0, classes);
+    file->data_checksum = text_of("data_checksum");
+    bool known = !file->data_checksum.empty();
+    if (known && (file->data_checksum.size() != 8 ||
+                  file->data_checksum.find_first_not_of("0123456789abcdef") != std::string::npos))
+        fail("%s is damaged: its section data_checksum is no checksum", file->path.c_str());
+    if (!file->sections.contains("state")) return;
+    auto [offset, bytes] = file->sections["state"];
+    History* h = &file->history;
+    in->seek(offset);
+    in->read(h, std::min(bytes, sizeof *h));
+    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
+        fail("%s is damaged: its section state makes no sense", file->path.c_str());
+}
+
+static WeightsFile open_weights(const std::string& path) {
+    const char* name = path.c_str();
+    Reader in(path);
+    const int32_t* header = in.header;
+    float smoothed = std::bit_cast<float>(header[FIELD_SMOOTHED]);
+    WeightsFile file = {path, default_config(), header[FIELD_STEP], smoothed};
+    if (header[0] == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (header[0] == OLD_WEIGHTS_MAGIC)
+        fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
+             name, shell_word(path).c_str());
+    if (in.size < HEADER_BYTES || header[0] != NETWORK_MAGIC)
+        fail("%s is no weights file of a " NETWORK " (of .pt or .safetensors, " IMPORTER " makes one)", name);
+    if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
+        fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
+             header[FIELD_VERSION], UNET_VERSION);
+    read_sections(&file, header, in.size);
+    if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
+    fields_to_flags(&file.config, header, path);
+    size_t parameters = 0;
+    std::string why = failure_of([&] {
+        check_config(file.config);
+        parameters = count_parameters(file.config);
+    });
+    if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
+    if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
+        fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
+             header[FIELD_PARAMETERS], file.step, file.smoothed);
+    if (!file.sections.contains("weights")) fail("%s holds no weights", name);
+    for (const char* section : ARRAY_SECTIONS)
+        if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
+            fail("%s is damaged: its section %s has the wrong length", name, section);
+    read_texts_and_history(&file, &in);
+    return file;
+}
+
+static std::string checkpoint_path(const std::string& folder, long step) {
+    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+}
+
+// Steps of the checkpoints in a folder, newest first, whole or not.
+static std::vector<long> list_checkpoints(const std::string& folder) {
+    std::error_code error;
+    std::vector<long> steps;
+    for (const std::string& name : list_folder(folder, &error)) {
+        long step = -1;
+        sscanf(name.c_str(), "checkpoint_%8ld", &step);
+        if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
+    }
+    if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
+        fail("can't list the folder %s: %s", folder.c_str(), error.message().c_str());
+    std::sort(steps.rbegin(), steps.rend());
+    return steps;
+}
+
+// The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
+static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
+    std::vector<long> steps = list_checkpoints(folder);
+    for (long step : steps) {
+        WeightsFile file;
+        std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
+        if (damage.empty()) return file;
+        note("passed over: " + damage);
+    }
+    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
+}
+
+// ---- pictures ---------------------------------------------------------------------------------------------
+static std::string big_endian(uint32_t value) {
+    return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
+}
+
+static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
+    std::string named = type + data;
+    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
+}
+
+// lines (height, pitch): of each the filter's name, and the pixels. The filter is 4, Paeth's: a byte becomes
+// its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
+// left + above - corner. It begins with the last line, so that what it reads is not filtered yet.
+static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t channels) {
+    std::vector<uint8_t> filtered(pitch), nothing(pitch, 0);
+    for (size_t end = lines->size(); end; end -= pitch) {
+        uint8_t* line = lines->data() + end - pitch;
+        const uint8_t* above = end > pitch ? line - pitch : nothing.data();
+        filtered[0] = 4;
+        for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
+        for (size_t i = 1 + channels; i < pitch; i++) {
+            int left = line[i - channels], up = above[i], corner = above[i - channels];
+            int to_left = abs(up - corner), to_up = abs(left - corner);
+            int to_corner = abs(left + up - 2 * corner);
+            int nearest = to_up <= to_corner ? up : corner;
+            nearest = to_left <= std::min(to_up, to_corner) ? left : nearest;
+            filtered[i] = (uint8_t)(line[i] - nearest);
+        }
+        std::ranges::copy(filtered, line);
+    }
+}
+
+// The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
+// that deflate allows, the counts are made more alike.
+static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
+    std::vector<int> parents, depths;
+    do {
+        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
+        for (size_t symbol = 0; symbol < counts.size(); symbol++)
+            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
+        parents.assign(counts.size(), -1);
+        while (roots.size() > 1) {
+            auto [count, node] = roots.extract(roots.begin()).value();
+            auto [other_count, other] = roots.extract(roots.begin()).value();
+            parents[node] = parents[other] = (int)parents.size();
+            roots.insert({count + other_count, (int)parents.size()});
+            parents.push_back(-1);
+        }
+        depths.assign(parents.size(), 0);
+        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
+            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
+        for (uint32_t& count : counts) count = (count + 1) / 2;
+    } while (std::ranges::max(depths) > 15);
+    depths.resize(counts.size());
+    return depths;
+}
+
+// Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
+struct BitStream {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
+    }
+    void fill_byte() { put(0, -count & 7); }
+};
+static uint32_t reversed(uint32_t code, int n) {
+    uint32_t turned = 0;
+    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    return turned;
+}
+
+// A block of deflate's stream (RFC 1951) with a Huffman code of its own. Bytes that repeat the one before
+// them are a match at distance 1; in what a network drew longer distances find nothing. A block that would
+// not become shorter is stored.
+static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
+    enum { STORED = 0, OWN_CODE = 2, END = 256, MATCH = 257, SYMBOLS = 286, SHORTEST = 4, LONGEST = 257 };
+    auto walk = [&](auto literal, auto match) {
+        for (size_t i = 0, n; i < block.size(); i += n) {
+            n = 0;
+            while (i && n < LONGEST && i + n < block.size() && block[i + n] == block[i - 1]) n++;
+            if (n >= SHORTEST) {  // its length is told by a symbol and some bits more
+                int more = std::max(0, (int)std::bit_width(n - 3) - 3);
+                match(MATCH + 4 * more + (int)((n - 3) >> more), (n - 3) & ((1 << more) - 1), more);
+            } else {
+                n = 1;
+                literal(block[i]);
+            }
+        }
+    };
+    std::vector<uint32_t> counts(SYMBOLS, 0), codes(SYMBOLS, 0);
+    size_t bits = 17 + 3 * 19 + 4 * (SYMBOLS + 1);  // that tell the code, and then what is told in it
+    walk([&](int byte) { counts[byte]++; },
+         [&](int symbol, uint32_t, int more) {
+             counts[symbol]++;
+             bits += more + 1;
+         });
+    counts[END] = 1;
+    std::vector<int> lengths = code_lengths(counts);
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) bits += counts[symbol] * lengths[symbol];
+    if (bits > 8 * (block.size() + 4)) {
+        out->put(is_last + 2 * STORED, 3);
+        out->fill_byte();
+        out->put((uint32_t)block.size(), 16);
+        out->put(~(uint32_t)block.size() & 0xFFFF, 16);
+        out->bytes.append((const char*)block.data(), block.size());
+        return;
+    }
+    uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+    for (int length = 1; length <= 15; length++, code *= 2)
+        for (int symbol = 0; symbol < SYMBOLS; symbol++)
+            if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+    out->put(is_last + 2 * OWN_CODE, 3);
+    out->put(SYMBOLS - 257, 5);
+    out->put(0, 5);  // a single distance
+    out->put(15, 4);
+    // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+    for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
+    for (int length : lengths) out->put(reversed(length, 4), 4);
+    out->put(reversed(1, 4), 4);
+    walk([&](int byte) { out->put(codes[byte], lengths[byte]); },
+         [&](int symbol, uint32_t rest, int more) {
+             out->put(codes[symbol], lengths[symbol]);
+             out->put(rest, more);
+             out->put(0, 1);
+         });
+    out->put(codes[END], lengths[END]);
+}
+
+// lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
+// RGB or RGBA (PNG specification, RFC 1950). No library is needed. Each block is a chunk of its own, so that a
+// chunk's length does not limit the picture.
+static void write_png(const std::string& path, std::vector<uint8_t> lines, int width, int height) {
+    size_t most = 65535, pitch = lines.size() / height;  // bytes of a block that can be stored; of a line
+    int channels = (int)((pitch - 1) / width);
+    std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
+    filter_lines(&lines, pitch, channels);
+    Writer out(path);
+    out.write("\x89PNG\r\n\x1A\n");
+    write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
+    write_png_chunk(&out, "IDAT", "\x78\x01");
+    BitStream stream;
+    uint64_t a = 1, b = 0;  // Adler-32
+    for (size_t start = 0; start < lines.size(); start += most) {
+        std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
+        for (uint8_t byte : block) {
+            a += byte;
+            b += a;
+        }
+        a %= 65521;
+        b %= 65521;
+        deflate(&stream, block, start + block.size() == lines.size());
+        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
+    }
+    stream.fill_byte();
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
+    write_png_chunk(&out, "IEND", "");
+    out.commit();
+}
+
+// A float from -1 to 1 as a byte; a NaN is black.
+static uint8_t byte_of(float value) {
+    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
+}
+
+// Where N pictures lie in a grid: in so many columns, and a new row begins with every group of so many.
+struct GridLayout {
+    int N, columns, group;
+    int rows_of(int count) const { return (count + columns - 1) / columns; }
+    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
+    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
+    int column(int n) const { return n % group % columns; }
+};
+// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
+// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+static GridLayout grid_layout(int N, int groups, int image_size) {
+    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+    int each = N / groups;
+    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
+    GridLayout best = {N, each, each};
+    if (side(best) * (image_size + 2) <= 4000) return best;
+    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
+        GridLayout layout = {N, columns, columns < each ? each : N};
+        if (side(layout) < side(best)) best = layout;
+    }
+    return best;
+}
+
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps. What a viewer may refuse is said.
+static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
+                       const Config& c, int gap = 2) {
+    int H = c.image_size, C = c.in_channels;
+    int width = layout.columns * (H + gap) + gap, height = layout.rows() * (H + gap) + gap;
+    size_t pitch = 1 + (size_t)width * C;
+    std::vector<uint8_t> lines(pitch * height, 255);
+    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
+        int n = (int)(i / H / H);
+        size_t y = layout.row(n) * (H + gap) + gap + i / H % H,
+               x = layout.column(n) * (H + gap) + gap + i % H;
+        for (int k = 0; k < C; k++) lines[y * pitch + 1 + x * C + k] = byte_of(pictures[i * PIXEL + k]);
+    }
+    write_png(path, std::move(lines), width, height);
+    if (std::max(width, height) > 4000 && layout.N > 1)
+        say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
+            path.c_str(), width, height);
+}
+
+static std::string little_endian(uint64_t value, int bytes) {
+    std::string number;
+    for (int i = 0; i < bytes; i++) number += (char)(value >> 8 * i);
+    return number;
+}
+
+// A file of NumPy's arrays, .npz: a zip in which the files NAME.npy are stored. All sizes have 64 bits
+// (PKWARE's APPNOTE 6.3, sections 4.3 to 4.5).
+struct ArrayFile {
+    Writer out;
+    std::string entries = "";  // of the list of all files, which comes last
+    uint64_t offset = 0;
+    int count = 0;
+
+    // `type` and `shape` as NumPy's header has them.
+    void add(const std::string& name, const std::string& type, const std::string& shape, const auto& data) {
+        std::string start = "{'descr': '" + type + "', 'fortran_order': False, 'shape': " + shape + ", }";
+        start.append(64 - (start.size() + 11) % 64, ' ');
+        start = "\x93NUMPY\x01" + std::string(1, 0) + little_endian(start.size() + 1, 2) + start + "\n";
+        uint64_t bytes = start.size() + data.size();
+        uint32_t crc = crc32(data.data(), data.size(), crc32(start.data(), start.size()));
+        // version 4.5, no flags, stored, the first moment of 1980, and sizes that follow behind the name
+        std::string file = little_endian(45, 2) + little_endian(0, 6) + little_endian(33, 2) +
+                           little_endian(crc, 4) + little_endian(UINT64_MAX, 8) +
+                           little_endian(name.size(), 2);
+        std::string sizes = little_endian(bytes, 8) + little_endian(bytes, 8);
+        std::string begin = "PK\3\4" + file + little_endian(20, 2) + name + little_endian(1, 2) +
+                            little_endian(16, 2) + sizes;
+        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + little_endian(0, 10) +
+                   little_endian(UINT32_MAX, 4) + name + little_endian(1, 2) + little_endian(24, 2) + sizes +
+                   little_endian(offset, 8);
+        out.write(begin + start);
+        out.write(data.data(), data.size());
+        offset += begin.size() + bytes;
+        count++;
+    }
+    void commit() {
+        std::string counts = little_endian(count, 8) + little_endian(count, 8);
+        std::string where = little_endian(entries.size(), 8) + little_endian(offset, 8);
+        out.write(entries + "PK\6\6" + little_endian(44, 8) + little_endian(45, 2) + little_endian(45, 2) +
+                  little_endian(0, 8) + counts + where);
+        out.write("PK\6\7" + little_endian(0, 4) + little_endian(offset + entries.size(), 8) +
+                  little_endian(1, 4));
+        out.write("PK\5\6" + little_endian(0, 4) + little_endian(UINT64_MAX, 8) +
+                  little_endian(UINT32_MAX, 4) + little_endian(0, 2));
+        out.commit();
+    }
+};
+
+// pictures (N, H, W, PIXEL) as arr_0, bytes (N, H, W, C), and where the model has classes theirs as arr_1,
+// int64 (N): what the evaluators of guided-diffusion and others read.
+static void write_arrays(const std::string& path, const std::vector<float>& pictures,
+                         const std::vector<int>& classes, const Config& c) {
+    int N = (int)classes.size(), H = c.image_size, C = c.in_channels;
+    std::vector<uint8_t> bytes;
+    bytes.reserve((size_t)N * H * H * C);
+    for (size_t i = 0; i < (size_t)N * H * H; i++)
+        for (int k = 0; k < C; k++) bytes.push_back(byte_of(pictures[i * PIXEL + k]));
+    std::string labels;
+    for (int number : classes) labels += little_endian(number, 8);
+    ArrayFile file = {Writer(path)};
+    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), bytes);
+    if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
+    file.commit();
+}
+
+// ---- the model of a file, and lists -----------------------------------------------------------------------
+// The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
+// starts from a file's weights may have other classes.
+enum Taking { TO_DRAW, TO_START, TO_RESUME };
+static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
+                           Taking taking) {
+    for (const Flag& flag : FLAGS) {
+        bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
+        if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
+        const GivenFlag* g = was_given(given, flag.name);
+        bool of_classes =
+            is_named(flag, "class_cond") || is_named(flag, "num_classes") || is_named(flag, "cond_drop_prob");
+        if (taking == TO_START && g && of_classes && config->class_cond) continue;
+        std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
+        if (g && asked != stored)
+            fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
+                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
+                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
+        set_flag(config, flag, stored);
+    }
+}
+
+static Config given_config(const std::vector<GivenFlag>& given) {
+    Config config = default_config();
+    apply_flags(&config, given);
+    config.optimiser.lr_steps = config.steps;
+    return config;
+}
+
+static std::vector<uint32_t> consecutive(uint32_t first, int count) {
+    std::vector<uint32_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), first);
+    return numbers;
+}
+
+// The numbers of a list such as 0-63 or 3,7,10-12, up to `most`.
+static std::vector<uint32_t> parse_list(const char* flag, const std::string& list, uint32_t most) {
+    std::vector<uint32_t> numbers;
+    for (const std::string& range : split(list, ',')) {
+        unsigned long first = 0, last = 0;
+        int read = 0, ends = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &read, &last, &read);
+        if (ends == 1) last = first;
+        bool is_number = range.find_first_not_of("0123456789-") == range.npos;
+        if (!is_number || ends < 1 || range[read] || first > last || last > most)
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+        if (numbers.size() + (last - first) >= 1000000)
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+        for (unsigned long number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    }
+    return numbers;
+}
+
+// The numbers that names are, to the classes that they name; empty unless all are numbers.
+static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& names) {
+    std::map<uint32_t, uint32_t> places;
+    for (size_t i = 0; i < names.size(); i++) {
+        bool is_number =
+            names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
+        if (!is_number || !places.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i}).second) return {};
+    }
+    return places;
+}
+
+// The longest of the names that a list has at this place, up to a comma or its end; null where none is.
+static const std::string* name_at(const std::string& list, size_t at, const std::vector<std::string>& names) {
+    const std::string* longest = nullptr;
+    for (const std::string& name : names) {
+        size_t end = at + name.size();
+        bool is_here = !list.compare(at, name.size(), name) && (end == list.size() || list[end] == ',');
+        if (is_here && (!longest || name.size() > longest->size())) longest = &name;
+    }
+    return longest;
+}
+
+// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of
+// one. Where all names are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+    std::vector<uint32_t> classes;
+    std::map<uint32_t, uint32_t> places = values_of(names);
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        const std::string* name = name_at(list, at, names);
+        while (!name && list[at] == ' ') name = name_at(list, ++at, names);
+        if (name) {
+            classes.push_back((uint32_t)(name - names.data()));
+            end = at + name->size();
+            continue;
+        }
+        end = std::min(list.find(',', at), list.size());
+        std::string part = list.substr(at, end - at);
+        std::vector<uint32_t> numbers;
+        if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
+        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
+                       shortened(list).c_str(), shortened(part).c_str(), listed(names).c_str());
+        for (uint32_t number : numbers) classes.push_back(places[number]);
+    }
+    return classes;
+}
+
+// What the user calls the classes of a model: the lines of --class_names, or the names that it has.
+static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
+    if (!*c.class_names || !c.class_cond) return own;
+    std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    for (std::string& name : names)
+        if (name.ends_with('\r')) name.pop_back();
+    if (names.back().empty()) names.pop_back();
+    size_t classes = own.empty() ? c.num_classes : own.size();
+    if (names.size() != classes)
+        fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
+             classes);
+    return names;
+}
+
+// The classes that pictures are drawn of, by default all that have names, or all where none has; none where
+// the network is told none.
+static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<std::string>& names) {
+    if ((*c.classes || *c.class_names) && !c.class_cond)
+        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    int all = names.empty() ? c.num_classes : (int)names.size();
+    if (!*c.classes) return consecutive(0, c.class_cond ? all : 0);
+    return names.empty() ? parse_list("class", c.classes, all - 1) : parse_classes(c.classes, names);
+}
+
+// What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
+static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
+                             int groups, const GridLayout& layout) {
+    if (!groups || names.empty()) return "";
+    int each = layout.N / groups;
+    std::string kind = "rows", joined;
+    if (layout.columns < each) kind = text("%d rows each", layout.rows() / groups);
+    if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
+    for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
+    return " (" + kind + ": " + joined + ")";
+}
+
+// ---- logs -------------------------------------------------------------------------------------------------
+// metrics.jsonl of a run's folder, a record a line. Records that can't be written wait in memory for the next
+// attempt, as on a disk that is full for a while; the file holds whole lines only.
+struct Metrics {
+    std::string path, waiting;
+    int file = -1;
+    bool warned = false;
+    ~Metrics();  // after a last attempt at what the file lacks
+};
+
+
+// Keeps what steps up to resumed_step logged, and their validation losses.
+static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,
+                         std::map<long, double>* validated) {
+    m->path = path;
+    std::string kept;
+    std::vector<std::string> lines = split(there, '\n');
+    lines.pop_back();  // what follows the last line feed was cut short
+    for (const std::string& line : lines) {
+        long step;
+        int validates = 0;
+        double loss = NAN;  // of weights that are no numbers it says null
+        int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+        if (read < 1 || step > resumed_step) continue;
+        kept += line + "\n";
+        if (validates) (*validated)[step] = loss;
+    }
+    if (kept != there) write_text(path, kept);
+    m->file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (m->file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
+}
+
+static void add_metrics(Metrics* m, const std::string& lines) {
+    if (world.rank) return;
+    std::string& waiting = m->waiting;
+    size_t written = 0;
+    ssize_t n = 0;
+    waiting += lines;
+    while (written < waiting.size() && (n = write(m->file, &waiting[written], waiting.size() - written)) > 0)
+        written += (size_t)n;
+    if (written < waiting.size()) {
+        if (!std::exchange(m->warned, true))
+            note("could not write " + m->path + ": " + strerror(errno) +
+                 "; what is missing there follows later");
+        off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
+        if (!ftruncate(m->file, before)) written = 0;  // otherwise the next attempt continues the line
+    }
+    waiting.erase(0, written);
+}
+
+inline Metrics::~Metrics() {
+    if (file < 0) return;
+    add_metrics(this, "");
+    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+        note(path + " lacks " + counted(lost, "line"));
+    close(file);
+}
