@@ -198,12 +198,12 @@ static void attention_block_backward3(Problem& p) {
            dqkv = p.tensor_scratch("dqkv", qkv), dnormed = p.tensor_scratch("dnormed", normed);
     Norm norm = backward_norm(p, "norm", "", x);
     Linear to_qkv = backward_layer<Linear>(p, "qkv"), projection = backward_layer<Linear>(p, "proj_out");
-    beside([=] { conv1x1_backward_weight(projection, dout, joined); });
+    on_side_stream_deferred([=] { conv1x1_backward_weight(projection, dout, joined); });
     conv1x1_backward_input(djoined, dout, projection);
     attention_backward(dqkv, djoined, joined, p.in<float>("lse"), qkv, s.heads);
     conv1x1_backward_input(dnormed, dqkv, to_qkv);
     norm_alone_backward(dx, normed, dnormed, norm);
-    beside([=] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
+    on_side_stream_deferred([=] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
     each_vector(s.size(), AddVectors{dx.data, dout.data});
 }
 #endif

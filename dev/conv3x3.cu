@@ -1207,7 +1207,7 @@ static void conv3x3_backward8(Problem& p) {
 static void conv3x3_backward9(Problem& p) {
     Conv gradients = {.dw = p.out<float>("dw")};
     Tensor dout = p.tensor_in<floatX>("dout"), x = p.tensor_in<floatX>("x");
-    beside([=] { conv3x3_backward_weight(gradients, dout, x); });
+    on_side_stream_deferred([=] { conv3x3_backward_weight(gradients, dout, x); });
     conv3x3_input_gradient9(p);
 }
 #endif  // __CUDACC__

@@ -159,7 +159,7 @@ static void linear_backward3(Problem& p) {
     Tensor dout = p.tensor_in<floatX>("dout");
     Linear gradients = {.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")};
     Tensor x = p.tensor_in<floatX>("x");
-    beside([=] { linear_backward_weight(gradients, dout, x); });
+    on_side_stream_deferred([=] { linear_backward_weight(gradients, dout, x); });
     linear_backward_input(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
 #endif

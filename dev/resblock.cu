@@ -176,24 +176,24 @@ static void resblock_backward3(Problem& p) {
     // What the norms' backward writes of the normed tensors has been made before, for the SiLU's.
     each_vector(s.out(), NormVectors{normed2.data, norm2});
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
-    beside([=] { conv3x3_backward_weight(conv2, dout, active2); });
+    on_side_stream_deferred([=] { conv3x3_backward_weight(conv2, dout, active2); });
     conv3x3_backward_input(dnormed2, dout, conv2);
     each_vector(s.out(), SiluBackwardVectors{dnormed2.data, dnormed2.data, normed2.data});
     norm_alone_backward(dh, normed2, dnormed2, norm2);
 
     each_vector(s.in(), NormVectors{normed1.data, norm1});
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    beside([=] { conv3x3_backward_weight(conv1, dh, active1, {dprojected.data, s.O}); });
+    on_side_stream_deferred([=] { conv3x3_backward_weight(conv1, dh, active1, {dprojected.data, s.O}); });
     conv3x3_backward_input(dnormed1, dh, conv1);
-    backend_join();  // dprojected is the side lane's
-    beside([=] { linear_backward_weight(projection, dprojected, emb); });
+    wait_for(newest_event);  // dprojected is the side stream's
+    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
     linear_backward_input(demb, dprojected, projection);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
     each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
     norm_alone_backward(dx, normed1, dnormed1, norm1);
     if (s.widens) {
         Linear skip = backward_layer<Linear>(p, "skip_connection");
-        beside([=] { conv1x1_backward_weight(skip, dout, x); });
+        on_side_stream_deferred([=] { conv1x1_backward_weight(skip, dout, x); });
         conv1x1_backward_input(dskip, dout, skip);
     }
     each_vector(s.in(), AddVectors{dx.data, dskip.data});
@@ -211,7 +211,7 @@ static void resblock_forward4(Problem& p) {
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
-    on_side_lane([=] { linear_forward(projected, emb, projection); });
+    m.embedding_ready = on_side_stream([=] { linear_forward(projected, emb, projection); });
     ResBlock{{&m, block, B}}.forward();
 }
 static void resblock_backward4(Problem& p) {
@@ -221,9 +221,9 @@ static void resblock_backward4(Problem& p) {
     Tensor dprojected = output_gradient_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
     ResBlock{{&m, block, B}}.backward();
-    backend_join();  // dprojected is the side lane's
+    wait_for(newest_event);  // dprojected is the side stream's
     Tensor emb = p.tensor_in<floatX>("emb");
-    beside([=] { linear_backward_weight(projection, dprojected, emb); });
+    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
     linear_backward_input(p.tensor_out<floatX>("demb"), dprojected, projection);
 }
 

@@ -408,12 +408,12 @@ struct PatchesBlock : DitModule {
         gather(tokens);
         run(Positions<floatX>{out});
         conv1x1_forward(out, tokens, projection, {.residual = out});
-        backend_join();  // the embedding is made meanwhile, on the side lane
+        wait_for(m->embedding_ready);  // which the side stream made meanwhile
     }
     void backward() {
         Tensor tokens = take_late(h, patch * patch * PIXEL);
         gather(tokens);
-        beside([=, *this] { conv1x1_backward_weight(projection, dout, tokens); });
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, tokens); });
     }
 };
 
@@ -488,7 +488,7 @@ struct FinalBlock : DitModule {
         conv1x1_backward_input(dnormed, dtokens, linear);
         run(Stream<true, false>{dx.first, {}, begins(normed, dnormed, x.first, 0, SHIFT1), {}});
         add_up_sums();
-        beside([=, *this] { conv1x1_backward_weight(linear, dtokens, normed); });
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(linear, dtokens, normed); });
     }
 };
 
