@@ -23,8 +23,8 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Those of weights overwrite; a batch that goes through the network in parts adds up their
-//              gradients pairwise: see gradient_of_parts. Those of activations overwrite, but for what feeds
+// Gradients    Those of weights overwrite; a batch that goes through the network as several micro-batches
+//              adds up their gradients pairwise: see tree_gradient. Those of activations overwrite, but for what feeds
 //              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
 //              encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
@@ -379,10 +379,6 @@ static bool first_to_tell(int status) {  // among the ranks of this machine: wha
 // the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
-// Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
-// far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
-static void on_message_lane(auto launches);
-static void await_messages();
 
 // Gives every rank all of `whole`, (ranks, each), from element `first` on.
 template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
@@ -961,7 +957,7 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's share; files lack gradients.
+// What an update of the weights reads and writes: all (num_floats), or a rank's shard; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -973,10 +969,10 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
-    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
-    size_t piece;             // floats
+    int ranks, rank;          // that train it together, and which of them this is: see shard_parameters
+    size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    float* dw;                // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
@@ -985,16 +981,16 @@ struct Model : OptimiserMemory {
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
     int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
-    int first;                // the sample of the batch that this part begins with
+    int first;                // the sample of the batch that this micro-batch begins with
     const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, piece): the others' gradients of the bucket under way
+    float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -1043,7 +1039,7 @@ struct Module {
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
         Layer layer = {.w = weights + w, .bias = weights + bias};
-        if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
+        if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
@@ -1538,26 +1534,19 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient. A block's last weight gradient may go on beside the
-// block that follows in backward; the others are waited for. finished(end): those of the parameters before `end`,
-// as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
-static void unet_backward(
-    Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
-    size_t end = 0;
-    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
-        const Block& block = m->plan.blocks[i];
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
+// go on beside the block that follows in backward; the others are waited for.
+static void unet_backward(Model* m, int B, float* dw) {
+    m->dw = dw;
+    for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
         Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
         wait_for(event_before(newest_event));
         wait_for(of_block_before);
-        if (i) finished(end);
-        for (const Parameter& t : std::span(m->plan.tensors).subspan(block.param, block.num_params))
-            if (is_matrix(t) && !t.joined) end = std::max(end, t.offset + t.size);
     }
     wait_for(newest_event);
-    finished(m->plan.num_floats);
 }
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
@@ -2230,53 +2219,52 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// In how many parts a batch goes through the network, on this rank: see share_batch.
-static int parts_of(const Model* m) {
+// As how many micro-batches this rank's images of a batch go through the network: see share_batch. And how many
+// buffers the sum of their gradients needs: see tree_gradient.
+static int microbatches_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-// And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1u); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatches_of(m) - 1u); }
 
-// Whether each rank has only its share of the trained weights, and whether what the layers read is a copy.
-static bool is_shared(const Model* m) { return m->ranks > 1; }
-static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
+// Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
+static bool is_sharded(const Model* m) { return m->ranks > 1; }
+static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
-// The parameters are buckets, whose gradients backward finishes, and which then go between ranks, one after the
-// other. Every rank has a piece of each, of whole NORM_CHUNKs: what is summed together is so for any ranks.
-static void divide_parameters(Model* m) {
-    const int BUCKETS = 4;  // two H100, 32 images each: a step takes 1% longer with 1 or 8
+// Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
+// together on any number of ranks.
+static void shard_parameters(Model* m) {
     size_t& floats = m->plan.num_floats;
     bool alone = !m->plan.training || world.size == 1;
-    m->ranks = alone ? 1 : world.size, m->rank = alone ? 0 : world.rank, m->piece = floats;
-    if (!alone) m->piece = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * BUCKETS * m->ranks);
-    m->buckets = ceil_div(floats, m->ranks * m->piece);
-    floats = m->buckets * m->ranks * m->piece;
+    m->ranks = alone ? 1 : world.size;
+    m->rank = alone ? 0 : world.rank;
+    m->shard = floats;
+    if (alone) return;
+    m->shard = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * m->ranks);
+    floats = m->ranks * m->shard;
 }
-// Where a rank's piece of a bucket begins.
-static size_t piece_of(const Model* m, int bucket, int rank) { return (bucket * m->ranks + rank) * m->piece; }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t own = m->buckets * m->piece, whole = m->ranks * parts_of(m) * B;  // of which B may be a part
+    size_t whole = m->ranks * microbatches_of(m) * B;  // of which B may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(own, m->master);
+    place(m->shard, m->master);
     if (is_copied(m)) place(P, m->weights);
-    if (is_shared(m)) {
-        place(m->ranks * m->piece, m->received);
+    if (is_sharded(m)) {
+        place(P, m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(own, m->ema[k]);
-        place(own, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
+        place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->norm_parts);
+        place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2297,7 +2285,7 @@ static size_t lay_out_model(Model* m, char* memory) {
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    divide_parameters(&m);
+    shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
 }
@@ -2305,7 +2293,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
+// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -2325,7 +2313,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         if (!has_memory(m))
             why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
                        human_bytes(available).c_str());
-        auto would_fit = [&](int batch_size, int at_a_time) {  // the gradients of parts need memory, too
+        auto would_fit = [&](int batch_size, int at_a_time) {  // micro-batches' gradients need memory, too
             Config other = m.config;
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
@@ -2366,14 +2354,11 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All of the parameters of which each rank has a share; where it has, until the next gradients.
+// All of the parameters of which each rank has a shard; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
-    if (!is_shared(m)) return parameters;
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        float* mine = m->gradients + piece_of(m, bucket, m->rank);
-        backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
-        gather(m->gradients + piece_of(m, bucket, 0), m->piece);
-    }
+    if (!is_sharded(m)) return parameters;
+    backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
+    gather(m->gradients, m->shard);
     return m->gradients;
 }
 
@@ -2383,7 +2368,7 @@ static void use_weights(Model* m, float* parameters) {
     parameters = whole_of(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
-    if (!is_shared(m)) m->fp32_params = parameters;
+    if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
@@ -2391,18 +2376,15 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->buckets * m->piece * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
 }
 
-// A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
+// A tensor's values, as they lie in memory, into an array of parameters: what this rank's shard has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    for (int bucket = 0; bucket < m.buckets; bucket++) {
-        size_t mine = piece_of(&m, bucket, m.rank), first = std::max(t.offset, mine),
-               end = std::min(t.offset + t.size, mine + m.piece);
-        if (first < end)
-            backend_upload(parameters + bucket * m.piece + (first - mine), values + (first - t.offset),
-                           (end - first) * sizeof(float));
-    }
+    size_t shard = m.rank * m.shard;
+    size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
+    if (first >= end) return;
+    backend_upload(parameters + (first - shard), values + (first - t.offset), (end - first) * sizeof(float));
 }
 
 // Fresh values of a table, parameter number `index`, before they are scaled.
@@ -2496,7 +2478,7 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // as SquaredNorm leaves them
+    const float* grad_norm_partials;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
@@ -2516,7 +2498,7 @@ struct FinishStep {
                 if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
-            sums[SQUARED_NORM] += norm_parts[i];
+            sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
@@ -2595,111 +2577,103 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
                          c.in_channels, c.offset_noise, c.seed});
 }
 
-// m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
-// that the number of parts alone decides in which order they are added. What lies behind is for the others.
-// finished(bucket): the bucket's are there for what the main lane does next.
-static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts,
-                              const std::function<void(int)>& finished) {
+// dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
+static void microbatch_gradient(Trainer* t, int i, float* dw) {
     Model* m = &t->model;
-    size_t P = m->plan.num_floats;
-    if (parts > 1) {
-        gradient_of_parts(t, loss, part, parts / 2, [](int) {});
-        m->gradients += P;
-        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2, [&](int bucket) {
-            m->gradients -= P;
-            float* sum = m->gradients + piece_of(m, bucket, 0);
-            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = m->ranks * m->piece});
-            finished(bucket);
-            m->gradients += P;
-        });
-        m->gradients -= P;
-        return;
-    }
-    int first = part * m->plan.batch, B = std::min(m->plan.batch, m->config.batch_size - first);
+    const Config& c = m->config;
+    int first = i * m->plan.batch;
+    int B = std::min(m->plan.batch, c.batch_size - first);
+
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
+
     m->dropping = &m->state->step;
     unet_forward(m, B, first);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
-    const float* images = m->config.learn_sigma ? m->images : nullptr;
+    const float* images = c.learn_sigma ? m->images : nullptr;
+    BatchLoss loss = batch_loss(m, c.batch_size);
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    int bucket = 0;
-    unet_backward(m, B, [&](size_t end) {
-        while (bucket < m->buckets && piece_of(m, bucket + 1, 0) <= end) finished(bucket++);
-    });
+    unet_backward(m, B, dw);
     m->dropping = nullptr;
 }
 
-// A bucket's gradient, of which every rank has a summand: this rank's piece of the sum, added as
-// gradient_of_parts would go on, in pairs of neighbours, pairs of these, and so on.
-static void sum_of_ranks(Model* m, int bucket) {
-    float* mine = m->gradients + piece_of(m, bucket, m->rank);
-    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
+// dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
+// others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
+static void tree_gradient(Trainer* t, int first, int count, float* dw) {
+    if (count == 1) return microbatch_gradient(t, first, dw);
+
+    size_t P = t->model.plan.num_floats;
+    float* other = dw + P;
+    tree_gradient(t, first, count / 2, dw);
+    tree_gradient(t, first + count / 2, count - count / 2, other);
+    run(AddGradients{.sum = dw, .a = dw, .b = other, .n = P});
+}
+
+// Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
+// in pairs of neighbours, pairs of these, and so on.
+static void reduce_gradient(Model* m) {
+    float* mine = m->gradients + m->rank * m->shard;
+    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     backend_together([&] {
         for (int peer = 0; peer < m->ranks; peer++) {
-            std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), got(from(peer), m->piece);
-            if (peer != m->rank) backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
+            if (peer == m->rank) continue;
+            std::span sent(m->gradients + peer * m->shard, m->shard), got(from(peer), m->shard);
+            backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
         }
     });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
-            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->piece});
+            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
 }
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
+    size_t images = microbatches_of(m) * m->plan.batch;
+    int pixels = m->config.image_size * m->config.image_size;
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * loss_parts((int)pixels));
-        for (int bucket = 0; bucket < m->buckets; bucket++)
-            gather(m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
+            if (losses) gather(losses, images * loss_parts(pixels));
+        gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
 }
 
-// Every rank's piece of a bucket's updated weights becomes all ranks'.
-static void gather_weights(Model* m, int bucket) {
-    size_t begin = piece_of(m, bucket, 0), mine = piece_of(m, bucket, m->rank), end = mine + m->piece;
-    size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
-    const float* master = m->master + bucket * m->piece + (first - mine);
-    if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
+// Every rank's shard of the updated weights becomes all ranks'.
+static void gather_weights(Model* m) {
+    size_t shard = m->rank * m->shard, end = shard + m->shard, matrices = m->plan.num_decayed;
+    size_t first = std::clamp(matrices, shard, end);
+    if (first < end)
+        backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
     backend_together([&] {
-        gather(m->weights + begin, m->piece);
-        gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
+        gather(m->weights, m->shard);
+        gather(m->fp32_params, m->shard, matrices);
     });
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
-    const Config& c = m->config;
-    BatchLoss loss = batch_loss(m, c.batch_size);
-    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, m->rank * parts_of(m), parts_of(m), [&](int bucket) {
-        on_message_lane([&] {
-            size_t mine = piece_of(m, bucket, m->rank);
-            if (is_shared(m)) sum_of_ranks(m, bucket);
-            run(SquaredNorm{m->norm_parts + mine / NORM_CHUNK, m->gradients + mine, m->piece});
-            if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
-        });
-    });
-    await_messages();
-    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks});
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        size_t at = bucket * m->piece, first = piece_of(m, bucket, m->rank), decayed = m->plan.num_decayed;
-        OptimiserMemory memory = *m;
-        for (float** array : {&memory.master, &memory.adam_m, &memory.adam_v}) *array += at;
-        for (float*& ema : memory.ema) ema = ema ? ema + at : nullptr;
-        memory.gradients += first;
-        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, m->piece,
-                                  decayed - std::min(decayed, first), m->state});
-        if (is_shared(m)) on_message_lane([&] { gather_weights(m, bucket); });
-    }
-    await_messages();
+    const Hyper& hyper = m->config.optimiser;
+    BatchLoss loss = batch_loss(m, m->config.batch_size);
+    int count = microbatches_of(m);
+    size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
+
+    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
+    tree_gradient(t, m->rank * count, count, m->gradients);
+
+    if (is_sharded(m)) reduce_gradient(m);
+    run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    if (is_sharded(m)) gather_results(m, t->stop.get());
+    run(FinishStep{m->state, loss, m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+
+    OptimiserMemory memory = *m;
+    memory.gradients += shard;
+    floatX* working = is_copied(m) ? m->weights + shard : nullptr;
+    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), m->state});
+    if (is_sharded(m)) gather_weights(m);
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
@@ -3024,12 +2998,12 @@ static void print_run(const Model& m) {
     }
     printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
            human_bytes(4.0 * (double)plan.num_parameters).c_str());
-    if (plan.training && !is_shared(&m))
+    if (plan.training && !is_sharded(&m))
         printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
                ema_count(c) ? ", EMA" : "");
     printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
            plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
-    if (!is_shared(&m)) return;
+    if (!is_sharded(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
         "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
@@ -3070,7 +3044,7 @@ static double time_step(Config config, int batch, double seconds) {
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
     double start = 0;
-    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
+    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
@@ -3940,7 +3914,7 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static struct Stream {
     cudaStream_t handle;
     Arena workspace;
-} main_stream, side_stream, message_stream;
+} main_stream, side_stream;
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
@@ -3950,7 +3924,6 @@ enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
 
-static cudaEvent_t messages_begin, messages_ended;  // of the last call of on_message_lane
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
@@ -3968,10 +3941,9 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    for (Stream* each : {&main_stream, &side_stream, &message_stream})
+    for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
-        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ends)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
@@ -3998,19 +3970,15 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// Gives launches to another stream than the main one, between these events.
-static void launch_on(Stream* other, cudaEvent_t begins, cudaEvent_t ends, auto launches) {
-    CUDA_CHECK(cudaStreamWaitEvent(other->handle, begins, 0));
-    stream = other;
-    launches();
-    stream = &main_stream;
-    CUDA_CHECK(cudaEventRecord(ends, other->handle));
-}
 static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
-    cudaEvent_t ends = side_ends[newest_event.number % SIDE_EVENTS];
-    launch_on(&side_stream, side_begins, ends, std::exchange(deferred, nullptr));
+    auto launches = std::exchange(deferred, nullptr);
+    CUDA_CHECK(cudaStreamWaitEvent(side_stream.handle, side_begins, 0));
+    stream = &side_stream;
+    launches();
+    stream = &main_stream;
+    CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
@@ -4030,14 +3998,6 @@ static void wait_for(Event event) {
     if (event.number == newest_event.number) flush_deferred();
     CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
     waited_for = event;
-}
-static void on_message_lane(auto launches) {
-    if (world.size == 1) return launches();
-    CUDA_CHECK(cudaEventRecord(messages_begin, main_stream.handle));
-    launch_on(&message_stream, messages_begin, messages_ended, launches);
-}
-static void await_messages() {
-    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, messages_ended, 0));
 }
 
 // NCCL is found when it is needed, so that the program is built and runs without it.
