@@ -4213,9 +4213,9 @@ template <typename Layer> static void run(Layer layer) {
 // The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
 // groupnorm_backward_sums do. No 16 bytes straddle the two of x: channels come in multiples of 32.
 enum {
-    NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
-    NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
-    NORM_PART_DEPTH = NORM_PART / NORM_PART_STEP,  // so many times
+    NORM_TILE_THREADS = 256,                       // a part is read 8 vectors of channels wide,
+    NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // so many pixels at a time,
+    NORM_TILE_DEPTH = NORM_PART / NORM_TILE_STRIDE,  // so many times
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
@@ -4237,7 +4237,7 @@ __device__ inline Unpacked norm_reload(const float* from) {
 // Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
 // order. Thread c writes sums[c] = finish(c, their sum), for c < C.
 template <int ROW, int WARPS, typename Finish>
-__device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
+__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
                                              Unpacked& a, Unpacked& q, Finish finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
@@ -4260,69 +4260,107 @@ __device__ inline float2 moments_about(float pivot, float2 sums, float n) {
     return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
 }
 
-// Sums over each part of an image, (B, parts, C). Without GRADIENT the moments of norm.x.first (B, T, C): its
-// x.mean(1), ((x - x.mean(1)) ** 2).sum(1). Else norm.sums, and dy, the gradient before the SiLU, dout *
-// silu'(x scale + shift). Block (part, 8 vectors of channels, image). Device memory: x and dout in, dy out,
-// once each. Of x counts the distance from a pivot: the part's first pixel, or the mean of the group.
-template <bool GRADIENT>
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    norm_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
+// A block of the two kernels below adds up one tile of an image, eight vectors of channels wide; the grid is
+// (tiles, channels, images). A thread has one vector, of every NORM_TILE_STRIDE-th pixel from its row on.
+struct NormTile {
+    const int row = threadIdx.x / 8;
+    const int c0 = blockIdx.y * 8 * VEC;                // the block's first channel
+    const int c = c0 + (int)threadIdx.x % 8 * VEC;      // the thread's
+    const size_t first;                                 // pixel, among those of all images
+    const int pixels;
+    __device__ NormTile(int T)
+        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_PART),
+          pixels(min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART)) {}
+    __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
+    // The thread's vectors, `from` being the first: all loads before the first use.
+    __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
+        for (int i = 0; i < NORM_TILE_DEPTH; i++)
+            if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
+    }
+    // Where the block's sums go, among those of all tiles, (B, tiles, C).
+    __device__ float2* sums(float2* of_all, int C) const {
+        return of_all + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    }
+};
+static dim3 norm_tile_grid(const Tensor& x, int C) {
+    return dim3(norm_parts(x.T()), ceil_div(C, 8 * VEC), x.B);
+}
+
+// Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
+// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in once.
+__global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
-    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), width = GRADIENT ? norm.x.of(c).C : C;
-    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0);
-    size_t pixel = (size_t)blockIdx.z * T + t0 + r, at = pixel * C + c;
-    const floatX* first = norm.x.first.data + ((size_t)blockIdx.z * T + t0) * C;
-    auto load_part = [&](uint4* in, const floatX* from, int stride) {
-        for (int i = 0; i < NORM_PART_DEPTH; i++)
-            if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(from + i * NORM_PART_STEP * stride);
-    };
-    Unpacked sum = {}, product = {};
-    if (c < C) {
-        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        load_part(in, GRADIENT ? norm.x.of(c).data + pixel * width + norm.x.within(c) : first + r * C + c,
-                  width);
-        Unpacked pivot = GRADIENT ? Unpacked() : unpack(first + c);
-        Vector<float2, VEC> affine;
-        if (GRADIENT) {
-            load_part(upstream, dout + at, C);
-            const size_t of = (size_t)blockIdx.z * C + c;
-            auto statistics = load<VEC>(norm.statistics + of);
-            affine = load<VEC>(norm.affine + of);
-            for (int e = 0; e < VEC; e++) pivot[e] = statistics.of[e].x;
-        }
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked x = unpack(in[i]), d = GRADIENT ? unpack(upstream[i]) : x;
-            if (GRADIENT && norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+    const NormTile tile(x.T());
+    const floatX* pivots = x.data + tile.first * x.C;
+    Unpacked sum = {}, squares = {};
+    if (tile.c < x.C) {
+        uint4 in[NORM_TILE_DEPTH];
+        tile.load(in, pivots + tile.row * x.C + tile.c, x.C);
+        Unpacked pivot = unpack(pivots + tile.c);
+
+        for (int i = 0; i < NORM_TILE_DEPTH; i++) {
+            if (!tile.holds(i)) break;
+            Unpacked value = unpack(in[i]);
             for (int e = 0; e < VEC; e++) {
-                const float distance = x[e] - pivot[e], value = GRADIENT ? d[e] : distance;
-                sum[e] += value, product[e] += value * distance;
+                float distance = value[e] - pivot[e];
+                sum[e] += distance;
+                squares[e] += distance * distance;
             }
-            if (GRADIENT && (norm.silu || dy != dout))
-                *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    const int c0 = blockIdx.y * 8 * VEC;
-    float2* sums = GRADIENT ? norm.sums : norm.x.first.moments;
-    sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
-    norm_part_sums<8>(shared_sums, sums, C - c0, sum, product, [&](int c, float2 total) {
-        if (!GRADIENT) return moments_about((float)first[c0 + c], total, n);
-        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
-    });
+    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+    norm_tile_sums<8>(shared_sums, tile.sums(x.moments, x.C), x.C - tile.c0, sum, squares,
+                      [&](int c, float2 total) {
+                          return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
+                      });
 }
-template <bool GRADIENT> static void launch_norm_sums(floatX* dy, const floatX* dout, const Norm& norm) {
-    const Tensor& x = norm.x.first;
-    PROFILE("group norm sums", {0, (GRADIENT ? 3.0 : 1.0) * sizeof(floatX) * x.rows() * norm.x.C()});
-    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
-    launch(norm_sums_kernel<GRADIENT>, grid, NORM_PART_THREADS, 0, dy, dout, norm);
+static void channel_moments(Tensor x) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.rows() * x.C});
+    launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
-static void channel_moments(Tensor x) { launch_norm_sums<false>(nullptr, nullptr, {.x = x}); }
+
+// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
+// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
+__global__ void __launch_bounds__(NORM_TILE_THREADS)
+    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
+    await_inputs();
+    const NormTile tile(norm.x.first.T());
+    const int C = norm.x.C(), c = tile.c;
+    Unpacked sum = {}, product = {};
+    if (c < C) {
+        const Tensor& x = norm.x.of(c);
+        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
+        tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
+        tile.load(upstream, dout + at, C);
+        const auto statistics = load<VEC>(norm.statistics + of_image);
+        const auto affine = load<VEC>(norm.affine + of_image);
+
+        for (int i = 0; i < NORM_TILE_DEPTH; i++) {
+            if (!tile.holds(i)) break;
+            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
+            if (norm.silu)
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++) {
+                sum[e] += d[e];
+                product[e] += d[e] * (value[e] - statistics.of[e].x);
+            }
+            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
+        }
+    }
+    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+    norm_tile_sums<8>(shared_sums, tile.sums(norm.sums, C), C - tile.c0, sum, product,
+                      [&](int c, float2 total) {
+                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].y;
+                          return make_float2(total.x, total.y * rstd);
+                      });
+}
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    launch_norm_sums<true>(dy.data, dout.data, norm);
+    const Tensor& x = norm.x.first;
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * x.rows() * norm.x.C()});
+    launch(groupnorm_backward_sums_kernel, norm_tile_grid(x, norm.x.C()), NORM_TILE_THREADS, 0, dy.data,
+           dout.data, norm);
 }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
@@ -4555,6 +4593,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 // Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
 // In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
+static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 // A row of D channels. The pad of 16 bytes keeps ldmatrix free of conflicts.
 template <int D> struct AttentionRow { floatX at[D + VEC]; };
 // With heads padded to D channels: wider heads have less, as shared memory and registers ask.
@@ -4568,13 +4607,22 @@ template <int D> struct AttentionTile {
     struct Forward {
         AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
     };
-    struct Backward {
-        // q, dout of the queries or k, v of the keys; and [stage] of the other side
-        AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][BACKWARD_COLUMNS], column2[2][BACKWARD_COLUMNS];
-        AttentionRow<D> out[2 * BACKWARD_COLUMNS];  // of the queries: [stage] of columns, or of the rows
-        float dots[ROWS], normalisers[ROWS];
+    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    struct BackwardKeys {
+        AttentionRow<D> k[ROWS], v[ROWS];
+        AttentionRow<D> q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
     };
-    static_assert(2 * BACKWARD_COLUMNS >= ROWS && (int)ROWS >= BACKWARD_COLUMNS, "Backward suffices");
+    struct BackwardQueries {
+        AttentionRow<D> q[ROWS], dout[ROWS];
+        AttentionRow<D> k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
+        AttentionRow<D> out[ROWS];
+        float delta[ROWS], lse[ROWS];
+    };
+    union Backward {
+        BackwardKeys keys;
+        BackwardQueries queries;
+    };
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -4693,7 +4741,7 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     __pipeline_commit();
     // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
     float sum[D / 8][4] = {}, total[2] = {};
-    float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
+    float top[2] = {-INFINITY, -INFINITY}, unit = scale * LOG2_E;
     for (int j = 0; j * COLUMNS < T; j++) {
         int stage = j % 2;
         if ((j + 1) * COLUMNS < T) {
@@ -4732,22 +4780,6 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
                     {1 / total[0], 1 / total[1]});
 }
 
-// s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse / ln 2, +inf past T, where p = 0.
-template <int ROWS, int D>
-__device__ void attention_dots(typename AttentionTile<D>::Backward& s, const AttentionRow<D>* dout,
-                               const AttentionRow<D>* out, const float* lse, int t0, int T) {
-    const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
-    float sum = 0;
-    for (int c = c0; c < D; c += lanes * VEC) {
-        Unpacked a = unpack(&dout[row].at[c]), b = unpack(&out[row].at[c]);
-        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
-    }
-    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (c0) return;
-    s.dots[row] = sum, s.normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
-}
-
 // What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
 struct AttentionBackward {
     floatX* dqkv;
@@ -4756,57 +4788,119 @@ struct AttentionBackward {
     const floatX* qkv;
     int T, C, d;
     float scale;
+    // A head's q, k or v, and the output or its gradient.
+    __device__ AttentionHead<const floatX> of_qkv(int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    __device__ AttentionHead<const floatX> of_out(const floatX* data) const { return {data, C, T, d}; }
+    __device__ AttentionHead<floatX> of_dqkv(int which) const { return {dqkv + which * C, 3 * C, T, d}; }
 };
+enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
-template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBackward a, int t0) {
+// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse (ROWS) in
+// powers of two, which is infinite past the last query, where the probability is 0.
+template <int ROWS, int D>
+__device__ void attention_delta(float* delta, float* lse, const AttentionRow<D>* dout,
+                                const AttentionRow<D>* out, const AttentionBackward& a, int t0) {
+    const int threads = AttentionTile<D>::THREADS / ROWS;  // that share a row
+    int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+    float sum = 0;
+    for (int c = c0; c < D; c += threads * VEC) {
+        Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+        for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
+    }
+    for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (c0) return;
+    delta[row] = sum;
+    lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
+}
+// p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
+template <int N>
+__device__ void attention_softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
+                                           const float* delta, const float* lse, auto query) {
+    UNROLLED_FOR (int n = 0; n < N; n++)
+        UNROLLED_FOR (int i = 0; i < 4; i++) {
+            p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
+            ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
+        }
+}
+
+// dk and dv of the block's keys, t0 and on: the queries pass by.
+template <int D> __device__ void attention_backward_keys(const AttentionBackward& a, int t0) {
     extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::Backward*)attention_shared;
+    auto& s = *(typename AttentionTile<D>::BackwardKeys*)attention_shared;
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    int T = a.T, C = a.C, d = a.d, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    AttentionHead<const floatX> q = {a.qkv, 3 * C, T, d}, k = {a.qkv + C, 3 * C, T, d},
-                                v = {a.qkv + 2 * C, 3 * C, T, d}, dout = {a.dout, C, T, d},
-                                out = {a.out, C, T, d};
-    attention_load<ROWS>(s.row1, KEYS ? k : q, t0);
-    attention_load<ROWS>(s.row2, KEYS ? v : dout, t0);
-    if (!KEYS) attention_load<ROWS>(s.out, out, t0);
-    auto load = [&](int j) {
-        int stage = j % 2;
-        if (j < tiles) {
-            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, j * COLUMNS);
-            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, j * COLUMNS);
-            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, j * COLUMNS);
+    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
+    attention_load<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
+    attention_load<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
+    auto load = [&](int tile) {
+        if (tile < tiles) {
+            attention_load<COLUMNS>(s.q[tile % 2], q, tile * COLUMNS);
+            attention_load<COLUMNS>(s.dout[tile % 2], dout, tile * COLUMNS);
+            attention_load<COLUMNS>(s.out[tile % 2], out, tile * COLUMNS);
         }
         __pipeline_commit();
     };
     load(0);
-    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
-    for (int j = 0; j < tiles; j++) {
-        int stage = j % 2;
-        load(j + 1);
+    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+    for (int tile = 0; tile < tiles; tile++) {
+        const int stage = tile % 2;
+        load(tile + 1);
         __pipeline_wait_prior(1);
         __syncthreads();
-        if (KEYS)
-            attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
-        else if (j == 0) attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
+        attention_delta<COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * COLUMNS);
         __syncthreads();
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
-        attention_scores(p, s.row1, s.column1[stage]);
-        if (!KEYS) attention_mask(p, T - j * COLUMNS);
-        attention_scores(ds, s.row2, s.column2[stage]);
-        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                int query =
-                    KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-                p[n][i] = exp2_fast(p[n][i] * (a.scale * 1.44269504f) - s.normalisers[query]);
-                ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
-            }
-        attention_weigh(sum1, ds, s.column1[stage]);
-        if (KEYS) attention_weigh(sum2, p, s.column2[stage]);
+
+        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};  // transposed: a column a query
+        attention_scores(p, s.k, s.q[stage]);
+        attention_scores(ds, s.v, s.dout[stage]);
+        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse,
+                                   [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+        attention_weigh(dk, ds, s.q[stage]);
+        attention_weigh(dv, p, s.dout[stage]);
         __syncthreads();  // the stage is free
     }
-    attention_store({a.dqkv + (KEYS ? C : 0), 3 * C, T, d}, t0, s.row1, sum1, {a.scale, a.scale});
-    if (KEYS) attention_store({a.dqkv + 2 * C, 3 * C, T, d}, t0, s.row2, sum2, {1, 1});
+    attention_store(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
+    attention_store(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+}
+
+// dq of the block's queries, t0 and on: the keys pass by.
+template <int D> __device__ void attention_backward_queries(const AttentionBackward& a, int t0) {
+    extern __shared__ uint4 attention_shared[];
+    auto& s = *(typename AttentionTile<D>::BackwardQueries*)attention_shared;
+    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
+    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
+    attention_load<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
+    attention_load<ROWS>(s.dout, a.of_out(a.dout), t0);
+    attention_load<ROWS>(s.out, a.of_out(a.out), t0);
+    auto load = [&](int tile) {
+        if (tile < tiles) {
+            attention_load<COLUMNS>(s.k[tile % 2], k, tile * COLUMNS);
+            attention_load<COLUMNS>(s.v[tile % 2], v, tile * COLUMNS);
+        }
+        __pipeline_commit();
+    };
+    load(0);
+    float dq[D / 8][4] = {};
+    for (int tile = 0; tile < tiles; tile++) {
+        const int stage = tile % 2;
+        load(tile + 1);
+        __pipeline_wait_prior(1);
+        __syncthreads();
+        if (tile == 0) attention_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
+        __syncthreads();
+
+        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
+        attention_scores(p, s.q, s.k[stage]);
+        attention_mask(p, T - tile * COLUMNS);
+        attention_scores(ds, s.dout, s.v[stage]);
+        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
+            return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+        });
+        attention_weigh(dq, ds, s.k[stage]);
+        __syncthreads();  // the stage is free
+    }
+    attention_store(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
@@ -4821,8 +4915,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     size_t at = (size_t)b * a.T * a.C + head * a.d, at3 = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at3, a.qkv += at3, a.dout += at, a.out += at;
-    if (blockIdx.x < tiles) attention_backward_rows<D, true>(a, t0);
-    else attention_backward_rows<D, false>(a, t0);
+    if (blockIdx.x < tiles) attention_backward_keys<D>(a, t0);
+    else attention_backward_queries<D>(a, t0);
 }
 
 // launch(D), heads of d being padded to D channels, 32, 64, 80, 128 or 256: a constant of kernels.
@@ -5150,7 +5244,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
         if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)part * g.N() + n0;
-        norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
+        norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
             if (!gradient) return moments_about(pivot[c], total, part_pixels);
             const int image = part * part_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
