@@ -265,11 +265,11 @@ typedef Pair<float> Floats;
     template <int TAPS> using Product = side::Product<TAPS>;                                               \
     template <int TAPS>                                                                                    \
     static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options, Nothing());                                          \
+        side::product_forward(out, x, layer, options);                                                     \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options, Nothing());                                         \
+        side::input_gradient(dx, dout, layer, options);                                                    \
     }                                                                                                      \
     template <int TAPS>                                                                                    \
     static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \

@@ -595,17 +595,6 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};  // without affine: none
 };
 
-// What follows a Linear's product that writes one tensor, done while its outputs are at hand: a layer, see
-// below, whose items are elements on the CPU, and on a GPU 16 bytes. There it also has, for the same bits,
-//     extra(first)                   loads what it needs for the vector of elements from `first` on
-//     finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
-struct Nothing {
-    enum { OVERWRITES = false };
-    HOST_DEVICE int extra(size_t) const { return 0; }
-    HOST_DEVICE void finish(size_t, const auto&, int) const {}
-    void operator()(size_t) const {}
-};
-
 #define LAYER_TYPES(device, Real)                              \
     namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
@@ -630,13 +619,11 @@ namespace DEVICE {
 
 // out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
 // Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
-template <int TAPS, class After = Nothing>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {},
-                            const After& then = {});
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {});
 // dx = [+=] the same product of dout with the weights transposed, of taps flipped.
-template <int TAPS, class After = Nothing>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {},
-                           const After& then = {});
+template <int TAPS>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). The side
 // stream computes them: what reads them, or overwrites what they read, waits for the event.
 template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
@@ -5278,8 +5265,8 @@ template <class Tile> struct WarpProduct {
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, float* staging,
-                                              const int* pixel_of_row, int tile, int n0) {
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row,
+                                              int tile, int n0) {
     constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
@@ -5287,9 +5274,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
     Unpacked sum = {}, product = {};
     UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];                           // its pixels, -1: outside
-        uint4 there[PASSES];                     // what is added to the outputs, or a norm's x
-        decltype(then.extra(0)) beside[PASSES];  // what follows reads
+        int m[PASSES];        // its pixels, -1: outside
+        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
         Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
@@ -5300,7 +5286,6 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            if (m[i] >= 0) beside[i] = then.extra((size_t)m[i] * g.N() + n);
             value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
@@ -5333,9 +5318,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
                 if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else value[i][e] += added[e] + x[e];
             if (m[i] < 0) continue;
-            const uint4 bits = pack(value[i]);
-            if (!then.OVERWRITES) *(uint4*)rows_from(to, m[i], out.C) = bits;
-            then.finish((size_t)m[i] * g.N() + n, (const Vector<floatX, VEC>&)bits, beside[i]);
+            *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
         if (!g.sums) continue;
 
@@ -5367,9 +5350,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile, class After>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    gemm_kernel(const __grid_constant__ Gemm g, const __grid_constant__ After then) {
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     await_inputs();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
@@ -5453,11 +5435,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    gemm_epilogue<Tile>(g, then, staging, pixel_of_row, tile, n0);
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
-template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const After then) {
+__global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
@@ -5469,9 +5451,7 @@ template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const Af
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    const uint4 bits = pack(value);
-    if (!After::OVERWRITES) *(uint4*)(g.out.of(n).data + at) = bits;
-    then.finish(i, (const Vector<floatX, VEC>&)bits, then.extra(i));
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
 // What norms want of the output, where the product did not leave it behind.
@@ -5480,7 +5460,7 @@ static void launch_gemm_sums(const Gemm& g) {
     if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
-template <class Tile, class After> static void launch_tile(Gemm g, const After& then) {
+template <class Tile> static void launch_tile(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
@@ -5490,25 +5470,24 @@ template <class Tile, class After> static void launch_tile(Gemm g, const After& 
     const bool whole =
         T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
     if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile, After>, dim3(tiles, g.splits), Tile::THREADS, bytes, g, then);
-    if (g.splits > 1)
-        launch(gemm_reduce_kernel<After>, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g, then);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
     if (!g.sums) launch_gemm_sums(g);
 }
 
 // Section 12, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
 // HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then);
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) {
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g, then)) return;
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -5528,11 +5507,11 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) 
     Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g, then);
-    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g, then);
-    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g, then);
+    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
+    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
+    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
     if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g, then);
+        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
 }
 
 // ---- weight gradient
@@ -5820,17 +5799,16 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
+template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb}, then);
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
+template <int TAPS>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
     Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
     if (options.accumulate) g.residual = dx;
-    launch_gemm<TAPS, true>(g, then);
+    launch_gemm<TAPS, true>(g);
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -6437,7 +6415,7 @@ static bool hopper_norms(const Norm& norm, int O) {
            O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
 }
 // Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then) {
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
@@ -6455,8 +6433,6 @@ template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked
     else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     if (!sums) launch_gemm_sums(asked);
-    // No thread has a vector of outputs, which the copy engine takes from shared memory: a pass of its own.
-    if constexpr (requires { then.items(); }) run(then);
     return true;
 }
 
@@ -6622,6 +6598,6 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 }  // namespace gpu
 #elif defined(__CUDACC__)
 static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&, auto) { return false; }
+template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

@@ -478,8 +478,7 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 enum { BAND = 252 };  // pixels of a task's products
 
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
+template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     int M = out.rows(), O = out.C, K = x.C();
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(M, TAPS, K, O));
     if constexpr (TAPS == 9) convolve(out, x.first, layer, false, options);
@@ -497,8 +496,6 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
                 Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
                 matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
             }
-            for (size_t p = p0; p < (size_t)p1; p++)  // while it is in the cache
-                SIMD_FOR (int o = o0; o < o1; o++) then(p * O + o);
         };
         int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
         each_tile(M, BAND, O, columns, multiply_band, pack);
@@ -506,8 +503,8 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
     if (out.moments) channel_moments(out);
 }
 
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
+template <int TAPS>
+static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     int O = dout.C, K = dx.C();
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, K, O));
     if constexpr (TAPS == 9)
@@ -518,8 +515,6 @@ static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward
             each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {  // band by band
                 matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
                        {layer.w + first + c0, K}, options.accumulate);
-                for (size_t p = p0; p < (size_t)p1; p++)
-                    SIMD_FOR (int c = c0; c < c1; c++) then(p * of.C + c);
             });
         }
     if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);

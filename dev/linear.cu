@@ -26,14 +26,13 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 
 static void linear_forward0(Problem& p) {
     cpu::product_forward<1>(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
-                            {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward(), Nothing());
+                            {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
 static void linear_backward0(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
     cpu::launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
                                    p.tensor_in<float>("x"), cpu::Rows());
-    cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward(),
-                           Nothing());
+    cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward());
 }
 
 #ifdef __CUDACC__

@@ -437,13 +437,13 @@ struct TransformerBlock : DitModule {
     void forward() {
         Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
         norm(normed, x.first, 0, SHIFT1);
-        linear_forward(qkv, normed, to_qkv, Nothing());
+        linear_forward(qkv, normed, to_qkv);
         token_attention_forward(joined, lse, qkv, block.heads);
-        linear_forward(branch1, joined, projection, Nothing());
+        linear_forward(branch1, joined, projection);
         run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
         norm(normed, middle, 1, SHIFT2);
         linear_forward(hidden, normed, fc1, GeluForward<floatX>{active, hidden});
-        linear_forward(branch2, active, fc2, Nothing());
+        linear_forward(branch2, active, fc2);
         run(Gate<floatX>{out, branch2, modulation(GATE2), middle});
     }
     void backward() {
@@ -455,15 +455,15 @@ struct TransformerBlock : DitModule {
         run(Stream<false, true>{dout, dout, {}, ends(dbranch, branch2, GATE2)});
         linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
         linear_weights(fc2, dbranch, active);
-        linear_backward(dnormed, dhidden, fc1, Nothing());
+        linear_backward(dnormed, dhidden, fc1);
         run(Stream<true, true>{dmiddle, dout, begins(normed2, dnormed, middle, 1, SHIFT2),
                                ends(dbranch1, branch1, GATE1)});
         linear_weights(fc1, dhidden, normed2);
 
         linear_weights(projection, dbranch1, joined);
-        linear_backward(dnormed, dbranch1, projection, Nothing());  // of the joined heads
+        linear_backward(dnormed, dbranch1, projection);  // of the joined heads
         token_attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
-        linear_backward(dnormed, dqkv, to_qkv, Nothing());
+        linear_backward(dnormed, dqkv, to_qkv);
         run(Stream<true, false>{dx.first, dmiddle, begins(normed1, dnormed, x.first, 0, SHIFT1), {}});
         add_up_sums();
         linear_weights(to_qkv, dqkv, normed1);

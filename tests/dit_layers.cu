@@ -55,8 +55,8 @@ static void test_linear(LayerCase& c) {
     auto gradients = allocate<float>(found.size());
     backend_upload(gradients.get(), found.data(), found.size() * sizeof(float));
     Linear layer = {c.tensor("w").data, c.tensor("bias").data, gradients.get(), gradients.get() + outputs * inputs};
-    linear_forward(out, x, layer, Nothing());
-    linear_backward(dx, dout, layer, Nothing());
+    linear_forward(out, x, layer);
+    linear_backward(dx, dout, layer);
     linear_weights(layer, dout, x);
     wait_for(newest_event);
     backend_download(found.data(), gradients.get(), found.size() * sizeof(float));
