@@ -176,14 +176,13 @@ static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
 static void append(std::vector<double>* numbers, const Beginning& p) {
-    numbers->insert(numbers->end(),
-                    {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
     numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
-    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x, s.guidance});
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x});
 }
 static void append(std::vector<double>* numbers, const SamplerState& s) {
     numbers->push_back(s.done);
@@ -914,23 +913,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
 
     Output input_output = {&input, KEPT, "input", LIMIT};
     std::vector<Beginning> noises = begin_with(consecutive(41, B));
-    noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
+    noises.back() = {4000000000u, 0};
     Pair<Beginning> begins(noises);
-    Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
+    Floats saved(n);
     Pair<SamplerState> sampler(std::vector<SamplerState>(1));
-    bool keeps = predict != PREDICT_EPS;
+    bool clamps = true;
+    float guidance = 2.5f;
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
-                                                 on(out),
-                                                 on(input) + n,
-                                                 on(out) + n,
-                                                 channels,
-                                                 on(x),
-                                                 on(saved),
-                                                 on(begins),
-                                                 on(limits),
-                                                 on(sampler),
-                                                 on(known, keeps)};
+        return Drawing<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
+                                                 .out = on(out),
+                                                 .channels = channels,
+                                                 .clamps = clamps,
+                                                 .guidance = guidance,
+                                                 .x = on(x),
+                                                 .saved = on(saved),
+                                                 .begins = on(begins),
+                                                 .state = on(sampler)};
     };
     auto check_update = [&](const char* name) {
         check(name, shape,
@@ -944,16 +942,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
-        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
-            s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
-            s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
+        for (bool within : {true, false}) {
+            SamplerStep s = {9, 500, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            clamps = within;
+            guidance = within ? 2.5f : 1;
+            s.widest = within && channels <= PIXEL / 2 ? 0.7f : 0;
             sampler.host[0] = {.done = 6, .step = s};
             x.upload(), sampler.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
-                  [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
-            limits.upload();
             check_update("update pictures");
         }
     for (bool training : {true, false}) {
@@ -2337,26 +2332,22 @@ static void test_sampling() {
     bool same = true;
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
-                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(with(
-            with(toy_flags(), {{"sample_steps", "5"}, {"strip", "3"}, {"predict", "v"}, {"ema_rate", "0"}}),
-            how));
+                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
+        Config config =
+            config_of(with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip) &&
+            std::vector<float> pictures, one;
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false) &&
                     draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
-            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
-                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
-                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
         }
         double error = error_of(drawn[0], drawn[1]);
@@ -3623,18 +3614,17 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         config.spacing = c.arg(8);
         std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
-        std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        std::vector<float> x(B * image), input(x), out(x), saved(x);
         SamplerState state = {};
-        Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
-                                  out.data(),
-                                  nullptr,
-                                  nullptr,
-                                  3,
-                                  x.data(),
-                                  saved.data(),
-                                  begins.data(),
-                                  limits.data(),
-                                  &state};
+        Drawing<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                  .out = out.data(),
+                                  .channels = 3,
+                                  .clamps = config.threshold == THRESHOLD_CLAMP,
+                                  .guidance = 1,
+                                  .x = x.data(),
+                                  .saved = saved.data(),
+                                  .begins = begins.data(),
+                                  .state = &state};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
@@ -3647,7 +3637,6 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0[i]);
             }
             state.step = s;
-            cpu::run(ThresholdLimits<float>{drawing});
             cpu::run(UpdatePictures<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
