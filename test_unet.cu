@@ -235,7 +235,7 @@ template <typename T> struct Pair : AnyBuffer {
         for (size_t i = 0; i < host.size(); i++) host[i] = (Host)values[i];
         backend_upload(device, values.data(), bytes());
     }
-    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_lane.stream)); }
+    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_stream.handle)); }
     std::vector<T> download() const {
         std::vector<T> values(host.size());
         backend_download(values.data(), device, bytes());
@@ -334,10 +334,10 @@ static void check(const std::string& layer, const std::string& shape, const std:
             o.buffer->upload();
             if (o.before == WRITTEN) o.buffer->poison();
         }
-        for (const Lane* l : {&main_lane, &side_lane})
-            CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
+        for (const Stream* each : {&main_stream, &side_stream})
+            CUDA_CHECK(cudaMemsetAsync(each->workspace.base, 255, GPU_WORKSPACE_BYTES, main_stream.handle));
         call(OnDevice());
-        backend_join();
+        wait_for(newest_event);
         for (const Output& o : outputs) of_run.push_back(o.buffer->bits());
     }
     call(OnHost());
@@ -992,7 +992,7 @@ static void test_philox(int n) {
     Pair<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
     Floats normals(4 * n);
     auto gpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
-        philox_kernel<<<ceil_div(n, 128), 128, 0, main_lane.stream>>>(ours, curand, normals, n);
+        philox_kernel<<<ceil_div(n, 128), 128, 0, main_stream.handle>>>(ours, curand, normals, n);
         LAUNCH_CHECK();
     };
     auto cpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
@@ -1485,7 +1485,7 @@ void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 
 #pragma GCC diagnostic ignored "-Wunused-function"  // main's own helpers have no caller here
 #define TESTING
-#define LATE_SIDE_LANE
+#define LATE_SIDE_STREAM
 #include "train_unet.cu"
 
 #include "tests/cases.h"
@@ -2067,18 +2067,18 @@ static void test_configurations() {
         if (output[0] != output[1] || gradient[0] != gradient[1])
             bad = described + ": poisoned memory or a larger plan changes the result";
         if (output[0] != output[2]) bad = described + ": an inference plan changes the output";
-        // What the side lane reads late is still there; not so where the plan forgets that it does.
-        auto same_with = [&](SideLane when) {
+        // What the side stream reads late is still there; not so where the plan forgets that it does.
+        auto same_with = [&](SideStream when) {
             poison(&exact);
             backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
-            side_lane = when;
+            side_stream = when;
             forward_loss(&exact, used);
             unet_backward(&exact, used);
-            side_lane = AT_ONCE;
+            side_stream = AT_ONCE;
             return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
         };
         if (!same_with(LATE) || !same_with(ANY_TIME))
-            bad = described + ": a late side lane changes the result";
+            bad = described + ": a late side stream changes the result";
         for (bool hidden : {true, false}) {  // first those of h alone, then also what comes late
             for (Block& block : exact.plan.blocks) {
                 (hidden ? block.hidden : block.late).last -= !hidden || block.kind == BLOCK_RES;

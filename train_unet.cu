@@ -29,7 +29,7 @@
 //              encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
-//              What weight gradients read stays until the side lane is done with it: see unet_backward.
+//              What weight gradients read stays until the side stream is done with it: see unet_backward.
 // Layers       Declared once, in section 3. namespace cpu holds the specification of each (unet_cpu.h);
 //              namespace gpu, in the CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
 //              options by name; tensors and parameters are values that know their sizes. Launchers own their
@@ -308,23 +308,33 @@ static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes), backend_wait();
 }
 static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
-// A mark in the work given to the device, of which a slot keeps the last; waiting until the device is there.
-static void backend_mark(int slot);
-static void backend_await(int slot);
-// Launches on a side stream. They wait for everything launched so far, and run at the same time as what comes
-// next, until backend_join; put off, they are launched after the main lane's next kernel, which so gets the
-// multiprocessors first: otherwise a step of an H100 at B = 1 takes 3% longer. side_calls counts these calls.
-static void on_side_lane(auto launches, bool put_off = false);
-static int side_calls;
-// What follows waits for the call of that number, from 1, and all earlier ones; without a number, for all.
-static void backend_join(int call = INT_MAX);
-// A sequence of launches that is the same every time: run as it is the first time (which also sets up what a
-// launch sets up once), recorded as a graph the second, replayed from then on.
-struct Recording {
-    std::shared_ptr<void> graph;  // cudaGraphExec_t; on the CPU nothing is recorded
+// Each slot holds a CUDA event, for the host: recording it marks the end of the work given to the device so far,
+// synchronizing with it waits until the device is there.
+static void record_event(int slot);
+static void synchronize_event(int slot);
+
+// An event of the side stream, which runs its work in order: whoever waits for one has waited for all before it.
+struct Event {
+    int number = 0;  // 0: there is nothing to wait for
+};
+static Event newest_event;
+static Event event_before(Event event) { return {event.number - 1}; }
+
+// Gives launches to the side stream. They wait for everything launched so far, and run beside what the main
+// stream is given next, until that is to wait for their event. On a CPU they are done at once.
+static Event on_side_stream(auto launches);
+// These are launched after the main stream's next kernel, which so gets the multiprocessors first. Without, a
+// step of an H100 at B = 1 takes 3% longer.
+static Event on_side_stream_deferred(auto launches);
+static void wait_for(Event event);
+
+// A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
+// what a launch sets up once; the second time it is captured as a CUDA graph, which is launched from then on.
+struct Graph {
+    std::shared_ptr<void> executable;  // cudaGraphExec_t; a CPU has none
     int runs = 0;
 };
-static void backend_replay(Recording* recording, auto launches);
+static void launch_graph(Graph* graph, auto launches);
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
@@ -425,7 +435,7 @@ static std::vector<float> reordered(std::span<const float> from, const Parameter
 // ---- randomness -------------------------------------------------------------------------------------------
 // Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). key = (seed, stream),
 // counter = (e/4, sample, step, 0), and element e takes word e mod 4.
-enum Stream {  // mirrored in unet_io.py
+enum RandomStream {  // mirrored in unet_io.py
     STREAM_INIT,
     STREAM_SHUFFLE,
     STREAM_TIMESTEP,
@@ -627,11 +637,11 @@ static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward o
 template <int TAPS, class After = Nothing>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {},
                            const After& then = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). A
-// call of the side lane's: under way until backend_join.
+// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). The side
+// stream computes them: what reads them, or overwrites what they read, waits for the event.
 template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
-template <int TAPS> static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
-    on_side_lane([=] { launch_weight_gradient(layer, dout, x, demb); }, true);
+template <int TAPS> static Event weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
+    return on_side_stream_deferred([=] { launch_weight_gradient(layer, dout, x, demb); });
 }
 
 // x.moments, of a tensor that no product wrote.
@@ -926,7 +936,7 @@ struct Block {
     Buffer stats = {};     // float2: what each norm leaves, (2, B, C); then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
-    Buffer late = {};  // scratch of backward that the side lane reads while the next block is under way
+    Buffer late = {};  // scratch of backward that the side stream reads while the next block is under way
 };
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
@@ -962,6 +972,7 @@ struct Model : OptimiserMemory {
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
+    Event embedding_ready;    // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
@@ -1071,7 +1082,8 @@ struct EmbedBlock : Module {
     void forward() {
         Tensor active = embedding;  // one after the other
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-        on_side_lane([=, *this] {  // beside the image's way to the first residual block
+        // beside the image's way to the first residual block
+        m->embedding_ready = on_side_stream([=, *this] {
             run(TimestepEmbedding<floatX>{sinusoids, m->timesteps + m->first, m->config.max_period, unit});
             product_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = active, .x = hidden});
@@ -1136,21 +1148,21 @@ struct ResBlock : Module {
         Tensor before = resizes ? take_tensor(block.H, block.C) : normed1;
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
         if (modulates) norm2.modulation = std::exchange(emb, {});
-        const int embedding = side_calls;  // the calls so far, among them block 0's, without the skip's
-        if (widens) on_side_lane([&] { product_forward(residual, x, skip); });
+        Event residual_ready;
+        if (widens) residual_ready = on_side_stream([&] { product_forward(residual, x, skip); });
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
         }
         Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
-        backend_join(embedding);
+        wait_for(m->embedding_ready);
         product_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             drop(normed2);
         }
         Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
-        backend_join();
+        wait_for(residual_ready);
         product_forward(out, input2, conv2, {.residual = residual});
     }
     void backward() {
@@ -1242,17 +1254,18 @@ struct ResampleBlock : Module {
     void backward() {
         if (!convolves) return resize(dx.first, dout, block.accumulate);
         Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
+        Event weights_done;  // it reads scratch, and dout
         if (up) {
             resize(large, x.first);
-            weight_gradient(conv, dout, large);
+            weights_done = weight_gradient(conv, dout, large);
             input_gradient(dlarge, dout, conv);
             resize(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weight_gradient(conv, dlarge, x);
+            weights_done = weight_gradient(conv, dlarge, x);
             input_gradient(dx, dlarge, conv, {.accumulate = block.accumulate});
         }
-        backend_join();  // the weight gradient reads scratch, and dout
+        wait_for(weights_done);
     }
 };
 
@@ -1512,25 +1525,25 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient. The side lane is waited for but for the last
-// thing that the block gave it, a weight gradient that may go on beside the next block. finished(end): those of
-// the parameters before `end`, as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
+// The last block's output gradient -> every weight gradient. A block's last weight gradient may go on beside the
+// block that follows in backward; the others are waited for. finished(end): those of the parameters before `end`,
+// as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
 static void unet_backward(
     Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
-    int calls = 0;
     size_t end = 0;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
+        Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
-        backend_join(std::max(calls, side_calls - 1));
-        calls = side_calls;
+        wait_for(event_before(newest_event));
+        wait_for(of_block_before);
         if (i) finished(end);
         for (const Parameter& t : std::span(m->plan.tensors).subspan(block.param, block.num_params))
             if (is_matrix(t) && !t.joined) end = std::max(end, t.offset + t.size);
     }
-    backend_join();
+    wait_for(newest_event);
     finished(m->plan.num_floats);
 }
 
@@ -2513,9 +2526,9 @@ struct Trainer {
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
     std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
-    std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's recording
+    std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
     long epochs;                                  // whose orders were sent
-    Recording recording;
+    Graph graph;                                  // of a step
     std::vector<long> checkpoints;  // that lay there when the run was configured
     WeightsFile start = {};         // that the run starts from; without a path: from fresh weights
     long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
@@ -2682,14 +2695,14 @@ static void begin_next_step(Trainer* t) {
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
-    backend_replay(&t->recording, [&] { enqueue_step(t); });
+    launch_graph(&t->graph, [&] { enqueue_step(t); });
     backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
-    backend_mark((int)(t->begun++ % STEPS_IN_FLIGHT));
+    record_event((int)(t->begun++ % STEPS_IN_FLIGHT));
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    backend_await((int)(t->step % STEPS_IN_FLIGHT));
+    synchronize_event((int)(t->step % STEPS_IN_FLIGHT));
     const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->step += result.finite;
@@ -2829,7 +2842,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
     size_t most = pictures_at_a_time(c, m->plan.batch);
     auto [begin, end] = share_of(count, world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    std::map<std::pair<int, int>, Recording> recordings;
+    std::map<std::pair<int, int>, Graph> graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
         int B = (int)std::min(most, end - first), begun = 0, step = 0;
         size_t bytes = (size_t)B * elements * sizeof(float);
@@ -2845,10 +2858,10 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
         backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
-            backend_await(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
+            synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
             if (stop_asked) break;
             int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
-            backend_replay(&recordings[{B, answers}], [&] {
+            launch_graph(&graphs[{B, answers}], [&] {
                 auto call = [&](Model* model, int rows) {
                     run(TellNetwork{m->sampler_state, model->timesteps, model->labels, m->sampler, m->begins,
                                     rows, B, c.num_classes});
@@ -2859,7 +2872,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
                 if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing});
                 run(UpdatePictures<floatX>{drawing});
             });
-            backend_mark(begun++ % STEPS_IN_FLIGHT);
+            record_event(begun++ % STEPS_IN_FLIGHT);
             if (answers) progress.count();
             if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
             int last = sampler_steps(c) - 1;
@@ -3902,29 +3915,33 @@ int main(int argc, char** argv) {
 // ---- the machine ------------------------------------------------------------------------------------------
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
 #ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
-#define LAUNCH_CHECK() (CUDA_CHECK(cudaGetLastError()), launch_side_waiting())
+#define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 #endif
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
     if (status != cudaSuccess)
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
+// A CUDA stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
 // from a copy, since the next one has the whole again, and splits no further than fits.
-static struct Lane {
-    cudaStream_t stream;
+static struct Stream {
+    cudaStream_t handle;
     Arena workspace;
-} main_lane, side_lane, message_lane;
-static thread_local Lane* lane = &main_lane;                 // the one that launches go to now
-static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a lane
-enum { SIDE_EVENTS = 4 };  // an older call is waited for by the event of a newer one, which has its slot
-static cudaEvent_t side_begins, side_ended[SIDE_EVENTS];  // of the last calls of on_side_lane
-static int side_joined;                                   // how many calls the main stream has waited for
-static cudaEvent_t messages_begin, messages_ended;        // of the last call of on_message_lane
+} main_stream, side_stream, message_stream;
+static thread_local Stream* stream = &main_stream;           // the one that launches go to now
+static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
+
+// The side stream's newest events. Who waits for an older one gets the newer event that has taken its slot, which
+// is right as well, only later.
+enum { SIDE_EVENTS = 4 };
+static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
+static Event waited_for;  // the newest event that the main stream has waited for
+
+static cudaEvent_t messages_begin, messages_ended;  // of the last call of on_message_lane
+static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
-static cudaEvent_t gpu_marks[STEPS_IN_FLIGHT];
 
 static void backend_init() {
     const char* instead = "build for the CPU: make " PROGRAM " DEVICE=cpu";
@@ -3938,12 +3955,13 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    for (Lane* each : {&main_lane, &side_lane, &message_lane})
-        CUDA_CHECK(cudaStreamCreateWithFlags(&each->stream, cudaStreamNonBlocking));
+    for (Stream* each : {&main_stream, &side_stream, &message_stream})
+        CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
     for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-    for (cudaEvent_t& each : side_ended) CUDA_CHECK(cudaEventCreateWithFlags(&each, cudaEventDisableTiming));
-    for (cudaEvent_t& mark : gpu_marks) CUDA_CHECK(cudaEventCreate(&mark));
+    for (cudaEvent_t& event : side_ends)
+        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
 }
 static std::string backend_name() {
     const char* in = gpu_properties.major > 9 ? "bf16, with portable kernels: newer than Hopper" : "bf16";
@@ -3960,47 +3978,53 @@ static void backend_free(void* memory, bool on_host) {
     if (world.size == 1 || !std::uncaught_exceptions()) on_host ? cudaFreeHost(memory) : cudaFree(memory);
 }
 static void backend_zero(void* memory, size_t bytes) {
-    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_lane.stream));
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream.handle));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, lane->stream));
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream->handle));
 }
-static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_lane.stream)); }
-// Launches on another lane than the main one, between these events.
-static void launch_on(Lane* other, cudaEvent_t begins, cudaEvent_t ended, auto launches) {
-    CUDA_CHECK(cudaStreamWaitEvent(other->stream, begins, 0));
-    lane = other;
+static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
+
+// Gives launches to another stream than the main one, between these events.
+static void launch_on(Stream* other, cudaEvent_t begins, cudaEvent_t ends, auto launches) {
+    CUDA_CHECK(cudaStreamWaitEvent(other->handle, begins, 0));
+    stream = other;
     launches();
-    lane = &main_lane;
-    CUDA_CHECK(cudaEventRecord(ended, other->stream));
+    stream = &main_stream;
+    CUDA_CHECK(cudaEventRecord(ends, other->handle));
 }
-static std::function<void()> side_waiting;  // launches that were put off
-static void launch_side_waiting() {
-    if (!side_waiting || lane != &main_lane) return;
-    launch_on(&side_lane, side_begins, side_ended[(side_calls - 1) % SIDE_EVENTS],
-              std::exchange(side_waiting, nullptr));
+static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
+static void flush_deferred() {
+    if (!deferred || stream != &main_stream) return;
+    cudaEvent_t ends = side_ends[newest_event.number % SIDE_EVENTS];
+    launch_on(&side_stream, side_begins, ends, std::exchange(deferred, nullptr));
 }
-static void on_side_lane(auto launches, bool put_off) {
-    assert(lane == &main_lane);
-    launch_side_waiting();
-    CUDA_CHECK(cudaEventRecord(side_begins, main_lane.stream));
-    side_calls++;
-    side_waiting = launches;
-    if (!put_off) launch_side_waiting();
+static Event on_side_stream_deferred(auto launches) {
+    assert(stream == &main_stream);
+    flush_deferred();
+    CUDA_CHECK(cudaEventRecord(side_begins, main_stream.handle));
+    deferred = launches;
+    newest_event.number++;
+    return newest_event;
 }
-static void backend_join(int call) {
-    if (call >= side_calls) call = side_calls, launch_side_waiting();
-    if (call <= side_joined) return;
-    CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, side_ended[(call - 1) % SIDE_EVENTS], 0));
-    side_joined = call;
+static Event on_side_stream(auto launches) {
+    Event event = on_side_stream_deferred(launches);
+    flush_deferred();
+    return event;
+}
+static void wait_for(Event event) {
+    if (event.number <= waited_for.number) return;
+    if (event.number == newest_event.number) flush_deferred();
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
+    waited_for = event;
 }
 static void on_message_lane(auto launches) {
     if (world.size == 1) return launches();
-    CUDA_CHECK(cudaEventRecord(messages_begin, main_lane.stream));
-    launch_on(&message_lane, messages_begin, messages_ended, launches);
+    CUDA_CHECK(cudaEventRecord(messages_begin, main_stream.handle));
+    launch_on(&message_stream, messages_begin, messages_ended, launches);
 }
 static void await_messages() {
-    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_lane.stream, messages_ended, 0));
+    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, messages_ended, 0));
 }
 
 // NCCL is found when it is needed, so that the program is built and runs without it.
@@ -4041,28 +4065,31 @@ static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
     backend_together([&] {
-        if (sent.size()) nccl("ncclSend", sent.data(), sent.size(), BYTES, peer, nccl_ranks, lane->stream);
+        if (sent.size()) nccl("ncclSend", sent.data(), sent.size(), BYTES, peer, nccl_ranks, stream->handle);
         if (received.size())
-            nccl("ncclRecv", received.data(), received.size(), BYTES, peer, nccl_ranks, lane->stream);
+            nccl("ncclRecv", received.data(), received.size(), BYTES, peer, nccl_ranks, stream->handle);
     });
 }
 
-static void backend_replay(Recording* recording, auto launches) {
-    if (recording->runs++ == 0) return launches();
-    if (!recording->graph) {
-        cudaGraph_t graph;
-        cudaGraphExec_t ready;
-        CUDA_CHECK(cudaStreamBeginCapture(main_lane.stream, cudaStreamCaptureModeThreadLocal));
+static void launch_graph(Graph* graph, auto launches) {
+    graph->runs++;
+    if (graph->runs == 1) return launches();
+
+    if (graph->runs == 2) {
+        cudaGraph_t captured;
+        cudaGraphExec_t executable;
+        CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
         launches();
-        CUDA_CHECK(cudaStreamEndCapture(main_lane.stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate(&ready, graph, 0));
-        CUDA_CHECK(cudaGraphDestroy(graph));
-        recording->graph = {ready, cudaGraphExecDestroy};
+        CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
+        CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
+        CUDA_CHECK(cudaGraphDestroy(captured));
+        graph->executable = {executable, cudaGraphExecDestroy};
     }
-    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)recording->graph.get(), main_lane.stream));
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)graph->executable.get(), main_stream.handle));
 }
-static void backend_mark(int slot) { CUDA_CHECK(cudaEventRecord(gpu_marks[slot], main_lane.stream)); }
-static void backend_await(int slot) { CUDA_CHECK(cudaEventSynchronize(gpu_marks[slot])); }
+static void record_event(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
+static void synchronize_event(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
+
 // What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
@@ -4091,7 +4118,7 @@ static size_t backend_memory_available() {
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static void allocate_workspace() {
-    for (Lane* each : {&main_lane, &side_lane})
+    for (Stream* each : {&main_stream, &side_stream})
         if (!each->workspace.base)
             each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
 }
@@ -4157,7 +4184,7 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// At the head of every kernel: waits until all that its lane was given before is done, and has been written.
+// At the head of every kernel: waits until all that its stream was given before is done, and has been written.
 // The launch itself is over by then. Without, an H100 takes 10% longer for a call of the network at B = 1.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
@@ -4165,7 +4192,7 @@ __device__ inline void await_inputs() {
 #endif
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on lane->stream. With CLUSTERS, blocks along x are a cluster.
+// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, blocks along x are a cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
@@ -4176,9 +4203,12 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {grid.x, 1, 1};
     unsigned count = gpu_properties.major < 9 ? 0 : CLUSTERS && grid.x > 1 ? 2 : 1;
-    cudaLaunchConfig_t config = {grid, threads, shared, lane->stream, attributes, count};
+    cudaLaunchConfig_t config = {grid, threads, shared, stream->handle, attributes, count};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
+#ifndef PROFILING  // there it is flushed when the launcher has ended, whose times would contain it
+    flush_deferred();
+#endif
 }
 
 // ---- layers written once: see section 3 -------------------------------------------------------------------
@@ -5322,7 +5352,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) 
     if (forced_tile >= 0) tile = forced_tile;
     if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
     if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
-    Arena workspace = lane->workspace;
+    Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g, then);
@@ -5606,7 +5636,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 // launch_sums(g), which has memory for what its splits leave there, and what adds that up.
 static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
-    Arena workspace = lane->workspace;
+    Arena workspace = stream->workspace;
     if (g.dbias) g.bias_parts = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
     if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
     launch_sums(g);

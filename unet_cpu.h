@@ -1165,13 +1165,17 @@ static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes);
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_wait() {}
 
-#ifndef LATE_SIDE_LANE  // test_unet.cu has one that does everything as late as it may be done
-static void on_side_lane(auto launches, bool) { launches(); }
-static void backend_join(int) {}
+#ifndef LATE_SIDE_STREAM  // test_unet.cu has one that does everything as late as it may be done
+static Event on_side_stream(auto launches) {
+    launches();
+    return {};
+}
+static void wait_for(Event) {}
 #endif
-static void backend_replay(Recording*, auto launches) { launches(); }
-static void backend_mark(int) {}
-static void backend_await(int) {}
+static Event on_side_stream_deferred(auto launches) { return on_side_stream(launches); }
+static void launch_graph(Graph*, auto launches) { launches(); }
+static void record_event(int) {}
+static void synchronize_event(int) {}
 static double backend_peak() { return 0; }
 static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
 static size_t backend_memory_available() { return host_memory_available(); }

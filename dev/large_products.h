@@ -284,10 +284,10 @@ static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
     LargeProduct g = {matrix_map(dout.data, K, M, 64), matrix_map(x.data, K, N, 64), M, N, K};
     const int blocks = gpu_multiprocessors, rest = g.tiles() % blocks;
     if (!takes_large((double)g.tiles() * g.chunks() >= 8.0 * blocks)) return false;
-    on_side_lane(
+    on_side_stream_deferred(
         [=]() mutable {
             PROFILE("1x1 dW", convolution_work(K, 1, N, M, sizeof(float)));
-            Arena workspace = lane->workspace;
+            Arena workspace = stream->workspace;
             // The splits that take the least time, estimated in clocks of an H200.
             double least = INFINITY;
             for (int s = 1;
@@ -300,8 +300,7 @@ static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
             if (g.splits > 1) g.parts = take<LargePart>(&workspace, g.splits * rest);
             launch_large<true, true>(g, Nothing());
             if (g.splits > 1) launch(large_reduce_kernel, rest * LARGE_SLICES, LARGE_ADDERS, 0, g);
-        },
-        true);
+        });
     return true;
 }
 

@@ -185,7 +185,7 @@ static void resblock_backward3(Problem& p) {
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
     weight_gradient(conv1, dh, active1, {dprojected.data, s.O});
     input_gradient(dnormed1, dh, conv1);
-    backend_join();  // dprojected is the side lane's
+    wait_for(newest_event);  // dprojected is the side stream's
     weight_gradient(projection, dprojected, emb);
     input_gradient(demb, dprojected, projection);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
@@ -211,7 +211,7 @@ static void resblock_forward4(Problem& p) {
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
-    on_side_lane([=] { product_forward(projected, emb, projection); });
+    m.embedding_ready = on_side_stream([=] { product_forward(projected, emb, projection); });
     ResBlock{{&m, block, B}}.forward();
 }
 static void resblock_backward4(Problem& p) {
@@ -221,7 +221,7 @@ static void resblock_backward4(Problem& p) {
     Tensor dprojected = output_gradient_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
     ResBlock{{&m, block, B}}.backward();
-    backend_join();  // dprojected is the side lane's
+    wait_for(newest_event);  // dprojected is the side stream's
     weight_gradient(projection, dprojected, p.tensor_in<floatX>("emb"));
     input_gradient(p.tensor_out<floatX>("demb"), dprojected, projection);
 }

@@ -55,12 +55,12 @@ static void at(const Place& place, size_t workspace, auto launches) {
 #ifdef __CUDACC__
         CUDA_CHECK(cudaSetDevice(place.device));  // autograd's thread may be new to CUDA: tensor maps need a context
         know_device(place.device);
-        Lane here = {(cudaStream_t)place.stream, {}};
+        Stream here = {(cudaStream_t)place.stream, {}};
         if (workspace) here.workspace = {(char*)place.allocate(workspace), workspace, 0};
         struct Restore {
-            Lane* before;
-            ~Restore() { lane = before; }
-        } restore = {std::exchange(lane, &here)};
+            Stream* before;
+            ~Restore() { stream = before; }
+        } restore = {std::exchange(stream, &here)};
 #else
         std::lock_guard lock(one_at_a_time);
         // none for a layer that asks for none: what an earlier call had is PyTorch's again

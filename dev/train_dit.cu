@@ -408,7 +408,7 @@ struct PatchesBlock : DitModule {
         gather(tokens);
         run(Positions<floatX>{out});
         product_forward(out, tokens, projection, {.residual = out});
-        backend_join();  // the embedding is made meanwhile, on the side lane
+        wait_for(m->embedding_ready);  // which the side stream made meanwhile
     }
     void backward() {
         Tensor tokens = take_late(h, patch * patch * PIXEL);

@@ -1,11 +1,11 @@
-// The layers of dev/train_dit.cu against PyTorch, and the program with its side lane as late as may be:
+// The layers of dev/train_dit.cu against PyTorch, and the program with its side stream as late as may be:
 //
 //   dit_layers --layers FILE   FILE: what tests/test_dit.py writes, inputs and PyTorch's outputs in float64
-//   dit_layers --late FLAGS    train_dit in which each call of the side lane is done only where it is waited for
+//   dit_layers --late FLAGS    train_dit in which each call of the side stream is done only where it is waited for
 //
 // Built by nvcc, the former tests the kernels; the latter is for the CPU.
 #ifndef __CUDACC__
-#define LATE_SIDE_LANE
+#define LATE_SIDE_STREAM
 #endif
 #define main train_dit_main
 #include "../dev/train_dit.cu"
@@ -58,7 +58,7 @@ static void test_linear(LayerCase& c) {
     linear_forward(out, x, layer, Nothing());
     linear_backward(dx, dout, layer, Nothing());
     linear_weights(layer, dout, x);
-    backend_join();
+    wait_for(newest_event);
     backend_download(found.data(), gradients.get(), found.size() * sizeof(float));
     c.compare("out", out), c.compare("dx", dx);
     c.verdict.compare("dw", {found.begin(), found.end() - outputs}, c.at("dw"));
@@ -190,10 +190,10 @@ static void test_layer(LayerCase c) {
 }
 
 int main(int argc, char** argv) {
-#ifdef LATE_SIDE_LANE
+#ifdef LATE_SIDE_STREAM
     if (argc > 1 && !strcmp(argv[1], "--late")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);  // or the program would begin again, without our word
-        side_lane = LATE;
+        side_stream = LATE;
         return train_dit_main(argc - 1, argv + 1);
     }
 #endif
