@@ -47,10 +47,10 @@ inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
     });
 }
 // dx = [dx +] F.conv_transpose2d(dout, w, padding=1)
-inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, bool accumulate) {
+inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     each_pixel(dx, [&](int b, int h, int w) {
         for (int c = 0; c < dx.C; c++) {
-            double sum = accumulate ? at(dx, b, h, w, c) : 0;
+            double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
             for (int i = 0; i < 3; i++)
                 for (int j = 0; j < 3; j++)
                     for (int o = 0; o < dout.C; o++)
@@ -96,11 +96,11 @@ inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
         }
 }
 // dx = [dx +] dout @ w
-inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, bool accumulate) {
+inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
 #pragma omp parallel for
     for (size_t p = 0; p < (size_t)dout.rows(); p++)
         for (int c = 0; c < dx.C(); c++) {
-            double sum = accumulate ? *dx.at(p, c) : 0;
+            double sum = options.accumulate ? *dx.at(p, c) : 0;
             for (int o = 0; o < dout.C; o++)
                 sum += (double)dout.data[p * dout.C + o] * layer.w[(size_t)o * dx.C() + c];
             *dx.at(p, c) = (float)sum;
@@ -213,77 +213,61 @@ inline void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Ba
         }
 }
 
-// One head of one image: element (t, c) of its q, k and v, and of what belongs to its output.
+// Head h of image b, whose channels follow those of the heads before it in q, in k, in v and in the output.
 struct Head {
     Tensor qkv;
-    int b, head, d;
-    float& part(Tensor x, int which, int t, int c) const {
-        return x.data[((size_t)b * x.T() + t) * x.C + (size_t)which * qkv.C / 3 + head * d + c];
-    }
-    double q(int t, int c) const { return part(qkv, 0, t, c); }
-    double k(int t, int c) const { return part(qkv, 1, t, c); }
-    double v(int t, int c) const { return part(qkv, 2, t, c); }
-    float& out(Tensor x, int t, int c) const { return part(x, 0, t, c); }
-
-    // Row i of the scores q k^T / sqrt(d), and the logarithm of the sum of their exponentials.
-    double scores(int i, std::vector<double>* s) const {
-        double largest = -INFINITY, sum = 0;
-        for (int j = 0; j < qkv.T(); j++) {
-            (*s)[j] = 0;
-            for (int c = 0; c < d; c++) (*s)[j] += q(i, c) * k(j, c) / sqrt((double)d);
-            largest = std::max(largest, (*s)[j]);
-        }
-        for (double score : *s) sum += exp(score - largest);
-        return largest + log(sum);
+    int b, h, d;
+    float& of(Tensor x, int t, int c) const { return x.data[((size_t)b * x.T() + t) * x.C + h * d + c]; }
+    double q(int t, int c) const { return of(qkv, t, c); }
+    double k(int t, int c) const { return of(qkv, t, qkv.C / 3 + c); }
+    double v(int t, int c) const { return of(qkv, t, 2 * qkv.C / 3 + c); }
+    double score(int i, int j) const {
+        double sum = 0;
+        for (int c = 0; c < d; c++) sum += q(i, c) * k(j, c);
+        return sum / sqrt((double)d);
     }
 };
 // F.scaled_dot_product_attention(q, k, v)
 inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    int T = out.T();
+#pragma omp parallel for collapse(3)
+    for (int b = 0; b < out.B; b++)
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < T; i++) {
+                Head head = {qkv, b, h, out.C / heads};
+                double largest = -INFINITY, sum = 0;
+                for (int j = 0; j < T; j++) largest = std::max(largest, head.score(i, j));
+                for (int j = 0; j < T; j++) sum += exp(head.score(i, j) - largest);
+                lse[((size_t)b * heads + h) * T + i] = (float)(largest + log(sum));
+
+                std::vector<double> row(head.d);
+                for (int j = 0; j < T; j++)
+                    for (int c = 0; c < head.d; c++)
+                        row[c] += exp(head.score(i, j) - largest) / sum * head.v(j, c);
+                for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)row[c];
+            }
+}
+// With probabilities P = exp(q k^T / sqrt(d) - lse) and D_i = sum_j dout_ij out_ij:
+//   dV = P^T dout,  dS = P (dout V^T - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d)
+inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                               int heads) {
+    int T = out.T(), C = out.C;
+    std::fill_n(dqkv.data, dqkv.count(), 0.0f);
 #pragma omp parallel for collapse(2)
     for (int b = 0; b < out.B; b++)
         for (int h = 0; h < heads; h++) {
-            Head head = {qkv, b, h, out.C / heads};
-            std::vector<double> s(out.T());
-            for (int i = 0; i < out.T(); i++) {
-                double log_sum = head.scores(i, &s);
-                lse[((size_t)b * heads + h) * out.T() + i] = (float)log_sum;
-                for (int c = 0; c < head.d; c++) {
-                    double sum = 0;
-                    for (int j = 0; j < out.T(); j++) sum += exp(s[j] - log_sum) * head.v(j, c);
-                    head.out(out, i, c) = (float)sum;
-                }
-            }
-        }
-}
-// With P the probabilities: dV = P^T dout, dP = dout V^T, dS = P (dP - sum_j P dP) / sqrt(d), dQ = dS K, dK = dS^T Q
-inline void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, int heads) {
-    int T = qkv.T();
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < qkv.B; b++)
-        for (int h = 0; h < heads; h++) {
-            Head head = {qkv, b, h, dout.C / heads};
-            std::vector<double> s(T), dp(T), gradient[3];
-            for (auto& g : gradient) g.resize((size_t)T * head.d);
-            auto& [dq, dk, dv] = gradient;
-
-            for (int i = 0; i < T; i++) {
-                double log_sum = head.scores(i, &s), mean_dp = 0;
+            Head head = {qkv, b, h, C / heads};
+            for (int i = 0; i < T; i++)
                 for (int j = 0; j < T; j++) {
-                    dp[j] = 0;
-                    for (int c = 0; c < head.d; c++) dp[j] += (double)head.out(dout, i, c) * head.v(j, c);
-                    mean_dp += exp(s[j] - log_sum) * dp[j];
-                }
-                for (int j = 0; j < T; j++)
+                    double p = exp(head.score(i, j) - lse[((size_t)b * heads + h) * T + i]), dp = 0;
+                    for (int c = 0; c < head.d; c++)
+                        dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
                     for (int c = 0; c < head.d; c++) {
-                        double p = exp(s[j] - log_sum), ds = p * (dp[j] - mean_dp) / sqrt((double)head.d);
-                        dq[(size_t)i * head.d + c] += ds * head.k(j, c);
-                        dk[(size_t)j * head.d + c] += ds * head.q(i, c);
-                        dv[(size_t)j * head.d + c] += p * head.out(dout, i, c);
+                        head.of(dqkv, i, c) += (float)(p * dp * head.k(j, c) / sqrt((double)head.d));
+                        head.of(dqkv, j, C + c) += (float)(p * dp * head.q(i, c) / sqrt((double)head.d));
+                        head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
                     }
-            }
-            for (int which = 0; which < 3; which++)
-                for (size_t n = 0; n < gradient[which].size(); n++)
-                    head.part(dqkv, which, (int)n / head.d, (int)n % head.d) = (float)gradient[which][n];
+                }
         }
 }
 
@@ -351,7 +335,8 @@ enum { VECTOR = 16, TILE_ROWS = 12 };
 enum { VECTOR = 8, TILE_ROWS = 6 };
 #endif
 enum { TILE_COLUMNS = 2 * VECTOR };
-typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));  // loaded from anywhere
+typedef float Vector
+    __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));  // loaded from anywhere
 
 static int round_up(int n, int unit) { return ceil_div(n, unit) * unit; }
 
@@ -421,7 +406,8 @@ template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const fl
 }
 
 // c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS).
-static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K, bool add) {
+static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K,
+                           bool add) {
     int rows = 0;
     for (int m = 0; m < M; m += rows) {
         auto multiply = multiply_tile<1>;
@@ -761,7 +747,8 @@ static float zeros[MAX_INPUTS];  // the channels of a pixel outside, which then 
 // Transforms tiles of x (m = A) or the patches around them (m = B_T) to planes (channels / width, tiles, width),
 // with zeros behind the last channel, up to a whole vector.
 template <int N>
-static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor x, Range tiles, Range channels) {
+static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor x, Range tiles,
+                            Range channels) {
     const int halo = N / 4;
     x.data += channels.first;
     for (int t = 0; t < tiles.count(); t++) {
@@ -815,8 +802,12 @@ struct Winograd {
     void run() const {
         each_tile(
             WinogradTile::count(x), WINOGRAD_TILES, out.C, outputs,
-            [this](int t0, int t1, int o0, int o1) { convolve({t0, t1}, {o0, o1}); },
-            [this](int o0, int o1) { transform_weights({o0, o1}); });
+            [this](int t0, int t1, int o0, int o1) {
+                convolve({t0, t1}, {o0, o1});
+            },
+            [this](int o0, int o1) {
+                transform_weights({o0, o1});
+            });
     }
 
     Planes weights() const { return Planes(thread_floats(), inputs.count(), outputs); }
@@ -855,7 +846,8 @@ struct Winograd {
 
             transform_tiles(patches, width, B_T, x, some, inputs);
             for (int f = 0; f < ELEMENTS; f++)
-                matmul({some.count(), n, K}, products[f], n, {patches[f], width}, packed(weights()[f], K), false);
+                matmul({some.count(), n, K}, products[f], n, {patches[f], width}, packed(weights()[f], K),
+                       false);
             for (int i = 0; i < some.count(); i++)
                 store_tile(products, (size_t)i * n, WinogradTile(out, some.first + i), o);
         }
@@ -1061,7 +1053,8 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     });
 }
 
-static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads) {
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                               int heads) {
     int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
