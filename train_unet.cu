@@ -595,17 +595,6 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};  // without affine: none
 };
 
-// What follows a Linear's product that writes one tensor, done while its outputs are at hand: a layer, see
-// below, whose items are elements on the CPU, and on a GPU 16 bytes. There it also has, for the same bits,
-//     extra(first)                   loads what it needs for the vector of elements from `first` on
-//     finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
-struct Nothing {
-    enum { OVERWRITES = false };
-    HOST_DEVICE int extra(size_t) const { return 0; }
-    HOST_DEVICE void finish(size_t, const auto&, int) const {}
-    void operator()(size_t) const {}
-};
-
 #define LAYER_TYPES(device, Real)                              \
     namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
@@ -628,21 +617,26 @@ HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, N
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
-// Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
-template <int TAPS, class After = Nothing>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {},
-                            const After& then = {});
-// dx = [+=] the same product of dout with the weights transposed, of taps flipped.
-template <int TAPS, class After = Nothing>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {},
-                           const After& then = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). The side
-// stream computes them: what reads them, or overwrites what they read, waits for the event.
-template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
-template <int TAPS> static Event weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
-    return on_side_stream_deferred([=] { launch_weight_gradient(layer, dout, x, demb); });
-}
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
+// a tensor, or one that is still to be normed: see groupnorm_for_product.
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
+// dx = [+=] F.conv_transpose2d(dout, w, padding=1)
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
+// is dout.sum((1, 2)).
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
+
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+// dx = [+=] dout @ w
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
+// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x);
+
+// A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
@@ -727,6 +721,9 @@ template <typename T> struct TimestepEmbedding {
         out.data[b * out.C + half + i] = (T)(float)sine;
     }
 };
+static void timestep_embedding(Tensor out, const int* timesteps, int max_period, double unit) {
+    run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
+}
 
 union FloatBits {
     float value;
@@ -909,6 +906,17 @@ template <typename T> struct Resample {
     }
 };
 
+static void upsample_forward(Tensor out, Tensor x) { run(Resample<floatX>{.out = out, .x = x}); }
+static void upsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .accumulate = accumulate});
+}
+static void downsample_forward(Tensor out, Tensor x) {
+    run(Resample<floatX>{.out = out, .x = x, .factor = 0.25f});
+}
+static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .factor = 0.25f, .accumulate = accumulate});
+}
+
 // ==== 4  BLOCKS ============================================================================================
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
@@ -1058,9 +1066,14 @@ struct Module {
     }
     Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
-    // y = [+=] x, up- or down-sampled as the block does; and so are gradients, the other way round.
-    void resize(Tensor y, Tensor x, bool accumulate = false) const {
-        run(Resample<floatX>{y, x, block.out_H > block.H ? 1 : 0.25f, accumulate});
+    // Up- or down-sampling, whichever the block does.
+    void resize(Tensor out, Tensor x) const {
+        if (block.out_H > block.H) upsample_forward(out, x);
+        else downsample_forward(out, x);
+    }
+    void resize_backward(Tensor dx, Tensor dout, bool accumulate = false) const {
+        if (block.out_H > block.H) upsample_backward(dx, dout, accumulate);
+        else downsample_backward(dx, dout, accumulate);
     }
 };
 
@@ -1084,27 +1097,27 @@ struct EmbedBlock : Module {
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // beside the image's way to the first residual block
         m->embedding_ready = on_side_stream([=, *this] {
-            run(TimestepEmbedding<floatX>{sinusoids, m->timesteps + m->first, m->config.max_period, unit});
-            product_forward(hidden, sinusoids, linear1_layer);
+            timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
+            linear_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = active, .x = hidden});
             if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
-            product_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            linear_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
-            product_forward(out, embedding, projections);
+            linear_forward(out, embedding, projections);
         });
     }
     void backward() {
         Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-        weight_gradient(projections, dout, embedding);
-        input_gradient(dembedding, dout, projections);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        weight_gradient(linear2_layer, dlinear2, active);
-        input_gradient(dactive, dlinear2, linear2_layer);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        weight_gradient(linear1_layer, dhidden, sinusoids);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
     }
 };
 
@@ -1113,8 +1126,8 @@ struct EmbedBlock : Module {
 struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
 
-    void forward() { product_forward(out, x, conv); }
-    void backward() { weight_gradient(conv, dout, x); }
+    void forward() { conv3x3_forward(out, x, conv); }
+    void backward() { on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); }); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -1149,21 +1162,21 @@ struct ResBlock : Module {
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
         if (modulates) norm2.modulation = std::exchange(emb, {});
         Event residual_ready;
-        if (widens) residual_ready = on_side_stream([&] { product_forward(residual, x, skip); });
+        if (widens) residual_ready = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
         }
         Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
         wait_for(m->embedding_ready);
-        product_forward(h, input1, conv1, {.emb = emb});
+        conv3x3_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             drop(normed2);
         }
         Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         wait_for(residual_ready);
-        product_forward(out, input2, conv2, {.residual = residual});
+        conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
     void backward() {
         Tensor dh = h;
@@ -1174,29 +1187,29 @@ struct ResBlock : Module {
         Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
         Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
-        input_gradient(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
+        conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            weight_gradient(skip, dout, x);
-            input_gradient(dx, dout, skip, {.accumulate = block.accumulate});
+            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        weight_gradient(conv2, dout, normed2);
-        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
-            resize(dx.first, dout, block.accumulate);
-            resize(dbefore, dnormed1);
+            resize_backward(dx.first, dout, block.accumulate);
+            resize_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        weight_gradient(conv1, dh, normed1, demb);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, demb); });
     }
 };
 
@@ -1212,20 +1225,20 @@ struct AttentionBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(qkv, normed, to_qkv);
+        conv1x1_forward(qkv, normed, to_qkv);
         attention_forward(joined, lse, qkv, block.heads);
-        product_forward(out, joined, projection, {.residual = x.first});
+        conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
     void backward() {
         Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
         Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        weight_gradient(projection, dout, joined);
-        input_gradient(djoined, dout, projection);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+        conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv, {.norm = norm});
+        conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        weight_gradient(to_qkv, dqkv, normed);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
     }
 };
 
@@ -1243,27 +1256,27 @@ struct ResampleBlock : Module {
         if (!convolves) {
             resize(out, x.first);
         } else if (up) {
-            resize(large, x.first);
-            return product_forward(out, large, conv);
+            upsample_forward(large, x.first);
+            return conv3x3_forward(out, large, conv);
         } else {
-            product_forward(large, x, conv);
+            conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         }
         channel_moments(out);
     }
     void backward() {
-        if (!convolves) return resize(dx.first, dout, block.accumulate);
+        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
         Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         Event weights_done;  // it reads scratch, and dout
         if (up) {
-            resize(large, x.first);
-            weights_done = weight_gradient(conv, dout, large);
-            input_gradient(dlarge, dout, conv);
-            resize(dx.first, dlarge, block.accumulate);
+            upsample_forward(large, x.first);
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            conv3x3_backward_input(dlarge, dout, conv);
+            upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done = weight_gradient(conv, dlarge, x);
-            input_gradient(dx, dlarge, conv, {.accumulate = block.accumulate});
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
     }
@@ -1278,14 +1291,14 @@ struct OutBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(out, normed, conv);
+        conv3x3_forward(out, normed, conv);
     }
     void backward() {
         Tensor normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        input_gradient(dx, dout, conv, {.norm = norm});
+        conv3x3_backward_input(dx.first, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dx.first, norm);
-        weight_gradient(conv, dout, normed);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
     }
 };
 #endif
@@ -5105,8 +5118,8 @@ template <class Tile> struct WarpProduct {
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, float* staging,
-                                              const int* pixel_of_row, int tile, int n0) {
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
+                                              int n0) {
     constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
@@ -5114,9 +5127,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
     Unpacked sum = {}, product = {};
     UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];                           // its pixels, -1: outside
-        uint4 there[PASSES];                     // what is added to the outputs, or a norm's x
-        decltype(then.extra(0)) beside[PASSES];  // what follows reads
+        int m[PASSES];        // its pixels, -1: outside
+        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
         Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
@@ -5127,7 +5139,6 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            if (m[i] >= 0) beside[i] = then.extra((size_t)m[i] * g.N() + n);
             value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
@@ -5160,9 +5171,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
                 if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else value[i][e] += added[e] + x[e];
             if (m[i] < 0) continue;
-            const uint4 bits = pack(value[i]);
-            if (!then.OVERWRITES) *(uint4*)rows_from(to, m[i], out.C) = bits;
-            then.finish((size_t)m[i] * g.N() + n, (const Vector<floatX, VEC>&)bits, beside[i]);
+            *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
         if (!g.sums) continue;
 
@@ -5194,9 +5203,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile, class After>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    gemm_kernel(const __grid_constant__ Gemm g, const __grid_constant__ After then) {
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     await_inputs();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
@@ -5280,11 +5288,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    gemm_epilogue<Tile>(g, then, staging, pixel_of_row, tile, n0);
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
-template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const After then) {
+__global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
@@ -5296,9 +5304,7 @@ template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const Af
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    const uint4 bits = pack(value);
-    if (!After::OVERWRITES) *(uint4*)(g.out.of(n).data + at) = bits;
-    then.finish(i, (const Vector<floatX, VEC>&)bits, then.extra(i));
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
 // What norms want of the output, where the product did not leave it behind.
@@ -5307,7 +5313,7 @@ static void launch_gemm_sums(const Gemm& g) {
     if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
-template <class Tile, class After> static void launch_tile(Gemm g, const After& then) {
+template <class Tile> static void launch_tile(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
@@ -5317,25 +5323,24 @@ template <class Tile, class After> static void launch_tile(Gemm g, const After& 
     const bool whole =
         T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
     if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile, After>, dim3(tiles, g.splits), Tile::THREADS, bytes, g, then);
-    if (g.splits > 1)
-        launch(gemm_reduce_kernel<After>, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g, then);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
     if (!g.sums) launch_gemm_sums(g);
 }
 
 // Section 12, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
 // HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then);
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) {
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g, then)) return;
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -5355,11 +5360,11 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) 
     Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g, then);
-    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g, then);
-    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g, then);
+    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
+    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
+    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
     if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g, then);
+        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
 }
 
 // ---- weight gradient
@@ -5647,24 +5652,21 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb}, then);
+template <int TAPS>
+static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
+template <int TAPS>
+static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
     if (options.accumulate) g.residual = dx;
-    launch_gemm<TAPS, true>(g, then);
+    launch_gemm<TAPS, true>(g);
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     const int O = dout.C;
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(dout.rows(), TAPS, x.C(), O, sizeof(float)));
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
     dout = shaped(dout, TAPS), x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -5683,6 +5685,42 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
         launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
                sizeof(typename Tile::Shared), g);
     });
+}
+
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+    PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+    PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+    PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, demb);
+}
+
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+    PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+    PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, {});
+}
+
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
+    conv1x1_forward(out, x, layer, options);
+}
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
+    conv1x1_backward_input(dx, dout, layer, {});
+}
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
+    conv1x1_backward_weight(layer, dout, x);
 }
 
 }  // namespace gpu
@@ -6241,7 +6279,7 @@ static bool hopper_norms(const Norm& norm, int O) {
            O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
 }
 // Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then) {
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
@@ -6259,8 +6297,6 @@ template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked
     else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     if (!sums) launch_gemm_sums(asked);
-    // No thread has a vector of outputs, which the copy engine takes from shared memory: a pass of its own.
-    if constexpr (requires { then.items(); }) run(then);
     return true;
 }
 
@@ -6401,7 +6437,7 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// launch_weight_gradient of 3x3: by the warpgroups and splits that take the least time, estimated of an H100.
+// conv3x3_backward_weight: by the warpgroups and splits that take the least time, estimated of an H100.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -6426,6 +6462,6 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 }  // namespace gpu
 #elif defined(__CUDACC__)
 static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&, auto) { return false; }
+template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

@@ -1012,6 +1012,16 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
     }
 }
 
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
+    conv1x1_forward(out, x, layer, options);
+}
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
+    conv1x1_backward_input(dx, dout, layer, {});
+}
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
+    conv1x1_backward_weight(layer, dout, x);
+}
+
 // ---- attention --------------------------------------------------------------------------------------------
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS, "two rows of scores fit");
 
@@ -1081,22 +1091,6 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
         matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
     });
-}
-
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After&) {
-    if constexpr (TAPS == 9) conv3x3_forward(out, x, layer, options);
-    else conv1x1_forward(out, x, layer, options);
-}
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After&) {
-    if constexpr (TAPS == 9) conv3x3_backward_input(dx.first, dout, layer, options);
-    else conv1x1_backward_input(dx, dout, layer, options);
-}
-template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    if constexpr (TAPS == 9) conv3x3_backward_weight(layer, dout, x.first, demb);
-    else conv1x1_backward_weight(layer, dout, x);
 }
 
 }  // namespace cpu
