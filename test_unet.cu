@@ -2060,7 +2060,7 @@ static void test_finite_differences() {
     std::vector<float> weights = downloaded(m.master, P), direction(P);
     backend_zero(m.gradients, P * sizeof(float));
     forward_loss(&m, B);
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
     std::vector<float> gradient = gradients_of(&m);
 
     double worst = 0, norm = 0;
@@ -2255,7 +2255,7 @@ static void test_configurations() {
             if (k == 2) continue;
             memset(m->gradients, k ? 255 : 0,
                    m->plan.num_floats * sizeof(float));  // what is there is overwritten
-            unet_backward(m, used);
+            unet_backward(m, used, m->gradients);
             gradient[k] = gradients_of(m);
             double sum = 0;
             for (float g : gradient[k]) sum += fabs(g);
@@ -2270,7 +2270,7 @@ static void test_configurations() {
             backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
             side_stream = when;
             forward_loss(&exact, used);
-            unet_backward(&exact, used);
+            unet_backward(&exact, used, exact.gradients);
             side_stream = AT_ONCE;
             return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
         };
@@ -2498,7 +2498,7 @@ static void test_batches() {
         unet_forward(&m, n);
         backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
                        n * image * sizeof(float));
-        unet_backward(&m, n);
+        unet_backward(&m, n, m.gradients);
         return output_values(&m, n);
     };
     std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
@@ -3678,7 +3678,7 @@ static void test_model(const char* weights, const char* state) {
     }
     double loss = forward_loss(&m, B);
     backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
 
     Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
     output.compare("out", output_values(&m, B), interleaved("out"));
@@ -4048,7 +4048,7 @@ static void test_microbatch(double limit) {
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
             for (int part = 0; part <= 5; part++) {
-                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5, [](int) {});
+                tree_gradient(&t, part % 5, part < 5 ? 1 : 5, m->gradients);
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

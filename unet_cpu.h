@@ -1136,8 +1136,6 @@ static std::string backend_meet() {
 }
 static void backend_part(bool) {}
 static std::string backend_broken() { return ""; }
-static void on_message_lane(auto launches) { launches(); }
-static void await_messages() {}
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
