@@ -520,7 +520,7 @@ template <typename Real> struct TensorOf {
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
-    size_t count() const { return (size_t)B * H * W * C; }
+    HOST_DEVICE size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
 };
 
