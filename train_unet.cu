@@ -132,7 +132,7 @@ enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
-enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
+enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
 // What the optimiser goes by: small enough to be handed to a kernel.
 struct Hyper {
@@ -175,10 +175,9 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold, interpolate, strip;
-    int jump_length, jump_n_sample;
-    float eta, guidance_scale, strength;  // strength: NaN where it was not told
+    Path seeds, classes, class_names;
+    int generate, sampler, sample_steps, spacing, use_ema, threshold;
+    float eta, guidance_scale;
     // what to do
     int gpus, processes, resume_given, print_config, dry_run, help;
 };
@@ -191,9 +190,8 @@ static int microbatch_of(const Config& c) {
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's.
-static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
-static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
+// Guided, the network has each picture twice: with its class and without.
+static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -1001,8 +999,6 @@ struct Model : OptimiserMemory {
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
     struct Beginning* begins;            // (B): theirs
-    float* limits;                       // (B): theirs, for dynamic thresholding
-    float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
     std::shared_ptr<char[]> memory;
     size_t bytes;
     std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
@@ -1758,28 +1754,18 @@ template <typename T> struct PredictionLoss {
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
 // the picture, the noisy picture x and what an earlier call saved,
-//   x0 = threshold(from_x x + from_out out)
+//   x0 = clamp(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
 // with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
-// number 0, calls nothing: x becomes noise, or with an --init_image to_known image + sigma noise. Over x goes
-// what --mask keeps of the image, noised: known_signal image + known_noise noise.
+// number 0, calls nothing: x becomes noise.
 struct SamplerStep {
     uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
-    int threshold = THRESHOLD_NONE;
     float from_x = 0, from_out = 0;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
-    float guidance = 1;             // see Drawing
-    float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
+    float widest = 0;
 };
-
-// How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
-static float strength_of(const Config& c) {
-    if (!*c.init_image) return 1;
-    if (!std::isnan(c.strength)) return c.strength;
-    return *c.mask ? 1 : 0.5f;
-}
 
 // By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
 static int spacing_of(const Config& c) {
@@ -1826,29 +1812,12 @@ static std::vector<int> karras_timesteps(const std::vector<double>& abar, int co
     return timesteps;
 }
 
-// The timesteps that a sampler visits, rising: of the whole chain, or of the part that --strength names.
+// The timesteps that a sampler visits, rising.
 static std::vector<int> drawn_timesteps(const Config& c, const std::vector<double>& abar) {
     int T = c.diffusion_steps, count = sampler_steps(c), spacing = spacing_of(c);
-    std::vector<int> timesteps = spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
-                                 : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
-                                                               : karras_timesteps(abar, count);
-    std::erase_if(timesteps, [&](int t) { return (float)t >= strength_of(c) * (float)T; });
-    return timesteps;
-}
-
-// The places among n timesteps that x comes to, one after the other, at last -1, where no noise is left. With
-// a --mask it goes back up from every jump_length-th, jump_n_sample - 1 times, so that what is drawn and what
-// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and its authors' schedule.
-static std::vector<int> places_of(const Config& c, int n) {
-    std::vector<int> places, jumps(n);  // jumps: still to come, from each
-    for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
-    for (int i = n - 1; i >= 0; i--) {
-        places.push_back(i);
-        if (jumps[i]-- > 0)
-            for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
-    }
-    places.push_back(-1);
-    return places;
+    return spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
+           : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
+                                         : karras_timesteps(abar, count);
 }
 
 // Below, a step goes from the noise of abar = a to that of abar = next, with alpha = sqrt(abar).
@@ -1892,15 +1861,12 @@ static void heun_step(SamplerStep* first, SamplerStep* second, double a, double 
     second->to_saved = 1;
 }
 
-// A call of the network at a timestep, and how the picture follows from its answer. guided: guidance_interval's.
-static SamplerStep call_at(const Config& c, const std::vector<double>& abar, std::pair<double, double> guided,
-                           int timestep) {
+// A call of the network at a timestep, and how the picture follows from its answer.
+static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
     double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-    double part = (double)timestep / c.diffusion_steps;
-    SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+    SamplerStep s = {.timestep = timestep, .from_out = 1};
     if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
     if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
-    if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
     return s;
 }
 
@@ -1910,42 +1876,29 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = drawn_timesteps(c, abar);
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
-    auto guided = guidance_interval(c);
     std::vector<SamplerStep> steps;
-    auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+    auto add = [&](SamplerStep s) {
         s.number = (uint32_t)steps.size();
-        s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         steps.push_back(s);
     };
-    auto level_at = [&](int place) { return place < 0 ? 1.0 : abar[timesteps[place]]; };
-
-    std::vector<int> places = places_of(c, (int)timesteps.size());
-    double start = level_at(places[0]);
-    // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
-    bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
-    add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
-
-    for (size_t k = 0; k + 1 < places.size(); k++) {
-        int i = places[k], to = places[k + 1];
-        double a = level_at(i), next = level_at(to);
-        if (to > i) {  // back into the noise, as the chain itself goes
-            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
-            continue;
-        }
-        SamplerStep s = call_at(c, abar, guided, timesteps[i]);
+    int last = (int)timesteps.size() - 1;
+    add({.sigma = 1});
+    for (int i = last; i >= 0; i--) {
+        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+        SamplerStep s = call_at(c, abar, timesteps[i]);
         if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
-            SamplerStep second = call_at(c, abar, guided, timesteps[to]);
+            SamplerStep second = call_at(c, abar, timesteps[i - 1]);
             heun_step(&s, &second, a, next);
-            add(s, next);
+            add(s);
             s = second;
-        } else if (c.sampler == SAMPLER_DPMPP && k > 0) {
-            dpmpp_step(&s, level_at(places[k - 1]), a, next);
+        } else if (c.sampler == SAMPLER_DPMPP && i < last) {
+            dpmpp_step(&s, abar[timesteps[i + 1]], a, next);
         } else {
             ddim_step(&s, a, next, eta);
         }
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        add(s, next);
+        add(s);
     }
     return steps;
 }
@@ -1953,11 +1906,9 @@ static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
 }
 
-// What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
-// seed s's normals. Noise that a sampler adds later is the seed's.
+// What a picture comes from: the seed of its noise, and its class.
 struct Beginning {
-    uint32_t seed, other;
-    float weight, other_weight;
+    uint32_t seed;
     int label;
 };
 
@@ -1967,60 +1918,32 @@ struct SamplerState {
     SamplerStep step;  // the one under way
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
-// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
-// "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
-// Diffusion Model with a Bad Version of Itself" (2024).
+// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second answer
+// behind the first, without the class, and answer = weak + guidance (told - weak): Ho and Salimans,
+// "Classifier-Free Diffusion Guidance" (2022).
 template <typename T> struct Drawing {
-    TensorOf<T> input;             // x for the network
-    const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    T* weak_input;                 // x for the weaker answer; null: there is none
-    const T* weak_out;             // which is this
-    int channels;                  // of a picture
-    float *x, *saved;              // (B, H, W, PIXEL)
-    const Beginning* begins;       // (B)
-    float* limits;                 // (B): of dynamic thresholding
-    SamplerState* state;           // how far they are
-    const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
+    TensorOf<T> input;        // x for the network; guided, as much follows for the second answer
+    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    int channels;             // of a picture
+    bool clamps;              // x0 to [-1, 1]
+    float guidance;           // 1: there is one answer
+    float *x, *saved;         // (B, H, W, PIXEL)
+    const Beginning* begins;  // (B)
+    SamplerState* state;      // how far they are
 
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
-        if (s.guidance != 1) {
-            float weak = (float)weak_out[at];
-            answer = weak + s.guidance * (answer - weak);
+        if (guidance != 1) {
+            float weak = (float)out[input.count() + at];
+            answer = fmaf(guidance, answer - weak, weak);
         }
-        return s.from_x * x[at] + s.from_out * answer;
+        float x0 = fmaf(s.from_x, x[at], s.from_out * answer);
+        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
+        return x0;
     }
 };
 
-// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
-// al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
-// rising order, the largest that no more than rank lie below. Floats above 0 are in the order of their bits,
-// so that it is found exactly, bit by bit. A team does a picture.
-template <typename T> struct ThresholdLimits {
-    Drawing<T> drawing;
-
-    enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return drawing.input.B; }
-    HOST_DEVICE void operator()(Team team) const {
-        uint32_t found = 0;
-        const SamplerStep step = drawing.state->step;
-        int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
-        size_t first = (size_t)team.index * pixels;
-        for (uint32_t bit = 1u << 30; bit; bit /= 2) {
-            Sum below = 0;
-            for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
-                for (int c = 0; c < drawing.channels; c++) {
-                    FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
-                    below += (x0.bits & 0x7FFFFFFF) < (found | bit);
-                }
-            if (team_sum(below) <= rank) found |= bit;
-        }
-        FloatBits limit = {.bits = found};
-        if (team.thread == 0) drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
-    }
-};
-
+// fmaf says how each sum is rounded, so that every compiler draws the same bits.
 // x and what is saved become what SamplerStep says, of each picture by its Beginning alone: the step is done.
 template <typename T> struct UpdatePictures {
     Drawing<T> drawing;
@@ -2030,33 +1953,22 @@ template <typename T> struct UpdatePictures {
         const SamplerStep step = drawing.state->step;
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
-        const float limit = step.threshold == THRESHOLD_DYNAMIC ? drawing.limits[four.b] : 1;
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {}, other[4] = {}, masked[4] = {};
-            const float* known = drawing.known;
-            const Beginning from = drawing.begins[four.b];
-            uint32_t number = step.number;
-            int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
-            if (step.sigma > 0) random_normals_at(normal, from.seed, STREAM_SAMPLER, e, 0, number);
-            if (number == 0 && from.other_weight != 0)
-                random_normals_at(other, from.other, STREAM_SAMPLER, e, 0, 0);
-            if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
+            float normal[4] = {};
+            if (step.sigma > 0)
+                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                                  step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.predicted_x0(step, at);
-                if (step.threshold != THRESHOLD_NONE)  // kept within [-1, 1]; a NaN stays one
-                    x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float noise = number ? normal[i] : from.weight * normal[i] + from.other_weight * other[i];
-                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * noise;
-                if (known) next += step.to_known * known[e + i];
-                if (known && known[mask + i] > 0)
-                    next = step.known_signal * known[e + i] + step.known_noise * masked[i];
+                float next = fmaf(step.to_saved, saved, fmaf(step.to_x0, x0, step.to_x * x));
+                next = fmaf(sigma, normal[i], next);
                 drawing.x[at] = next, drawing.input.data[at] = (T)next;
-                if (drawing.weak_input) drawing.weak_input[at] = (T)next;
-                drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
+                if (drawing.guidance != 1) drawing.input.data[drawing.input.count() + at] = (T)next;
+                drawing.saved[at] = fmaf(step.save_x0, x0, step.save_x * x);
             }
         }
     }
@@ -2304,8 +2216,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
-    place(B, m->begins, m->limits);
-    if (*c.init_image) place((c.in_channels + 1) * pixels, m->known);
+    place(B, m->begins);
     return arena.used;
 }
 
@@ -2357,7 +2268,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz") && !m.config.strip;
+    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
     if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
@@ -2840,10 +2751,9 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
-// Pictures as the seeds say, without interpolation.
 static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
     std::vector<Beginning> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f, 0});
+    for (uint32_t seed : seeds) begins.push_back({seed, 0});
     return begins;
 }
 // The pictures' classes. Returns how many there are; 0 where not equally many pictures are of each.
@@ -2877,71 +2787,58 @@ struct Progress {
     }
 };
 
-// pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
-// picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
-// Each rank draws some of the batches, and rank 0 has them all in the end.
-// A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
-// nothing is trained target and images are free for x and what the sampler saves.
+// pictures (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank draws some of the batches, and rank 0 has
+// them all in the end. A step reads nothing from the host, and is recorded for each size of batch, and apart
+// where it calls nothing. While nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
-                          bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
+                          bool show_progress) {
     const Config& c = m->config;
-    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size(),
-        columns = strip ? c.strip : 0;
+    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
     std::vector<SamplerStep> steps = make_sampler(c);
     backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
     pictures->resize((size_t)count * elements);
-    if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     size_t most = pictures_at_a_time(c, m->plan.batch);
     auto [begin, end] = share_of(count, world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    std::map<std::pair<int, int>, Graph> graphs;
+    std::map<std::pair<int, bool>, Graph> graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first), begun = 0, step = 0;
+        int B = (int)std::min(most, end - first), begun = 0, rows = is_guided(c) ? 2 * B : B;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
-        const Model* weak = guide ? guide : m;  // which has the pictures a second time
-        size_t behind = guide ? 0 : input.count();
-        floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
-               *weak_input = is_guided(c) ? weak->input + behind : nullptr;
-        Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
-                                   saved, m->begins, m->limits,  m->sampler_state, m->known};
+        floatX* out = unet_output(m);
+        Drawing<floatX> drawing = {.input = input,
+                                   .out = out,
+                                   .channels = c.in_channels,
+                                   .clamps = c.threshold == THRESHOLD_CLAMP,
+                                   .guidance = c.guidance_scale,
+                                   .x = x,
+                                   .saved = saved,
+                                   .begins = m->begins,
+                                   .state = m->sampler_state};
         for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
-        backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
+        backend_zero(out, rows * elements * sizeof(floatX));       // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
             if (stop_asked) break;
-            int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
-            launch_graph(&graphs[{B, answers}], [&] {
-                auto call = [&](Model* model, int rows) {
-                    run(TellNetwork{m->sampler_state, model->timesteps, model->labels, m->sampler, m->begins,
-                                    rows, B, c.num_classes});
-                    if (answers) unet_forward(model, rows);
-                };
-                call(m, answers == 2 && !guide ? 2 * B : B);
-                if (answers == 2 && guide) call(guide, B);
-                if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing});
+            bool calls = s.timestep >= 0;
+            launch_graph(&graphs[{B, calls}], [&] {
+                run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, rows, B,
+                                c.num_classes});
+                if (calls) unet_forward(m, rows);
                 run(UpdatePictures<floatX>{drawing});
             });
             record_event(begun++ % STEPS_IN_FLIGHT);
-            if (answers) progress.count();
-            if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
-            int last = sampler_steps(c) - 1;
-            for (int column = 0; column < columns; column++)
-                for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
-                    backend_download(&(*strip)[((first + b) * columns + column) * elements],
-                                     saved + (size_t)b * elements, elements * sizeof(float));
-            step++;
+            if (calls) progress.count();
         }
         backend_download(pictures->data() + first * elements, x, bytes);
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
     collect(pictures, m, most * elements);
-    if (columns) collect(strip, m, most * columns * elements);
     return true;
 }
 
@@ -3257,55 +3154,28 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
-static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
-    double xy = 0, xx = 0, yy = 0;
-    for (int e = 0; e < elements; e++) {
-        float x[4], y[4];
-        random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
-        random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
-        double a = x[e % 4], b = y[e % 4];
-        xy += a * b, xx += a * a, yy += b * b;
-    }
-    double angle = acos(xy / sqrt(xx * yy));
-    std::vector<Beginning> begins;
-    for (int i = 0; i < count; i++) {
-        double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
-        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle)), 0});
-    }
-    return begins;
-}
-
-// Which pictures --generate, --seed, --seeds and --interpolate ask for.
+// Which pictures --generate, --seed and --seeds ask for.
 static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
         fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
              counted(c.generate, "picture").c_str(), UINT32_MAX);
-    int count = c.interpolate ? c.interpolate : (int)seeds.size();
-    if (c.generate && c.generate != count)
-        fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
-             c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
-    if (c.strip > sampler_steps(c))
-        fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
-    if (!c.interpolate) return begin_with(seeds);
-    if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
-        fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
-    if (c.sampler == SAMPLER_DDPM || c.eta > 0 || *c.mask)
-        fail("--interpolate needs a sampler that adds no noise: another than ddpm, no --eta and no --mask");
-    return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
+    if (c.generate && c.generate != (int)seeds.size())
+        fail("--generate %d contradicts --seeds, which asks for %s; leave --generate out", c.generate,
+             counted((long)seeds.size(), "picture").c_str());
+    return begin_with(seeds);
 }
 
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-    static const char* const THRESHOLDS[] = {"", ", dynamic threshold", ", no threshold"};
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    return line + THRESHOLDS[c.threshold];
+    if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
+    return line;
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, and these.
@@ -3319,19 +3189,8 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_DRAW);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    if (const GivenFlag* g = was_given(given, "strength"); g && *config.init_image && is_earlier_default(*g))
-        fail("%s: strength 0 meant 'not told' to earlier versions; remove the line, or type --strength 0",
-             g->origin.c_str());
-    using Needs = std::pair<const char*, const char*>;
-    for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
-                                Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
-        if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
-            fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
-        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or "
-             "--spacing uniform",
-             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -3342,10 +3201,9 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     return {config, file};
 }
 
-// The grid or arrays, and what --strip and --output_dir ask for. rows: see rows_text.
+// The grid or arrays, and what --output_dir asks for. rows: see rows_text.
 static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& pictures,
-                           const std::vector<float>& strip, double seconds) {
+                           const std::string& rows, const std::vector<float>& pictures, double seconds) {
     int count = (int)begins.size();
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::vector<int> classes;
@@ -3354,51 +3212,12 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     else write_grid(c.output_name, pictures, layout, c);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
-    if (c.strip) {
-        std::string path = std::string(c.output_name, strlen(c.output_name) - 4) + "_strip.png";
-        write_grid(path, strip, grid_layout(count * c.strip, count, c.image_size), c);
-        say("%s: %s of each", path.c_str(), counted(c.strip, "step").c_str());
-    }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
-    for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
-        write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
+    for (int n = 0; n < count; n++)
+        write_grid(text("%s/%06u.png", c.output_dir, begins[n].seed),
                    std::span(pictures).subspan(n * elements, elements), {1, 1, 1}, c, 0);
     say("%s: each picture on its own", c.output_dir);
-}
-
-// Adds the first picture of an image file, (channels, H, W), for --init_image and --mask.
-static void add_first_picture(std::vector<float>* known, const char* path, Config c, int channels) {
-    c.in_channels = channels, c.class_cond = 0;  // it needs no label
-    Dataset images = read_images(path, c);
-    for (int e = 0; e < channels * c.image_size * c.image_size; e++) known->push_back(images.value(e));
-}
-
-// The model of --guide_weights, its running mean where there is one, for the same pictures.
-static void load_guide(Model* guide, const Config& c, const std::vector<std::string>& class_names) {
-    WeightsFile file = open_weights(c.guide_weights);
-    const Config& g = file.config;
-    if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
-        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
-             "python generate.py matches them by name",
-             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
-    if (g.class_cond && file.class_names.empty() != class_names.empty())
-        say("note: only one of the two models names its classes; those of %s are taken for the same in their "
-            "order",
-            c.guide_weights);
-    for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
-                             "zero_terminal_snr", "num_classes"}) {
-        const Flag& flag = flag_named(name);
-        bool classes = is_named(flag, "num_classes");
-        if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
-                    : flag_text(g, flag) != flag_text(c, flag))
-            fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
-                 name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
-    }
-    *guide = plan_model(g, c.batch_size, false);
-    allocate_model(guide);
-    read_parameters(*guide, guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")]);
-    use_weights(guide, guide->master);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
@@ -3407,40 +3226,30 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     std::vector<std::string> names = shown_names(config, file.class_names);
     std::vector<uint32_t> classes = wanted_classes(config, names);
     int count = (int)begins.size(), groups = set_classes(&begins, classes);
-    int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
+    int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
-    check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
+    check_memory(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
-    std::vector<float> known;
-    if (*config.init_image) add_first_picture(&known, config.init_image, config, config.in_channels);
-    if (*config.mask) add_first_picture(&known, config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
-        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
-        config.interpolate ? " and between" : "");
-    if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
-    Model guide;
-    if (*config.guide_weights) load_guide(&guide, config, file.class_names);
-    std::vector<float> pictures, strip;
+    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
+        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+    std::vector<float> pictures;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
+    if (!draw_pictures(&m, &pictures, begins, true)) {
         if (!world.rank) fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
     if (world.rank) return;
-    if (config.interpolate) groups = 0;
     GridLayout layout = grid_layout(count, groups, config.image_size);
-    // the way from one seed to another in a row, if it is not too long
-    if (config.interpolate && count <= 16) layout.columns = count;
     std::string rows = rows_text(names, classes, groups, layout);
-    write_pictures(config, begins, layout, rows, pictures, strip, seconds_now() - start);
+    write_pictures(config, begins, layout, rows, pictures, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -3461,6 +3270,9 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     *config = file.config;
     apply_flags(config, given);
     t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    if (file.sections.contains("guidance_interval"))
+        t->notes.push_back(file.path +
+                           " has a --guidance_interval, which is generate.py's: grids are guided throughout");
 }
 
 // Each rank has as many of the parts that a batch goes through the network in: see sum_of_ranks.
@@ -3550,8 +3362,8 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     }
     std::vector<std::string> class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
-    *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
@@ -3954,17 +3766,16 @@ static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
-    for (const char* name : {"generate", "interpolate"})  // 0 is what they are where they were not typed
-        if (const GivenFlag* g = was_given(given, name);
-            g && g->origin.empty() && flag_text(config, *g->flag) == "0")
-            fail_usage("--%s 0 draws nothing; leave it out to train, or say how many pictures", name);
-    bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name :  // that was typed, and would do nothing
-         {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
-          "jump_n_sample"})
-        if (const GivenFlag* g = was_given(given, name); !draws && g && g->origin.empty())
-            fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
-                       name, g->value.c_str());
+    auto typed = [&](const char* name) {
+        const GivenFlag* g = was_given(given, name);
+        return g && g->origin.empty() ? g : nullptr;
+    };
+    if (typed("generate") && !config.generate)
+        fail_usage("--generate 0 draws nothing; leave it out to train, or say how many pictures");
+    bool draws = config.generate || *config.seeds;
+    if (const GivenFlag* g = typed("output_dir"); g && !draws)
+        fail_usage("--output_dir %s draws nothing by itself; say how many with --generate, or which with --seeds",
+                   g->value.c_str());
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
