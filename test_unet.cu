@@ -194,7 +194,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
                                      a.correction1, a.correction2});
     numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
     numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm});
-    numbers->insert(numbers->end(), s.quartiles, s.quartiles + 8);
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
     numbers->insert(numbers->end(), {(double)s.history.skipped, (double)s.history.seen});
     numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
     numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
@@ -3605,10 +3606,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
-        const float* sums = state.quartiles;
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state.quartiles[4 + q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -4029,9 +4030,9 @@ static void test_microbatch(double limit) {
             };
             worse(&losses, fabs(last.loss / whole.loss - 1));
             worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
-            std::vector<double> sums(whole.quartiles, whole.quartiles + 4);
-            worse(&quartiles, error_of(last.quartiles, sums.data(), 4));
-            for (int q = 0; q < 4; q++) less &= last.quartiles[4 + q] == whole.quartiles[4 + q];
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time

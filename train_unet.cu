@@ -2009,8 +2009,8 @@ struct StepState {
     int accepted;      // and no outliers: the weights may be updated
     int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sums of their samples' mean squared errors, unweighted; their numbers
-    float quartiles[8] = {};
+    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
@@ -2052,12 +2052,14 @@ template <typename T> struct UpdateWeights {
         size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
+
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
-        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i), m_n = load<4>(m + i),
-                         v_n = load<4>(v + i);
+        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
+        Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
         Vector<T, 4> working_n;
+
         for (int j = 0; j < 4; j++) {
             float g = g_n.of[j] * a.clip;
             m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
@@ -2065,8 +2067,11 @@ template <typename T> struct UpdateWeights {
             w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
             working_n.of[j] = (T)w_n.of[j];
         }
-        store(w + i, w_n), store(m + i, m_n), store(v + i, v_n);
+        store(w + i, w_n);
+        store(m + i, m_n);
+        store(v + i, v_n);
         if (working) store(working + i, working_n);
+
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
             for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
@@ -2093,18 +2098,25 @@ struct AddGradients {
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return c.lr;
-    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
-    return c.lr *
-           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
+
+    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
+    double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
+    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;
+    double last = c.final_lr_fraction;
+    return c.lr * (last + (1 - last) * falling);
 }
 
-// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
+// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up by the updates among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
-    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
-          correction2 = (float)(1 - pow((double)c.beta2, n));
-    AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
+    double n = (double)(updates + 1);
+    AdamW a = {.lr = (float)learning_rate(c, s),
+               .weight_decay = c.weight_decay,
+               .beta1 = c.beta1,
+               .beta2 = c.beta2,
+               .eps = c.adam_eps,
+               .correction1 = (float)(1 - pow((double)c.beta1, n)),
+               .correction2 = (float)(1 - pow((double)c.beta2, n))};
+    double rising = 1 - pow(1 + n, -0.75);
     for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
@@ -2123,16 +2135,26 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     int count = h->seen < WINDOW ? h->seen : WINDOW;
-    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
-                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
-                    is_outlier(norm, h->norms, count, c.skip_outliers));
-    state->loss = loss, state->norm = norm;
+    bool outlier = false;
+    if (c.skip_outliers > 0 && count >= WINDOW_LEAST)
+        outlier = is_outlier(loss, h->losses, count, c.skip_outliers) ||
+                  is_outlier(norm, h->norms, count, c.skip_outliers);
+
+    state->loss = loss;
+    state->norm = norm;
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
     state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
-    if (state->accepted) h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
-    else if (state->finite) h->skipped++;
-    if (state->finite) state->step++;
+
+    if (!state->finite) return;
+    state->step++;
+    if (outlier) {
+        h->skipped++;
+    } else {
+        h->losses[h->seen % WINDOW] = loss;
+        h->norms[h->seen % WINDOW] = norm;
+        h->seen++;
+    }
 }
 
 // ==== 8  TRAINING ==========================================================================================
@@ -2352,7 +2374,8 @@ struct BatchSource {
     float drop = 0;
 };
 
-// A step begins: the state's update; an item is a sample: timestep, image (-1 - image: mirrored) and label.
+// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, and
+// computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2361,14 +2384,16 @@ struct BeginStep {
 
     size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
+        const BatchSource& s = source;
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
-        const BatchSource& s = source;
+
         uint64_t n = (uint64_t)step * s.batch + b;
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
+
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
@@ -2384,9 +2409,13 @@ struct LoadImages {
 
     size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
-        int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
-        if (chosen < 0) chosen = -1 - chosen, e += W - 1 - 2 * (e % W);  // mirrored
-        size_t at = (size_t)chosen * image + e;
+        int W = source.size, elements = source.channels * W * W;
+        int image = sources[i / elements], e = i % elements;
+        if (image < 0) {  // mirrored
+            image = -1 - image;
+            e += W - 1 - 2 * (e % W);
+        }
+        size_t at = (size_t)image * elements + e;
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
 };
@@ -2406,6 +2435,7 @@ struct FinishStep {
     HOST_DEVICE void operator()(Team team) const {
         enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
+
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
@@ -2418,9 +2448,12 @@ struct FinishStep {
             sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
+
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-        UNROLLED_FOR (int i = 0; i < 8; i++)
-            state->quartiles[i] = (float)(sums[QUARTILES + i] / (i < 4 ? loss.pixels * loss.channels : 1));
+        UNROLLED_FOR (int q = 0; q < 4; q++) {
+            state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
+            state->quartile_counts[q] = (float)sums[COUNTS + q];
+        }
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
@@ -2434,27 +2467,33 @@ static std::atomic<int> stop_requested = 0, stop_asked = 0;
 struct Trainer {
     Model model = Model();
     Dataset images, validation;
+
+    // what the run starts from, and what is said of it
+    std::vector<long> checkpoints;     // that lay there when the run was configured
+    WeightsFile start = {};            // without a path: the run starts from fresh weights
+    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
+    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> notes;    // what was assumed of the classes
+
+    // what the device reads and writes in a step
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     Graph graph;                                  // of a step
-    std::vector<long> checkpoints;  // that lay there when the run was configured
-    WeightsFile start = {};         // that the run starts from; without a path: from fresh weights
-    long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
-    long begun = 0;                 // steps given to the device
-    long step = 0;                  // optimiser steps done, as far as the host knows
-    float smoothed = 0;             // running mean of the loss, without those of skipped steps
+
+    // where the run is
+    long begun = 0;                // steps given to the device
+    long step = 0;                 // optimiser steps done, as far as the host knows
+    long saved = 0, sampled = -1;  // steps of the newest checkpoint and grid of pictures
+    float smoothed = 0;            // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> notes;    // what was assumed of the classes
-    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
     // StepState's of the steps since the last line of the log, added up
-    std::array<double, 8> quartiles = {};
+    std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
 // All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
@@ -2474,16 +2513,26 @@ static void prepare_steps(Trainer* t) {
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
-    BatchSource* source = &t->source;
-    source->bytes = for_device(data.bytes), source->floats = for_device(data.floats);
-    source->order = t->order.get(), source->count = data.count, source->slots = slots;
-    source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
-    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
-    if (m->labels) source->labels = for_device(data.labels);
-    source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
+    t->source = {.bytes = for_device(data.bytes),
+                 .floats = for_device(data.floats),
+                 .order = t->order.get(),
+                 .count = data.count,
+                 .slots = slots,
+                 .batch = c.batch_size,
+                 .size = c.image_size,
+                 .channels = c.in_channels,
+                 .flip = c.flip,
+                 .diffusion_steps = c.diffusion_steps,
+                 .seed = c.seed,
+                 .no_class = c.num_classes,
+                 .drop = c.cond_drop_prob};
+    if (m->labels) t->source.labels = for_device(data.labels);
+
     StepState state = StepState();
-    state.step = t->begun = t->step, state.history = t->history;
+    state.step = t->step;
+    state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
+    t->begun = t->step;
     t->epochs = t->step * c.batch_size / data.count;
 }
 
@@ -2599,20 +2648,29 @@ static void begin_next_step(Trainer* t) {
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
+
+    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     launch_graph(&t->graph, [&] { enqueue_step(t); });
-    backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
-    record_event((int)(t->begun++ % STEPS_IN_FLIGHT));
+    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
+    record_event(slot);
+    t->begun++;
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    synchronize_event((int)(t->step % STEPS_IN_FLIGHT));
-    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
-    t->step += result.finite;
-    t->history = result.history;
+    int slot = (int)(t->step % STEPS_IN_FLIGHT);
+    synchronize_event(slot);
+    const StepState& result = t->results[slot];
+
     if (result.stop) stop_requested = stop_asked = 1;
-    for (int i = 0; result.finite && i < 8; i++) t->quartiles[i] += result.quartiles[i];
+    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    t->history = result.history;
+    if (!result.finite) return result;
+    t->step++;
+    for (int q = 0; q < 4; q++) {
+        t->quartile_sums[q] += result.quartile_sums[q];
+        t->quartile_counts[q] += result.quartile_counts[q];
+    }
     return result;
 }
 
@@ -2667,6 +2725,7 @@ static double validation_loss(Trainer* t) {
     std::vector<int> timesteps(most);
     std::vector<double> sums(batches);
     auto [begin, end] = share_of(batches, world.rank);
+
     use_weights(m, chosen_weights(m));
     for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, t->validation.count - first);
@@ -2676,10 +2735,12 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+
         add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
         BatchLoss loss = batch_loss(m, B);
         run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+
         std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
         backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
         sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
@@ -2944,8 +3005,10 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
 // Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
 static double time_step(Config config, int batch, double seconds) {
     Trainer t;
-    config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
+    config.batch_size = batch;
+    config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
+
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
@@ -3446,24 +3509,28 @@ static void save_samples(Trainer* t) {
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
     if (steps > 1)
         printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
                1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
     printf("\n");
+
     auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
     auto best = std::ranges::min_element(t.validated, {}, finite);
-    if (best != t.validated.end() && std::isfinite(best->second))
+    if (best != t.validated.end() && std::isfinite(best->second)) {
+        bool kept = file_exists(checkpoint_path(c.out_dir, best->first));
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
-               file_exists(checkpoint_path(c.out_dir, best->first)) ? "there" : "not kept");
+               kept ? "there" : "not kept");
+    }
+
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./" PROGRAM " --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
     if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
@@ -3512,8 +3579,42 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, end += seconds, log_start += seconds; }
+
+    void pause(double seconds) {
+        start += seconds;
+        end += seconds;
+        log_start += seconds;
+    }
 };
+
+// What the log says of a step, besides its result.
+struct StepReport {
+    double ms;  // a mean since the line before
+    double images_per_s;
+    double lr;
+};
+
+// A line of metrics.jsonl.
+static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
+    static const double peak = backend_peak() * world.size;
+    double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
+    std::string each, mfu, quartiles;
+    if (world.size > 1) each = text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    if (peak) mfu = text(", \"mfu\": %.4f", tflops / peak);
+
+    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
+    for (int q = 0; q < 4; q++)
+        quartiles += (q ? ", " : "") + json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    t->quartile_sums = t->quartile_counts = {};
+
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, report.lr, report.ms,
+                     report.images_per_s, each.c_str(), tflops, mfu.c_str(),
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+}
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
@@ -3523,72 +3624,79 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double now = pace->end = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak() * world.size;
-    bool shares = world.size > 1;
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
+    StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
+
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (logs)
         printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
-               result.norm, lr, ms, images_per_s);
-    if (logs && shares) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
+               result.norm, report.lr, ms, report.images_per_s);
+    if (logs && world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
-    printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
-    pace->logged = t->step, pace->log_start = now;
-    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
-    std::string quartiles;
-    for (int q = 0; q < 4; q++)
-        quartiles += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
-    t->quartiles = {};
-    std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
-                     each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+
+    if (t->history.skipped) printf(" | %d skipped", t->history.skipped);
+    printf("\n");
+    pace->logged = t->step;
+    pace->log_start = now;
+    log_step(t, result, report);
+}
+
+// Whether what comes every so many steps comes after this one.
+static bool is_due(long step, int every) { return every && step % every == 0; }
+
+// What a stop or a crash came before: the validation and the pictures that were due when the run ended.
+static void catch_up(Trainer* t) {
+    const Config& c = t->model.config;
+    bool ended = t->step == t->start.config.steps;
+    auto lacks = [&](bool here) { return of_ranks(&t->model, !here)[0]; };  // rank 0's answer
+    if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
+        lacks(t->validated.contains(t->step)))
+        validate(t);
+    if ((ended || is_due(t->step, c.sample_every)) && lacks(file_exists(samples_path(c.out_dir, t->step))))
+        save_samples(t);
+    fflush(stdout);
+}
+
+// The step up to which the device is kept busy: not past one after which the host works with the weights.
+static long last_to_begin(const Trainer& t) {
+    const Config& c = t.model.config;
+    long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) last = std::min(last, (t.step / every + 1) * every);
+    return last;
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->step == t->start.config.steps;
-        if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
-            validate(t);
-        if ((ended || due(c.sample_every)) && finds(!file_exists(samples_path(c.out_dir, t->step))))
-            save_samples(t);
-        fflush(stdout);
-    }
+    if (t->step && c.resume_given) catch_up(t);
+
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
-        // the device is kept busy, but not past a step after which the host works with the weights
-        long busy = std::min(t->step + STEPS_IN_FLIGHT, (long)c.steps);
-        for (int every : {c.save_every, c.sample_every, t->validation.count ? c.val_every : 0})
-            if (every) busy = std::min(busy, (t->step / every + 1) * every);
-        while (t->begun < busy) begin_next_step(t);
+        while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
         fflush(stdout);
+
         double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
+        if (t->validation.count && (is_due(t->step, c.val_every) || t->step == c.steps)) validate(t);
+        if (is_due(t->step, c.save_every)) save(t);
+        if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
-    double seconds = pace.end - pace.start;
+
     if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || finds(!file_exists(checkpoint_path(c.out_dir, t->step)))) save(t);
+    double seconds = pace.end - pace.start;
+    std::string checkpoint = checkpoint_path(c.out_dir, t->step);
+    bool saved = t->saved == t->step && of_ranks(&t->model, file_exists(checkpoint))[0];
+    if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
     print_summary(*t, pace.first, seconds);
 }
@@ -3761,8 +3869,7 @@ static void backend_init() {
     for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ends)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
 }
 static std::string backend_name() {
