@@ -1178,7 +1178,7 @@ struct EmbedBlock : Module {
         });
     }
 
-    Tensor active, dlinear2, dhidden;
+    Tensor active = {}, dlinear2 = {}, dhidden = {};
     void reserve_backward() {
         active = take_tensor(1, E);
         dlinear2 = take_tensor(1, E);
@@ -1256,8 +1256,8 @@ struct ResBlock : Module {
         run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropping});
     }
 
-    Tensor normed1, normed2;  // what the convolutions read
-    Tensor before;            // what norm1 writes, before it is resized
+    Tensor normed1 = {}, normed2 = {};  // what the convolutions read
+    Tensor before = {};                 // what norm1 writes, before it is resized
 
     void reserve_forward() {
         Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // one after the other
@@ -1365,7 +1365,7 @@ struct AttentionBlock : Module {
     Norm norm = norm_of(ATT_NORM, x);
     float* lse = take<float>(&kept_stats, (size_t)B* block.heads* block.H* block.H);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
-    Tensor normed;
+    Tensor normed = {};
 
     void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
@@ -1376,7 +1376,7 @@ struct AttentionBlock : Module {
         conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
 
-    Tensor djoined, dqkv;
+    Tensor djoined = {}, dqkv = {};
     void reserve_backward() {
         djoined = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
@@ -1408,7 +1408,7 @@ struct ResampleBlock : Module {
     bool convolves = block.num_params, up = block.out_H > block.H;
     Conv conv = convolves ? layer<Conv>(0) : Conv();
     int larger = std::max(block.H, block.out_H);
-    Tensor large, dlarge;  // at the larger of the two sizes
+    Tensor large = {}, dlarge = {};  // at the larger of the two sizes
 
     void reserve_forward() {
         if (convolves) large = take_tensor(larger, block.C);
@@ -1464,7 +1464,7 @@ struct OutBlock : Module {
 
     Norm norm = norm_of(OUT_NORM, x);
     Conv conv = layer<Conv>(OUT_CONV);
-    Tensor normed;
+    Tensor normed = {};
 
     void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
