@@ -46,9 +46,9 @@
 //   1  CONFIGURATION
 //   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; ranks; tensors; randomness
 //   3  THE LAYERS, DECLARED: what layers take; the layers; layers written once for both builds
-//   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
-//        up- and down-sampling; last block
-//   5  PLAN AND WALK: plan; walk
+//   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
+//        block; attention block; up- and down-sampling; last block
+//   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
@@ -514,8 +514,8 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm
-    // reads the tensor next, whatever writes the tensor leaves them behind; null where none does.
+    // (B, norm_parts(H * W), C): the mean of each part of an image, and the sum of squared distances from it.
+    // Whatever writes a tensor that a norm reads next writes them too; null where no norm does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
@@ -525,17 +525,20 @@ template <typename Real> struct TensorOf {
     TensorOf without_moments() const { return {data, B, H, W, C}; }
 };
 
-// torch.cat([first, second], dim=1), read and written where the two lie; second: there or not.
+// torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct JoinedOf {
     TensorOf<Real> first, second;
-    const float2* affine;  // of a norm, (B, C): meant is what it would write; null: what lies there
+    // (B, C), where the tensor is still to be normed by whoever reads it: see Norm.affine. Null where it is
+    // not.
+    const float2* affine;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
-    // Of channel c: which of the two it is in, and where among its channels.
+    // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Where it lies, of a pixel of all images; and its moments, of a part of all images.
+    // Channel c of a pixel, counted through all images; its moments in a part, counted through all images,
+    // too.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
@@ -547,15 +550,17 @@ template <typename Real> struct RowsOf {
     HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
 };
 
-// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
+// The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
 template <typename Real, int TAPS> struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
-// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
-// read x again: statistics, its group's mean and rstd; affine: the norm is x .x + .y, before SiLU twice that.
+// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
+// x. w and bias (C) are never rounded. Forward writes two numbers a channel of an image, (B, C), for all who
+// read x again: statistics are mean and rstd of the channel's group, affine is the scale and shift that norm
+// it. With SiLU both are halved, because silu(y) = h + h tanh(h) with h = y / 2 is one instruction fewer a
+// number: see silu_of_half.
 template <typename Real> struct NormOf {
     JoinedOf<Real> x = {};
     int groups = 1;
@@ -563,10 +568,11 @@ template <typename Real> struct NormOf {
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     float2 *statistics = nullptr, *affine = nullptr;
-    float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
-    // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
+    float2* sums = nullptr;  // (B, norm_parts(H * W), C): scratch between the two calls of backward
+    // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
+    // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated.
+    // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
     }
@@ -576,14 +582,16 @@ template <typename Real> struct NormOf {
     }
 };
 
-// What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
+// What a convolution may add to its output: a row of `emb` to all pixels of an image, and a tensor, which may
+// be the output itself.
 template <typename Real> struct ForwardOptionsOf {
     RowsOf<Real> emb = {};
     TensorOf<Real> residual = {};
 };
 
-// What making dx may do besides: += dx. A norm: add the gradient of a branch around it. A product, where x is
-// what a norm wrote: the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, norm).
+// How dx is written: added to what is there (`accumulate`). A norm may add the gradient of a branch around it
+// (`residual`). A convolution that reads what a norm wrote may do groupnorm_backward_sums(dx, dx, norm) as
+// well.
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
@@ -605,23 +613,25 @@ template <typename Real> struct BackwardOptionsOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
+// A norm's sums and moments are those of parts of an image. A part has 128 pixels, the last one perhaps
+// fewer.
 enum { NORM_PART = 128 };
 HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
-// a tensor, or one that is still to be normed: see groupnorm_for_product.
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
+// is a tensor, or one that is still to be normed: see groupnorm_for_product.
 static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
 // dx = [+=] F.conv_transpose2d(dout, w, padding=1)
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
-// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
-// is dout.sum((1, 2)).
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
+// wanted, is dout.sum((1, 2)).
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
+// side.
 static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
 // dx = [+=] dout @ w
 static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
@@ -633,20 +643,23 @@ static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options =
 static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
 static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
-// x.moments, of a tensor that no product wrote.
+// Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
-// What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
-// `normed`, and what norm reads and leaves, stay as they are until that product has run.
+// Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
+// itself with Joined's affine set, which the convolution then norms while it loads it. Nobody may write
+// `normed`, x or the norm's statistics before that convolution has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
-// Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
+// Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// where w is an image's, modulated, and dw and dbias count each image's sums so.
-// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, and of dy x^.
+// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
+// gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
+// dy and dy x^. dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-// Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
-// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
+// The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
+// gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
+// x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
@@ -920,8 +933,9 @@ static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false)
 
 // ==== 4  BLOCKS ============================================================================================
 
-// A piece of the arena, which is in use from step `first` of the plan to step `last`: block i of n runs forward
-// at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may overlap.
+// A piece of the arena, which is in use from step `first` of the plan to step `last`: block i of n runs
+// forward at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may
+// overlap.
 struct Buffer {
     size_t offset, bytes;
     int first, last;
@@ -1022,9 +1036,9 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     plan->tensors.push_back(t);
 }
 
-// Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a product
-// forward and one for each of its two gradients, but the first layer of a block that reads no other block needs no
-// gradient of its input.
+// Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a
+// product forward and one for each of its two gradients, but the first layer of a block that reads no other
+// block needs no gradient of its input.
 static void add_layer(Plan* plan, const Block& block, const std::string& layer, const std::vector<int>& shape,
                       Init init = INIT_UNIFORM) {
     bool is_first = block.input < 0 && (int)plan->tensors.size() == block.param;
@@ -1069,7 +1083,8 @@ static Tensor unet_input(const Model* m, int B) {
 //   the members         what forward keeps for backward, taken from the buffers `hidden`, `inner` and `stats`
 //   reserve_forward     the scratch of forward, and then forward itself
 //   reserve_backward    the scratch of backward, and then backward itself
-// The plan constructs each block and calls its reserve functions with arenas that only count: see measure_buffers.
+// The plan constructs each block and calls its reserve functions with arenas that only count: see
+// measure_buffers.
 struct Module {
     Model* m;
     const Block& block;
@@ -1111,7 +1126,8 @@ struct Module {
         return norm;
     }
 
-    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient reads.
+    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient
+    // reads.
     Tensor take_from(Arena* arena, int H, int C) const {
         return {take<floatX>(arena, (size_t)B * H * H * C), B, H, H, C};
     }
@@ -1120,6 +1136,11 @@ struct Module {
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
     void reserve_forward() {}
     void reserve_backward() {}
+
+    // layer(arguments) on the side stream, beside what the block does next.
+    static Event beside(auto layer, auto... arguments) {
+        return on_side_stream_deferred([=] { layer(arguments...); });
+    }
 
     // Up- or down-sampling, whichever the block does.
     void resize(Tensor out, Tensor x) const {
@@ -1186,15 +1207,15 @@ struct EmbedBlock : Module {
         reserve_backward();
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
         Linear projections = all_projections();
-        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        beside(linear_backward_weight, linear2_layer, dlinear2, active);
         linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
+        beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
 
@@ -1208,17 +1229,15 @@ struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
 
     void forward() { conv3x3_forward(out, x, conv); }
-    void backward() {
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); });
-    }
+    void backward() { beside(conv3x3_backward_weight, conv, dout, x.first, Rows()); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
 // h = conv1(silu(norm1(x))) + embedding;  out = conv2(silu(norm2(h))) + skip(x)
 //
-// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the identity.
-// --use_scale_shift_norm: the embedding, of twice as many channels, modulates norm2 instead. --resblock_updown:
-// some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
+// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
+// identity. --use_scale_shift_norm: the embedding, of twice as many channels, modulates norm2 instead.
+// --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
@@ -1296,9 +1315,9 @@ struct ResBlock : Module {
     //
     // memory    holds, one after the other              is read last by
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
-    // h         h, dh                                   conv1's weight gradient, beside the next block's backward
-    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, beside the next block's backward
-    // before    d(norm1's output), norm1's output       resize; the same memory as normed1 where nothing is resized
+    // h         h, dh                                   conv1's weight gradient, as `late` is
+    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
+    // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
         norm1.sums = norm2.sums = take_sums(std::max(block.H, block.out_H), std::max(x.C(), block.O));
@@ -1322,12 +1341,12 @@ struct ResBlock : Module {
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        beside(conv3x3_backward_weight, conv2, dout, normed2, Rows());
 
         conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
@@ -1338,7 +1357,7 @@ struct ResBlock : Module {
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, dembedding); });
+        beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
     }
 };
 
@@ -1384,12 +1403,12 @@ struct AttentionBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed = djoined;  // which is written over it
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+        beside(conv1x1_backward_weight, projection, dout, joined);
         conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
         conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
+        beside(conv1x1_backward_weight, to_qkv, dqkv, normed);
     }
 };
 
@@ -1437,14 +1456,12 @@ struct ResampleBlock : Module {
         Event weights_done;  // it reads scratch, and dout
         if (up) {
             upsample_forward(large, x.first);
-            weights_done =
-                on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
             conv3x3_backward_input(dlarge, dout, conv);
             upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done =
-                on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            weights_done = beside(conv3x3_backward_weight, conv, dlarge, x.first, Rows());
             conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
@@ -1480,7 +1497,7 @@ struct OutBlock : Module {
         Tensor dnormed = dx.first;  // of the same size
         conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
+        beside(conv3x3_backward_weight, conv, dout, normed, Rows());
     }
 };
 
@@ -1502,11 +1519,12 @@ static void with_module(Model* m, const Block& block, int B, auto pass) {
 }
 #endif
 
-// ==== 5  PLAN AND WALK =====================================================================================
+// ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their gradients:
-// last block to first. The embedding layers of all residual blocks lie next to each other, so that block 0 computes
-// them as one layer: their weights are the last matrices, their biases come next. Files keep PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their
+// gradients: last block to first. The embedding layers of all residual blocks lie next to each other, so that
+// block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
+// PyTorch's order.
 static void place_parameters(Plan* plan) {
     size_t offset = 0;
     auto place = [&](bool matrix, bool joined, auto tensors) {
@@ -1528,8 +1546,9 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// Computes the live range of every buffer, in steps of the plan: from its first write to its last read. Computes also
-// the size of a block's output, its moments and its gradient; the others' come from measure_buffers.
+// Computes the live range of every buffer, in steps of the plan: from its first write to its last read.
+// Computes also the size of a block's output, its moments and its gradient; the others' come from
+// measure_buffers.
 static void time_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
     auto live = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
@@ -1548,8 +1567,8 @@ static void time_buffers(Plan* plan, const Config& c) {
             b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
             live(&b.moments, i, i);
         }
-        // The only weight gradient of the first and of the last convolution reads the output's gradient, and may go
-        // on beside the next block's backward.
+        // The only weight gradient of the first and of the last convolution reads the output's gradient, and
+        // may go on beside the next block's backward.
         if (plan->training) {
             b.gradient.bytes = b.out.bytes;
             live(&b.gradient, back, is_last || i == 1 ? back + 1 : back);
@@ -1562,8 +1581,8 @@ static void time_buffers(Plan* plan, const Config& c) {
         live(&b.scratch_backward, back, back);
         live(&b.late, back, back + 1);
 
-        // What the block reads lives as long. Backward reads it again, but for what resampling without weights reads,
-        // and for the embedding where it is only added.
+        // What the block reads lives as long. Backward reads it again, but for what resampling without
+        // weights reads, and for the embedding where it is only added.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
@@ -1576,33 +1595,34 @@ static void time_buffers(Plan* plan, const Config& c) {
 }
 
 static void with_module(Model* m, const Block& block, int B, auto pass);
-// Measures what blocks keep and their scratch: constructs each block over arenas that only count, and has it reserve
-// its memory as forward and backward do. Nothing is launched.
+// Measures what blocks keep and their scratch: constructs each block over arenas that only count, and has it
+// reserve its memory as forward and backward do. Nothing is launched.
 static void measure_buffers(Plan* plan, const Config& c) {
     Model m = Model();
     m.config = c;
     m.plan = *plan;
     m.counts = true;
     for (Block& block : plan->blocks) {
-        with_module(&m, block, plan->batch, [&](auto module) {
-            block.hidden.bytes = module.kept_hidden.used;
-            block.inner.bytes = module.kept_inner.used;
-            block.stats.bytes = module.kept_stats.used;
+        with_module(&m, block, plan->batch, [&](auto constructed) {
+            block.hidden.bytes = constructed.kept_hidden.used;
+            block.inner.bytes = constructed.kept_inner.used;
+            block.stats.bytes = constructed.kept_stats.used;
             m.scratch = m.late = {nullptr, SIZE_MAX, 0};
-            module.reserve_forward();
+            constructed.reserve_forward();
             block.scratch_forward.bytes = m.scratch.used;
         });
         if (!plan->training) continue;
-        with_module(&m, block, plan->batch, [&](auto module) {
+        with_module(&m, block, plan->batch, [&](auto constructed) {
             m.scratch = m.late = {nullptr, SIZE_MAX, 0};
-            module.reserve_backward();
+            constructed.reserve_backward();
             block.scratch_backward.bytes = m.scratch.used;
             block.late.bytes = m.late.used;
         });
     }
 }
 
-// Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same step.
+// Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same
+// step.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
@@ -1618,8 +1638,8 @@ static void place_buffers(Plan* plan) {
 
 static Plan make_plan(const Config& c, int batch, bool training);
 #ifndef OTHER_NETWORK
-// Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it reads a
-// second output, and with out_H if it changes the size.
+// Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it
+// reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
     block.C = block.kind == BLOCK_EMBED ? c.num_channels : c.in_channels;
@@ -1641,8 +1661,9 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     plan->blocks.push_back(block);
 }
 
-// The UNet: a level is num_res_blocks residual blocks, each of which may be followed by attention. The encoder goes
-// down from level to level; each of its groups' outputs is a skip, which the decoder reads on its way up.
+// The UNet: a level is num_res_blocks residual blocks, each of which may be followed by attention. The
+// encoder goes down from level to level; each of its groups' outputs is a skip, which the decoder reads on
+// its way up.
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
     const int levels = list_length(c.channel_mult);
@@ -1709,8 +1730,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 #endif
 
-// ---- walk -------------------------------------------------------------------------------------------------
-
+// ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     m->first = first;
@@ -1723,8 +1743,8 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
-// go on beside the block that follows in backward; the others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
+// may go on beside the block that follows in backward; the others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (const Block& block : std::views::reverse(m->plan.blocks)) {
