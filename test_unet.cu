@@ -264,27 +264,48 @@ typedef Pair<float> Floats;
     typedef side::Joined Joined;                                                                           \
     template <int TAPS> using Product = side::Product<TAPS>;                                               \
     template <int TAPS>                                                                                    \
-    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    template <int TAPS>                                                                                    \
-    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options);                                                    \
-    }                                                                                                      \
-    template <int TAPS>                                                                                    \
     static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
         side::of_weight_gradient(layer, dout, x, demb);                                                    \
     }                                                                                                      \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
-    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
     static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
     static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
     static constexpr auto attention_forward = side::attention_forward;                                     \
     static constexpr auto attention_backward = side::attention_backward;                                   \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
+// A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
+// splits there are.
+static int forced_tile = -1, forced_splits = 0;
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
+    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
+    if (forces && choice.kernel != gpu::PORTABLE_128x16) {
+        const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+    }
+    gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
+}
+
 struct OnDevice {
     LAYERS_OF(gpu, weight_gradient)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+        launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+        launch_as_forced<TAPS, true>(gpu::input_gradient_gemm(dx, dout, layer, options));
+    }
+    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+        gpu::groupnorm_forward(normed, norm);
+        return normed;
+    }
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -294,6 +315,15 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, launch_weight_gradient)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, cpu::Forward options = {}) {
+        cpu::product_forward(out, x, layer, options);
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, cpu::Backward options = {}) {
+        cpu::input_gradient(dx, dout, layer, options);
+    }
+    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -365,10 +395,6 @@ static void check(const std::string& layer, const std::string& shape, const std:
 }
 
 // ---- matrix products --------------------------------------------------------------------------------------
-
-static std::string forced() {
-    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
-}
 
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS> struct Weights {

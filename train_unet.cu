@@ -4553,9 +4553,9 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
            norm, grid);
 }
-static bool hopper_norms(const Norm& norm, int O);  // whether that product norms on the way: section 12
+static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    const bool on_the_way = hopper_norms(norm, O);
+    const bool on_the_way = norms_on_the_way(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
 }
@@ -5454,64 +5454,145 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// What norms want of the output, where the product did not leave it behind.
-static void launch_gemm_sums(const Gemm& g) {
-    if (g.out.first.moments) channel_moments(g.out.first);
-    if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+// ---- which kernel does a GEMM
+
+// The portable kernels, by the pixels and channels of a block's tile; and section 12's, by the pixels: 128, which
+// may be two small images, or 256, the tile of each of two warpgroups; x may be normed on the way there.
+enum GemmKernel {
+    PORTABLE_128x128,
+    PORTABLE_128x64,
+    PORTABLE_64x64,
+    PORTABLE_128x16,
+    HOPPER_128,
+    HOPPER_TWO_IMAGES,
+    HOPPER_256,
+    HOPPER_256_ONE_CHUNK,
+    HOPPER_256_NORMED,
+};
+struct GemmChoice {
+    GemmKernel kernel;
+    int splits = 1;            // of the sum over K: portable kernels leave partial sums, Hopper's form clusters
+    bool leaves_sums = false;  // what a norm wants of the output, moments or sums; else a pass of its own makes it
+};
+#ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
+enum { HAS_HOPPER = true };
+#else
+enum { HAS_HOPPER = false };
+#endif
+
+// Whether a tile of the kernel holds whole tiles of a norm, so that a block knows all of their pixels.
+static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
+    const int H = g.x.first.H, W = g.x.first.W, T = H * W;
+    if (T == 64) return taps == 1 || H == 8;
+    if (T % NORM_PART || kernel == PORTABLE_64x64) return false;
+    if (taps == 1) return true;
+    return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
-
-template <class Tile> static void launch_tile(Gemm g) {
-    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
-    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
-    g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
-    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    // Whether tiles hold whole parts of images, so that blocks can leave their sums behind.
-    const int H = g.x.first.H, W = g.x.first.W, T = H * W, line = Tile::TAPS == 1;
-    const bool whole =
-        T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
-    if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
-    if (!g.sums) launch_gemm_sums(g);
+static GemmChoice portable_choice(const Gemm& g, int taps, GemmKernel kernel, int splits = 1) {
+    return {kernel, splits, splits == 1 && holds_norm_tiles(g, taps, kernel)};
 }
-
-// Section 12, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
-// HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
-static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
-
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
-    for (const Joined& joined : {g.x, g.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
-    assert(!g.x.affine);
-    constexpr bool HALF = sizeof(floatX) == 2;
+template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    bool even = ceil_div(g.N(), 64) % 2 == 0;  // tiles of 128 channels are full
-    int tile = even && tiles(128, 128) >= gpu_multiprocessors  ? 0
-               : 2 * tiles(128, 64) >= 3 * gpu_multiprocessors ? 1
-                                                               : 2;
-    const int chunks = g.chunks(), least_steps = HALF ? 18 : 1;
-    while (tile == 2 && g.splits < 8 && 2 * g.splits <= chunks && TAPS * chunks >= least_steps * g.splits &&
-           g.splits * tiles(64, 64) <= gpu_multiprocessors)
-        g.splits *= 2;
-    if (forced_tile >= 0) tile = forced_tile;
-    if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
-    if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
+    if (!TRANSPOSED && g.N() <= 16) return portable_choice(g, TAPS, PORTABLE_128x16);  // an image
+    const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
+    if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
+    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
+
+    const int chunks = g.chunks(), least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    int splits = 1;
+    while (splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
+           splits * tiles(64, 64) <= gpu_multiprocessors)
+        splits *= 2;
+    return portable_choice(g, TAPS, PORTABLE_64x64, splits);
+}
+
+// Hopper's kernels write 64 channels at once, all to one tensor.
+static bool hopper_writes(const Joined& x) { return !x.second.C || x.first.C % 64 == 0; }
+// Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
+static bool enough_256(const Tensor& x, int N) {
+    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+}
+// Whether a 3x3 convolution with O outputs norms what it reads: in whole tiles, and whole chunks.
+static bool norms_on_the_way(const Norm& norm, int O) {
+    const Tensor& x = norm.x.first;
+    return HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
+           norm.x.second.C % 64 == 0 && O > 16 && enough_256(x, O);
+}
+template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
+    const Tensor& x = g.x.first;
+    const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
+    GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
+    if (TAPS > 1 && !small && enough_256(x, g.N())) {
+        kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
+        if (g.x.affine) kernel = HOPPER_256_NORMED;
+    }
+    GemmChoice choice = {.kernel = kernel};
+    choice.leaves_sums = holds_norm_tiles(g, TAPS, kernel) && hopper_writes(g.norm.x);
+    if (kernel >= HOPPER_256) return choice;
+
+    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
+    const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
+    const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
+    while (choice.splits < 4 && 2 * choice.splits * blocks <= gpu_multiprocessors &&
+           g.chunks() * TAPS >= 18 * choice.splits)
+        choice.splits *= 2;
+    return choice;
+}
+
+// Which kernel does a GEMM. This follows from the sizes and the GPU alone.
+template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
+    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper<TAPS>(g);
+    return choose_portable<TAPS, TRANSPOSED>(g);
+}
+
+template <class Tile> static void launch_portable(Gemm g) {
+    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
+    const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
+    const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
-    constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
-    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
-    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
-    if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
+
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
+    for (const Joined& joined : {asked.x, asked.out})
+        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.affine || !asked.residual.first));
+    assert(!asked.x.affine || choice.kernel == HOPPER_256_NORMED);
+    Gemm g = asked;
+    g.share = ceil_div(g.chunks(), choice.splits);
+    g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
+    if (choice.leaves_sums) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
+    else g.norm = {};
+
+    constexpr bool BF16 = sizeof(floatX) == 2;
+    constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    switch (choice.kernel) {
+        case PORTABLE_128x128:
+            launch_portable<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>>(g);
+            break;
+        case PORTABLE_128x64:
+            launch_portable<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>>(g);
+            break;
+        case PORTABLE_64x64:
+            launch_portable<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+            break;
+        case PORTABLE_128x16:
+            if constexpr (!TRANSPOSED) launch_portable<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            break;
+        default:
+            if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
+    }
+    if (choice.leaves_sums) return;
+    if (asked.out.first.moments) channel_moments(asked.out.first);
+    if (asked.norm.affine) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
 
 // ---- weight gradient
@@ -5799,16 +5880,29 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS> static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS>
+static Gemm forward_gemm(Tensor out, Joined x, Product<TAPS> layer, const Forward& options) {
+    return {out, options.residual, x, layer.w, layer.bias, options.emb};
+}
+template <int TAPS>
+static Gemm input_gradient_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+    return {.out = dx,
+            .residual = options.accumulate ? dx : Joined(),
+            .x = dout,
+            .w = layer.w,
+            .norm = options.norm};
+}
+template <int TAPS>
+static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
+    const Gemm g = forward_gemm(out, x, layer, options);
+    launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
 }
 template <int TAPS>
 static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
-    if (options.accumulate) g.residual = dx;
-    launch_gemm<TAPS, true>(g);
+    const Gemm g = input_gradient_gemm(dx, dout, layer, options);
+    launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -6382,58 +6476,36 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
         if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
-    const int columns = ceil_div(g.N(), 64);
     HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
     const Joined& extra = g.norm.affine ? g.norm.x : g.residual;
     if (extra.first) h.extra_map = joined(extra, Tile::PART);
-    h.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
     h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
-    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
-    int splits = 1;
-    while (Tile::PARTS == 1 && splits < 4 && 2 * splits * h.patch.tiles * columns <= gpu_multiprocessors &&
-           g.chunks() * TAPS >= 18 * splits)
-        splits *= 2;
-    h.share = ceil_div(g.chunks(), splits);
-    splits = ceil_div(g.chunks(), h.share);  // none without a chunk
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.
-    int blocks = std::min(h.patch.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
-    assert(splits == 1 || blocks == h.patch.tiles);
-    launch<true>(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
+    const int columns = ceil_div(g.N(), 64);
+    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
+    assert(g.splits == 1 || (Tile::PARTS == 1 && blocks == h.patch.tiles));
+    launch<true>(hopper_gemm_kernel<Tile>, dim3(g.splits, columns, blocks), Tile::THREADS,
                  sizeof(typename Tile::Shared), h);
 }
-// Whether tiles of two parts occupy all multiprocessors.
-static bool suffice_in_pairs(const Tensor& x, int N) {
-    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
-}
-// Whether a 3x3 product with O outputs can norm what it reads: in whole tiles, and whole chunks.
-static bool hopper_norms(const Norm& norm, int O) {
-    const Tensor& x = norm.x.first;
-    return norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 && norm.x.second.C % 64 == 0 &&
-           O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
-}
-// Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
-    Gemm g = asked;
-    const int H = g.x.first.H, W = g.x.first.W, T = H * W;
-    bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
-    auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
-    if (g.N() <= 16 || !fits(g.out)) return false;
-    // A part's 128 pixels are of one image, or of two images of 64.
-    bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
-    bool sums = whole_parts && fits(g.norm.x);
-    if (!sums) g.out.first.moments = nullptr, g.norm = {};
-    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && in_pairs));
-    if constexpr (TAPS == 1) launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
-    else if (small) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    else if (!in_pairs) launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
-    else if (g.x.affine) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
-    else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
-    else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
-    if (!sums) launch_gemm_sums(asked);
-    return true;
+template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
+    if constexpr (TAPS == 1) {
+        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
+    } else {
+        switch (kernel) {
+            case HOPPER_TWO_IMAGES:
+                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
+                break;
+            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g); break;
+            case HOPPER_256_ONE_CHUNK:
+                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
+                break;
+            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g); break;
+            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
+        }
+    }
 }
 
 // ---- weight gradient
@@ -6597,7 +6669,5 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 
 }  // namespace gpu
 #elif defined(__CUDACC__)
-static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER
