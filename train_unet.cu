@@ -5261,84 +5261,107 @@ template <class Tile> struct WarpProduct {
     }
 };
 
-// What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
-// a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
-// added, these are of one image. A thread has a vector of channels of every STEP-th of them.
+// The two things that an epilogue does to a vector of sums. The first: a bias, an embedding and a residual are
+// added. The residual comes with apply, as each pixel has its own.
+struct AddBiasResidual {
+    Unpacked bias = {};
+    __device__ void load(const Gemm& g, int image, int n) {
+        if (g.bias) bias += unpack(g.bias + n);
+        if (g.emb.data) bias += unpack(g.emb.row(image) + n);
+    }
+    __device__ void apply(Unpacked& value, Unpacked residual) {
+        for (int e = 0; e < VEC; e++) value[e] += bias[e] + residual[e];
+    }
+};
+// The second: of the gradient of what a norm wrote it makes the gradient before the SiLU, and the sums that the
+// norm's backward wants. x is what the norm read.
+struct NormGradient {
+    Vector<float2, VEC> statistics, affine;
+    __device__ void load(const Norm& norm, size_t at) {
+        statistics = ::load<VEC>(norm.statistics + at);
+        affine = ::load<VEC>(norm.affine + at);
+    }
+    __device__ void apply(Unpacked& value, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
+        if (silu)
+            for (int e = 0; e < VEC; e++)
+                value[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+        for (int e = 0; e < VEC; e++) {
+            sum[e] += value[e];
+            product[e] += value[e] * (x[e] - statistics.of[e].x);
+        }
+    }
+};
+
+// Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a split
+// go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted, or an
+// embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th pixel.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row,
-                                              int tile, int n0) {
-    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
+                                              int n0) {
+    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STRIDE = Tile::THREADS / ROW, PASSES = 64 / STRIDE,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
-    const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
+    const bool has_norm = Tile::TRANSPOSED && g.norm.affine && g.sums;
+    const int T = g.x.first.T();
+    const int norm_pixels = T == 64 ? 64 : BM;  // of a norm's tile, of which this one holds whole ones if g.sums
     Unpacked sum = {}, product = {};
-    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];        // its pixels, -1: outside
-        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
-        Unpacked value[PASSES];
-        const Joined& extra = gradient ? g.norm.x : g.residual;
-        const Tensor& of = extra.of(n);
-        const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
-        // all loads before the first store: none waits for another
+    UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
+        // All loads come before the first store, so that none waits for another.
+        int m[PASSES];           // the pixels, -1: outside
+        uint4 operands[PASSES];  // the residual, or the norm's x
+        Unpacked values[PASSES];
+        const Joined& operand = has_norm ? g.norm.x : g.residual;
+        const Tensor& of = operand.of(n);
+        const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            const int p = half * 64 + i * STEP + row;
+            const int p = p0 + i * STRIDE + row;
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
-            there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            value[i] = *(const Unpacked*)(staging + p * PITCH + column);
+            operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+            values[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                if (m[i] >= 0) *(Unpacked*)to = value[i];
+                if (m[i] >= 0) *(Unpacked*)to = values[i];
             }
             continue;
         }
 
-        // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
-        Unpacked added = {};
-        Vector<float2, VEC> statistics, affine;  // of a gradient's norm
+        AddBiasResidual add;
+        NormGradient norm;
         const int image = m[0] / T;
-        if (m[0] >= 0 && gradient) {
-            const size_t of = (size_t)image * g.N() + n;
-            statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
-        } else if (m[0] >= 0) {
-            if (g.bias) added += unpack(g.bias + n);
-            if (g.emb.data) added += unpack(g.emb.row(image) + n);
-        }
+        if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
+        else if (m[0] >= 0) add.load(g, image, n);
         const Tensor& out = g.out.of(n);
-        const floatX* to = out.data + g.out.within(n);
+        floatX* to = out.data + g.out.within(n);
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            Unpacked x = unpack(there[i]);
-            if (gradient && g.norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
-            for (int e = 0; e < VEC; e++)
-                if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
-                else value[i][e] += added[e] + x[e];
-            if (m[i] < 0) continue;
-            *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
+            if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
+            else add.apply(values[i], unpack(operands[i]));
+            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
         }
         if (!g.sums) continue;
 
-        // The sums of a part of an image, when its last pixels are finished. Of the outputs they are about
-        // the part's first pixel, kept in `staging` where that pixel's sums lay.
-        const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
+        // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging` where
+        // that pixel's sums lay.
+        const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
         float* pivot = staging + first * PITCH;
-        if (!gradient && half * 64 == first && row == 0) *(Unpacked*)(pivot + column) = value[0];
+        if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
-            for (int e = 0; e < VEC && !gradient; e++) {
-                float d = value[i][e] - pivot[column + e];
-                sum[e] += d, product[e] += d * d;
+            for (int e = 0; e < VEC && !has_norm; e++) {
+                float distance = values[i][e] - pivot[column + e];
+                sum[e] += distance;
+                product[e] += distance * distance;
             }
-        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
+
+        // The sums are written when the last pixels of the norm's tile are finished.
+        if ((p0 + 64) % norm_pixels || norm_tile * norm_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
-        float2* sums = g.sums + (size_t)part * g.N() + n0;
+        float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
         norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
-            if (!gradient) return moments_about(pivot[c], total, part_pixels);
-            const int image = part * part_pixels / T;
+            if (!has_norm) return moments_about(pivot[c], total, norm_pixels);
+            const int image = norm_tile * norm_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
         });
         sum = product = {};
@@ -5986,11 +6009,11 @@ __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 1
 // A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
 // engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
 // the bytes that the barrier expects.
-__device__ inline void copy_box(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
+__device__ inline void tma_load(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
                               &barrier.state);
 }
-__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+__device__ inline void tma_store(const CUtensorMap& map, const void* from, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
     ptx::cp_async_bulk_commit_group();
 }
@@ -6003,11 +6026,11 @@ __device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster
 // bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
 // next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a start may be any row: a
 // tap of a 3x3 convolution is a shift of the start address.
-__device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
+__device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, uint32_t next = 16) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
 }
-__device__ inline uint64_t further(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
+__device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ inline void wgmma_wait() {
@@ -6098,48 +6121,49 @@ struct JoinedMaps {
 
 struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
+    JoinedMaps operand_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
     CUtensorMap w_map = {};
 };
 
-// A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
-// 8 x 8; or two parts of 16 lines of 8, side by side.
-enum TileShape { ONE_PART, TWO_IMAGES, TWO_PARTS };
-// 64 channels by such pixels. With two parts, two warpgroups take tiles in turn, to hide their outputs.
+// The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole images no
+// larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
+enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
+// 64 channels by so many pixels. With two sub-tiles, two warpgroups take tiles in ping-pong: while one writes
+// outputs, the other multiplies.
 template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
-    static constexpr int PARTS = SHAPE == TWO_PARTS ? 2 : 1, RESIDENT = 2 / PARTS;  // on a multiprocessor
-    // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
-    // with two parts in a warpgroup of their own, which leaves its registers to the others.
-    static constexpr int READERS = PARTS * 128;
-    static constexpr int THREADS = READERS + (NORMS ? 256 : PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
-    static constexpr int BORDER = TAPS > 1;
-    static constexpr Box PART = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {PART.width * PARTS, PART.height, PART.images};
-    static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
+    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1, BLOCKS = 2 / SUBTILES;  // on a multiprocessor
+    // As many warpgroups multiply as there are sub-tiles. One thread fills both rings (1x1), or one each, in two
+    // warps; with two sub-tiles these have a warpgroup of their own, which leaves its registers to the others.
+    static constexpr int READERS = SUBTILES * 128;
+    static constexpr int THREADS = READERS + (NORMS ? 256 : SUBTILES > 1 ? 128 : TAPS > 1 ? 64 : 32);
+    static constexpr int HALO = TAPS > 1;
+    static constexpr Box SUBTILE = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
+    static constexpr Box PIXELS = {SUBTILE.width * SUBTILES, SUBTILE.height, SUBTILE.images};
+    static constexpr Box PATCH = {PIXELS.width + 2 * HALO, PIXELS.height + 2 * HALO, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
     // Of a buffer: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : SUBTILES == 1 ? 2 : STAGES < 9 ? 4 : 3;
     __device__ static Pixel origin(const Patch& p, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
         return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
                 tile % p.tiles_x * PIXELS.width};
     }
-    // A part's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel part(Pixel at, int k) { return {at.b, at.y, at.x + k * PART.width}; }
+    // The first pixel of sub-tile k, in a tile that begins at `at`.
+    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
     struct Shared {
         union Patch {
             unsigned char pixels[BUFFER_ROWS * 128];
-            Rows64 outputs[PARTS][2];
+            Rows64 outputs[SUBTILES][2];
         } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
         Rows64 w[STAGES];
         RingBarriers<PATCHES> patch;
         RingBarriers<STAGES> stage;
-        Barrier turn[PARTS];      // of each warpgroup, to multiply
+        Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
         Barrier normed[PATCHES];  // patches, where they are normed on the way
         static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
     };
@@ -6160,14 +6184,14 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
 // for all of a block's tiles.
 template <class Tile> struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
-                         PARTS = Tile::PARTS;
+                         SUBTILES = Tile::SUBTILES;
     const HopperGemm& g;
     typename Tile::Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
-    const int splits = PARTS == 1 ? gridDim.x : 1, rank = PARTS == 1 ? blockIdx.x : 0;
+    const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
-    const bool keeps = (last - first) * TAPS <= STAGES;  // the weights, for all of the block's tiles
+    const bool weights_resident = (last - first) * TAPS <= STAGES;  // for all of the block's tiles
     Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
@@ -6182,13 +6206,13 @@ template <class Tile> struct HopperGemmBlock {
             for (int chunk = first; chunk <= last; chunk++) {
                 if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
                 const int channel = first_channel(chunk);
-                const bool wanted = weights && chunk < last && (!keeps || tile == (int)blockIdx.z);
+                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
                     const Pixel row = Tile::TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    copy_box(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
+                    tma_load(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
                 }
             }
         }
@@ -6200,12 +6224,12 @@ template <class Tile> struct HopperGemmBlock {
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
             full.expect(Tile::PATCH_ROWS * 128);
-            copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
-        } else if (g.extra_map.columns && rank == 0) {
+            tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
+                     {at.b, at.y - Tile::HALO, at.x - Tile::HALO});
+        } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
-            for (int k = 0; k < PARTS; k++)
-                copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o), Tile::part(at, k));
+            for (int k = 0; k < SUBTILES; k++)
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), Tile::subtile(at, k));
         } else {
             full.arrive();
         }
@@ -6214,7 +6238,7 @@ template <class Tile> struct HopperGemmBlock {
     // By a warpgroup: patches, where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
         enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
-        static_assert(!Tile::NORMS || (STEPS <= 32 && PARTS == 2), "a bit a row; no clusters");
+        static_assert(!Tile::NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows are these borders
 #pragma unroll 1
@@ -6250,32 +6274,32 @@ template <class Tile> struct HopperGemmBlock {
     }
 
     __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {  // the last that were read
-        if (!keeps) shared.stage.empty[stage.previous()].arrive();
+        if (!weights_resident) shared.stage.empty[stage.previous()].arrive();
     }
 
-    // c = a tile's sums over this block's chunks, 64 a part: rows are channels, columns a part's pixels.
-    __device__ __forceinline__ void multiply(float (&c)[PARTS * 64], Ring<PATCHES>& patch,
+    // c = a tile's sums over this block's chunks, 64 a sub-tile: rows are channels, columns a sub-tile's pixels.
+    __device__ __forceinline__ void multiply(float (&c)[SUBTILES * 64], Ring<PATCHES>& patch,
                                              Ring<STAGES>& stage) {
         UNROLLED_FOR (float& sum : c) sum = 0;
-        if (keeps) stage = {};
+        if (weights_resident) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
             const uint64_t pixels =
-                shared_matrix(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
+                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
-                const uint64_t w = shared_matrix(shared_address(shared.w[stage.slot]), 1024);
+                const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    const uint64_t a = further(w, k * (Tile::TRANSPOSED ? 2048 : 32));
+                    const uint64_t a = advance(w, k * (Tile::TRANSPOSED ? 2048 : 32));
                     auto b = [&](int row) {
-                        return further(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
+                        return advance(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
                     };
                     constexpr int N = Tile::PAIRS ? 64 : 128;
                     wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
                     if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
-                    if (PARTS > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::PART.width));
+                    if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -6286,14 +6310,14 @@ template <class Tile> struct HopperGemmBlock {
         }
         // All buffers up to here have been full: the other warpgroup can't mistake the phases of the next.
         ready[patch.slot].wait(patch.parity);
-        if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
+        if (SUBTILES > 1 && leads) shared.ping_pong[!warpgroup].arrive();
         wgmma_wait<0>();
         if (leads) release_weights(stage), shared.patch.empty[patch.previous()].arrive();
     }
 
     // The first of the cluster adds the others' sums to its own, rank by rank.
-    __device__ __forceinline__ void combine(float (&c)[PARTS * 64]) {
-        static_assert(PARTS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
+    __device__ __forceinline__ void combine(float (&c)[SUBTILES * 64]) {
+        static_assert(SUBTILES > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
@@ -6308,105 +6332,120 @@ template <class Tile> struct HopperGemmBlock {
     }
 };
 
-// What becomes of a part's sums. A thread has channels row and row + 8, and of each 32 pixels.
+// Finishes a sub-tile's sums: adds bias, embedding and residual as AddBiasResidual does, or goes back through a
+// norm as NormGradient does. A thread has channels row and row + 8, and of each 32 pixels.
 template <class Tile> struct HopperEpilogue {
-    // Images whose pixels a part may hold.
-    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
+    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
+    static_assert(Tile::SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
     const HopperGemm& g;
-    Pixel at;  // the tile's first, then that of the part under way
+    Pixel at;  // the tile's first, then that of the sub-tile under way
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
-    static_assert(Tile::PARTS == 1 || IMAGES == 1, "all parts are of one image");
-    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
-    const bool gradient = Tile::TRANSPOSED && g.norm.affine;
-    // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
-    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
+    const bool has_norm = Tile::TRANSPOSED && g.norm.affine;
+    // By image and row: what is added; the norm's parameters; sums for this norm or the next.
+    float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
     float sum[IMAGES][2], product[IMAGES][2];
+    // Which of its images and of its two rows a thread's element e, of 64, belongs to.
+    __device__ static constexpr int image_of(int e) { return e * IMAGES / 64; }
+    __device__ static constexpr int row_of(int e) { return e / 2 % 2; }
 
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-            UNROLLED_FOR (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
-                if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data) added[i][h] += (float)g.emb.row(b)[n];
-                if (!gradient) continue;
-                const float2 group = g.norm.statistics[b * g.N() + n], affine = g.norm.affine[b * g.N() + n];
-                mean[i][h] = group.x, rstd[i][h] = group.y, scale[i][h] = affine.x, shift[i][h] = affine.y;
+            UNROLLED_FOR (int r = 0; r < 2; r++) {
+                int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                if (!Tile::TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
+                if (!Tile::TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
+                if (!has_norm) continue;
+                const float2 statistics = g.norm.statistics[b * g.N() + n];
+                const float2 affine = g.norm.affine[b * g.N() + n];
+                mean[i][r] = statistics.x;
+                rstd[i][r] = statistics.y;
+                scale[i][r] = affine.x;
+                shift[i][r] = affine.y;
             }
     }
 
-    // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came. The
-    // compiler knows which: branches between the elements made each wait for the one before, and a step of
-    // the default model at batch 32 take 5% longer on an H100.
-    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {  // c: 64
+    // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x came.
+    // The compiler knows which: branches between the elements made each wait for the one before, and a step
+    // of the default model at batch 32 take 5% longer on an H100.
+    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
         at = first;
         UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
-        if (gradient && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
-        else if (gradient) finish_with<NORM>(c, outputs);
-        else if (g.extra_map.columns) finish_with<ADDED>(c, outputs);
-        else finish_with<NOTHING>(c, outputs);
+        if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
+        else if (has_norm) finish_with<NORM>(c, outputs);
+        else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
+        else finish_with<NO_OPERAND>(c, outputs);
     }
-    enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
-    template <Extra EXTRA> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
+    enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
+    template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
-        uint32_t there[4][4];  // four loads before the first store: none waits for another
+        uint32_t operands[4][4];  // four loads before the first store: none waits for another
         UNROLLED_FOR (int j = 0; j < 16; j += 2) {
-            const int i = j * IMAGES / 16;
-            uint32_t(&r)[4] = there[j / 2 % 4];
-            if (j % 8 == 0 && EXTRA != NOTHING)
+            uint32_t(&bits)[4] = operands[j / 2 % 4];
+            if (j % 8 == 0 && OPERAND != NO_OPERAND)
                 UNROLLED_FOR (int k = 0; k < 4; k++)
-                    load_matrices_transposed(there[k], rows + (j + 2 * k) * 1024);
+                    load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
-                const int h = e / 2 % 2;
+                const int i = image_of(4 * j), r = row_of(e);
                 float& value = c[4 * j + e];
-                float extra = bf16_of_pair(r[e / 2], e % 2);
-                if (!Tile::TRANSPOSED) value += added[i][h];
-                if (EXTRA == NORM_SILU) value *= silu_gradient_of_half(extra * scale[i][h] + shift[i][h]);
-                if (EXTRA == ADDED) value += extra;
-                else if (EXTRA != NOTHING) sum[i][h] += value, product[i][h] += value * extra;
+                float operand = bf16_of_pair(bits[e / 2], e % 2);
+                if (!Tile::TRANSPOSED) value += bias[i][r];
+                if (OPERAND == RESIDUAL) value += operand;
+                if (OPERAND == NORM_SILU) value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                if (OPERAND >= NORM) {
+                    sum[i][r] += value;
+                    product[i][r] += value * operand;
+                }
             }
-            UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-            store_matrices_transposed(rows + j * 1024, r);
+            UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+            store_matrices_transposed(rows + j * 1024, bits);
         }
     }
 
-    // The outputs' moments: now the sum, then the squares about the mean. A norm's sums are already there.
-    __device__ __forceinline__ void write_sums(const float* c) {
-        auto add_up = [&](float(&of)[IMAGES][2]) {  // over the four lanes that share a row, and an image
-            UNROLLED_FOR (int h = 0; h < 2; h++) {
-                UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-                    for (int step = 1; step < 4; step *= 2) of[i][h] += __shfl_xor_sync(~0u, of[i][h], step);
-                if (IMAGES == 2 && images == 1) of[0][h] = of[IMAGES - 1][h] = of[0][h] + of[IMAGES - 1][h];
+    // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
+    __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
+        UNROLLED_FOR (int r = 0; r < 2; r++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                for (int offset = 1; offset < 4; offset *= 2)
+                    sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
+            if (IMAGES == 2 && images == 1) {
+                const float both = sums[0][r] + sums[IMAGES - 1][r];
+                sums[0][r] = sums[IMAGES - 1][r] = both;
             }
-        };
+        }
+    }
+    // Writes what a norm wants: of the outputs, forward, the moments, of which the mean comes first and then the
+    // squares about it; of a gradient the sums, which finish() has begun.
+    __device__ __forceinline__ void write_sums(const float* c) {
         if (!Tile::TRANSPOSED)
-            UNROLLED_FOR (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+            UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][row_of(e)] += c[e];
         add_up(sum);
         if (!Tile::TRANSPOSED) {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
             UNROLLED_FOR (int e = 0; e < 64; e++) {
-                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                product[e * IMAGES / 64][e / 2 % 2] += d * d;
+                float distance = c[e] - sum[image_of(e)][row_of(e)];
+                product[image_of(e)][row_of(e)] += distance * distance;
             }
         }
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // its first, or how many lie before it
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         add_up(product);
-        UNROLLED_FOR (int h = 0; h < 2; h++)
+        UNROLLED_FOR (int r = 0; r < 2; r++)
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
-                    (Tile::PARTS > 1 && at.x >= g.x.first.W))
+                int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                if (lane % 4 || i >= images || n >= g.N() || norm_tile * (128 / images) >= g.x.first.rows() ||
+                    (Tile::SUBTILES > 1 && at.x >= g.x.first.W))
                     continue;
-                if (gradient) product[i][h] = (product[i][h] - mean[i][h] * sum[i][h]) * rstd[i][h];
-                g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
+                if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
             }
     }
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
@@ -6414,7 +6453,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     HopperGemmBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.patch.init(1), shared.stage.init(1);
-        for (Barrier& turn : shared.turn) turn.init(1);
+        for (Barrier& barrier : shared.ping_pong) barrier.init(1);
         for (Barrier& normed : shared.normed) normed.init(128);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
@@ -6425,7 +6464,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             SET_REGISTERS("dec", 88);
             return block.norm_patches();
         }
-        if (Tile::PARTS > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
+        if (Tile::SUBTILES > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -6434,32 +6473,35 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     }
 
     // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
-    if (Tile::PARTS > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
+    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
     auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
     skip(block.warpgroup);
-    int parity = block.warpgroup == 0;  // of its turn: the first comes at once
+    int parity = block.warpgroup == 0;  // of its ping-pong barrier: the first comes at once
     for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
-         tile += Tile::PARTS * gridDim.z, skip(Tile::PARTS - 1)) {
+         tile += Tile::SUBTILES * gridDim.z, skip(Tile::SUBTILES - 1)) {
         const Pixel at = Tile::origin(g.patch, tile);
         HopperEpilogue<Tile> epilogue = {g, at};
         epilogue.load();
-        float c[Tile::PARTS * 64];
-        if (Tile::PARTS > 1) shared.turn[block.warpgroup].wait(parity), parity ^= 1;
+        float c[Tile::SUBTILES * 64];
+        if (Tile::SUBTILES > 1) {
+            shared.ping_pong[block.warpgroup].wait(parity);
+            parity ^= 1;
+        }
         block.multiply(c, patch, stage);
         if (block.splits > 1) block.combine(c);
         if (block.rank > 0) return;
 
-        UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
-            auto& outputs = shared.patches[patch.slot].outputs[part];
-            epilogue.finish(c + 64 * part, Tile::part(at, part), shared_address(outputs));
+        UNROLLED_FOR (int k = 0; k < Tile::SUBTILES; k++) {
+            auto& outputs = shared.patches[patch.slot].outputs[k];
+            epilogue.finish(c + 64 * k, Tile::subtile(at, k), shared_address(outputs));
             fence_shared();
             warpgroup_barrier(block.warpgroup);
             if (block.leads)
-                store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-            if (g.sums) epilogue.write_sums(c + 64 * part);
+                tma_store(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
+            if (g.sums) epilogue.write_sums(c + 64 * k);
         }
         if (block.leads) {  // the copy engine has read the outputs
             ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
@@ -6476,34 +6518,34 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
         if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
-    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
+    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::SUBTILE)};
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& extra = g.norm.affine ? g.norm.x : g.residual;
-    if (extra.first) h.extra_map = joined(extra, Tile::PART);
+    const Joined& operand = g.norm.affine ? g.norm.x : g.residual;
+    if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
     h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.
     const int columns = ceil_div(g.N(), 64);
-    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
-    assert(g.splits == 1 || (Tile::PARTS == 1 && blocks == h.patch.tiles));
+    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::BLOCKS * gpu_multiprocessors / columns));
+    assert(g.splits == 1 || (Tile::SUBTILES == 1 && blocks == h.patch.tiles));
     launch<true>(hopper_gemm_kernel<Tile>, dim3(g.splits, columns, blocks), Tile::THREADS,
                  sizeof(typename Tile::Shared), h);
 }
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
     if constexpr (TAPS == 1) {
-        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
+        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_SUBTILE, 4>>(g);
     } else {
         switch (kernel) {
             case HOPPER_TWO_IMAGES:
                 launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
                 break;
-            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g); break;
+            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 7>>(g); break;
             case HOPPER_256_ONE_CHUNK:
-                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
+                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
                 break;
-            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g); break;
-            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
+            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_SUBTILES, 7, true>>(g); break;
+            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);
         }
     }
 }
@@ -6518,14 +6560,14 @@ struct HopperWeightGradient : WeightGradient {
 // Three of them have the three lines of taps; or a block has one and its line, where reading the pixels three
 // times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
 template <int WARPGROUPS_> struct HopperWeightTile {
-    static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
+    static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
     struct Stage {
         Rows64 dout;
         unsigned char x[(X.width * X.height + 7) / 8 * 1024];
     };
-    static constexpr int STAGES = (216 << 10) / RESIDENT / (int)sizeof(Stage);
+    static constexpr int STAGES = (216 << 10) / BLOCKS / (int)sizeof(Stage);
     struct Shared {
         Stage stages[STAGES];
         RingBarriers<STAGES> ring;
@@ -6542,7 +6584,7 @@ template <int WARPGROUPS_> struct HopperWeightTile {
 // once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
 // also sums dout over each image: a product with a column of ones, one of eight columns an image.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
     await_inputs();
     constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
@@ -6573,8 +6615,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             Barrier& full = shared.ring.full[stage.slot];
             shared.ring.empty[stage.slot].wait(stage.parity);
             full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
-            copy_box(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
-            copy_box(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+            tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
+            tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
             // The next tile; divisions would take this one thread longer than the product.
             if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
             if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
@@ -6601,14 +6643,14 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 #pragma unroll 1
             for (int t = begin; t < end; t++, stage.next()) {
                 auto& from = shared.stages[stage.slot];
-                const uint64_t dout = shared_matrix(shared_address(from.dout), 1024);
-                const uint64_t lines = shared_matrix(shared_address(from.x) + warpgroup * PITCH * 128,
+                const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
+                const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
                                                      PITCH * 128, 128);  // a tap: a row on
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
                 for (int k = 0; k < 4; k++) {
-                    const uint64_t a = further(dout, k * 2048);
-                    wgmma<192, 1, 1>(c, a, further(lines, k * 2 * PITCH * 128));
+                    const uint64_t a = advance(dout, k * 2048);
+                    wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
                     if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                 }
                 wgmma_commit();
