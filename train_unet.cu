@@ -23,8 +23,8 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Those of weights overwrite; a batch that goes through the network in parts adds up their
-//              gradients pairwise: see gradient_of_parts. Those of activations overwrite, but for what feeds
+// Gradients    Those of weights overwrite; a batch that goes through the network as several micro-batches
+//              adds up their gradients pairwise: see tree_gradient. Those of activations overwrite, but for what feeds
 //              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
 //              encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
@@ -56,8 +56,8 @@
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
-//        input gradient; weight gradient; launchers
-//  12  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
+//        input gradient; which kernel does a GEMM; weight gradient; launchers
+//  12  HOPPER: TMA and WGMMA; forward and input gradient; weight gradient
 
 #include <cassert>
 #include <cerrno>
@@ -132,7 +132,7 @@ enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
-enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
+enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
 // What the optimiser goes by: small enough to be handed to a kernel.
 struct Hyper {
@@ -175,10 +175,9 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold, interpolate, strip;
-    int jump_length, jump_n_sample;
-    float eta, guidance_scale, strength;  // strength: NaN where it was not told
+    Path seeds, classes, class_names;
+    int generate, sampler, sample_steps, spacing, use_ema, threshold;
+    float eta, guidance_scale;
     // what to do
     int gpus, processes, resume_given, print_config, dry_run, help;
 };
@@ -191,9 +190,8 @@ static int microbatch_of(const Config& c) {
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's.
-static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
-static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
+// Guided, the network has each picture twice: with its class and without.
+static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -379,10 +377,6 @@ static bool first_to_tell(int status) {  // among the ranks of this machine: wha
 // the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
-// Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
-// far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
-static void on_message_lane(auto launches);
-static void await_messages();
 
 // Gives every rank all of `whole`, (ranks, each), from element `first` on.
 template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
@@ -526,7 +520,7 @@ template <typename Real> struct TensorOf {
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
-    size_t count() const { return (size_t)B * H * W * C; }
+    HOST_DEVICE size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
 };
 
@@ -617,19 +611,26 @@ HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, N
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
-// Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {});
-// dx = [+=] the same product of dout with the weights transposed, of taps flipped.
-template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). The side
-// stream computes them: what reads them, or overwrites what they read, waits for the event.
-template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
-template <int TAPS> static Event weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
-    return on_side_stream_deferred([=] { launch_weight_gradient(layer, dout, x, demb); });
-}
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
+// a tensor, or one that is still to be normed: see groupnorm_for_product.
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
+// dx = [+=] F.conv_transpose2d(dout, w, padding=1)
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
+// is dout.sum((1, 2)).
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
+
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+// dx = [+=] dout @ w
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
+// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x);
+
+// A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
@@ -714,6 +715,9 @@ template <typename T> struct TimestepEmbedding {
         out.data[b * out.C + half + i] = (T)(float)sine;
     }
 };
+static void timestep_embedding(Tensor out, const int* timesteps, int max_period, double unit) {
+    run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
+}
 
 union FloatBits {
     float value;
@@ -902,6 +906,17 @@ template <typename T> struct Resample {
     }
 };
 
+static void upsample_forward(Tensor out, Tensor x) { run(Resample<floatX>{.out = out, .x = x}); }
+static void upsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .accumulate = accumulate});
+}
+static void downsample_forward(Tensor out, Tensor x) {
+    run(Resample<floatX>{.out = out, .x = x, .factor = 0.25f});
+}
+static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .factor = 0.25f, .accumulate = accumulate});
+}
+
 // ==== 4  BLOCKS ============================================================================================
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
@@ -946,7 +961,7 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's share; files lack gradients.
+// What an update of the weights reads and writes: all (num_floats), or a rank's shard; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -958,10 +973,10 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
-    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
-    size_t piece;             // floats
+    int ranks, rank;          // that train it together, and which of them this is: see shard_parameters
+    size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    float* dw;                // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
@@ -970,22 +985,20 @@ struct Model : OptimiserMemory {
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
     int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
-    int first;                // the sample of the batch that this part begins with
+    int first;                // the sample of the batch that this micro-batch begins with
     const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, piece): the others' gradients of the bucket under way
+    float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
     struct Beginning* begins;            // (B): theirs
-    float* limits;                       // (B): theirs, for dynamic thresholding
-    float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
     std::shared_ptr<char[]> memory;
     size_t bytes;
     std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
@@ -1028,7 +1041,7 @@ struct Module {
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
         Layer layer = {.w = weights + w, .bias = weights + bias};
-        if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
+        if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
@@ -1051,9 +1064,14 @@ struct Module {
     }
     Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
-    // y = [+=] x, up- or down-sampled as the block does; and so are gradients, the other way round.
-    void resize(Tensor y, Tensor x, bool accumulate = false) const {
-        run(Resample<floatX>{y, x, block.out_H > block.H ? 1 : 0.25f, accumulate});
+    // Up- or down-sampling, whichever the block does.
+    void resize(Tensor out, Tensor x) const {
+        if (block.out_H > block.H) upsample_forward(out, x);
+        else downsample_forward(out, x);
+    }
+    void resize_backward(Tensor dx, Tensor dout, bool accumulate = false) const {
+        if (block.out_H > block.H) upsample_backward(dx, dout, accumulate);
+        else downsample_backward(dx, dout, accumulate);
     }
 };
 
@@ -1077,27 +1095,27 @@ struct EmbedBlock : Module {
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // beside the image's way to the first residual block
         m->embedding_ready = on_side_stream([=, *this] {
-            run(TimestepEmbedding<floatX>{sinusoids, m->timesteps + m->first, m->config.max_period, unit});
-            product_forward(hidden, sinusoids, linear1_layer);
+            timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
+            linear_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = active, .x = hidden});
             if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
-            product_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            linear_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
-            product_forward(out, embedding, projections);
+            linear_forward(out, embedding, projections);
         });
     }
     void backward() {
         Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-        weight_gradient(projections, dout, embedding);
-        input_gradient(dembedding, dout, projections);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        weight_gradient(linear2_layer, dlinear2, active);
-        input_gradient(dactive, dlinear2, linear2_layer);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        weight_gradient(linear1_layer, dhidden, sinusoids);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
     }
 };
 
@@ -1106,8 +1124,8 @@ struct EmbedBlock : Module {
 struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
 
-    void forward() { product_forward(out, x, conv); }
-    void backward() { weight_gradient(conv, dout, x); }
+    void forward() { conv3x3_forward(out, x, conv); }
+    void backward() { on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); }); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -1142,21 +1160,21 @@ struct ResBlock : Module {
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
         if (modulates) norm2.modulation = std::exchange(emb, {});
         Event residual_ready;
-        if (widens) residual_ready = on_side_stream([&] { product_forward(residual, x, skip); });
+        if (widens) residual_ready = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
         }
         Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
         wait_for(m->embedding_ready);
-        product_forward(h, input1, conv1, {.emb = emb});
+        conv3x3_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             drop(normed2);
         }
         Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         wait_for(residual_ready);
-        product_forward(out, input2, conv2, {.residual = residual});
+        conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
     void backward() {
         Tensor dh = h;
@@ -1167,29 +1185,29 @@ struct ResBlock : Module {
         Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
         Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
-        input_gradient(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
+        conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            weight_gradient(skip, dout, x);
-            input_gradient(dx, dout, skip, {.accumulate = block.accumulate});
+            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        weight_gradient(conv2, dout, normed2);
-        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
-            resize(dx.first, dout, block.accumulate);
-            resize(dbefore, dnormed1);
+            resize_backward(dx.first, dout, block.accumulate);
+            resize_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        weight_gradient(conv1, dh, normed1, demb);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, demb); });
     }
 };
 
@@ -1205,20 +1223,20 @@ struct AttentionBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(qkv, normed, to_qkv);
+        conv1x1_forward(qkv, normed, to_qkv);
         attention_forward(joined, lse, qkv, block.heads);
-        product_forward(out, joined, projection, {.residual = x.first});
+        conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
     void backward() {
         Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
         Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        weight_gradient(projection, dout, joined);
-        input_gradient(djoined, dout, projection);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+        conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv, {.norm = norm});
+        conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        weight_gradient(to_qkv, dqkv, normed);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
     }
 };
 
@@ -1236,27 +1254,27 @@ struct ResampleBlock : Module {
         if (!convolves) {
             resize(out, x.first);
         } else if (up) {
-            resize(large, x.first);
-            return product_forward(out, large, conv);
+            upsample_forward(large, x.first);
+            return conv3x3_forward(out, large, conv);
         } else {
-            product_forward(large, x, conv);
+            conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         }
         channel_moments(out);
     }
     void backward() {
-        if (!convolves) return resize(dx.first, dout, block.accumulate);
+        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
         Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         Event weights_done;  // it reads scratch, and dout
         if (up) {
-            resize(large, x.first);
-            weights_done = weight_gradient(conv, dout, large);
-            input_gradient(dlarge, dout, conv);
-            resize(dx.first, dlarge, block.accumulate);
+            upsample_forward(large, x.first);
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            conv3x3_backward_input(dlarge, dout, conv);
+            upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done = weight_gradient(conv, dlarge, x);
-            input_gradient(dx, dlarge, conv, {.accumulate = block.accumulate});
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
     }
@@ -1271,14 +1289,14 @@ struct OutBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(out, normed, conv);
+        conv3x3_forward(out, normed, conv);
     }
     void backward() {
         Tensor normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        input_gradient(dx, dout, conv, {.norm = norm});
+        conv3x3_backward_input(dx.first, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dx.first, norm);
-        weight_gradient(conv, dout, normed);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
     }
 };
 #endif
@@ -1518,26 +1536,19 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient. A block's last weight gradient may go on beside the
-// block that follows in backward; the others are waited for. finished(end): those of the parameters before `end`,
-// as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
-static void unet_backward(
-    Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
-    size_t end = 0;
-    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
-        const Block& block = m->plan.blocks[i];
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
+// go on beside the block that follows in backward; the others are waited for.
+static void unet_backward(Model* m, int B, float* dw) {
+    m->dw = dw;
+    for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
         Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
         wait_for(event_before(newest_event));
         wait_for(of_block_before);
-        if (i) finished(end);
-        for (const Parameter& t : std::span(m->plan.tensors).subspan(block.param, block.num_params))
-            if (is_matrix(t) && !t.joined) end = std::max(end, t.offset + t.size);
     }
     wait_for(newest_event);
-    finished(m->plan.num_floats);
 }
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
@@ -1743,28 +1754,18 @@ template <typename T> struct PredictionLoss {
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
 // the picture, the noisy picture x and what an earlier call saved,
-//   x0 = threshold(from_x x + from_out out)
+//   x0 = clamp(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
 // with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
-// number 0, calls nothing: x becomes noise, or with an --init_image to_known image + sigma noise. Over x goes
-// what --mask keeps of the image, noised: known_signal image + known_noise noise.
+// number 0, calls nothing: x becomes noise.
 struct SamplerStep {
     uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
-    int threshold = THRESHOLD_NONE;
     float from_x = 0, from_out = 0;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
-    float guidance = 1;             // see Drawing
-    float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
+    float widest = 0;
 };
-
-// How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
-static float strength_of(const Config& c) {
-    if (!*c.init_image) return 1;
-    if (!std::isnan(c.strength)) return c.strength;
-    return *c.mask ? 1 : 0.5f;
-}
 
 // By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
 static int spacing_of(const Config& c) {
@@ -1811,29 +1812,12 @@ static std::vector<int> karras_timesteps(const std::vector<double>& abar, int co
     return timesteps;
 }
 
-// The timesteps that a sampler visits, rising: of the whole chain, or of the part that --strength names.
+// The timesteps that a sampler visits, rising.
 static std::vector<int> drawn_timesteps(const Config& c, const std::vector<double>& abar) {
     int T = c.diffusion_steps, count = sampler_steps(c), spacing = spacing_of(c);
-    std::vector<int> timesteps = spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
-                                 : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
-                                                               : karras_timesteps(abar, count);
-    std::erase_if(timesteps, [&](int t) { return (float)t >= strength_of(c) * (float)T; });
-    return timesteps;
-}
-
-// The places among n timesteps that x comes to, one after the other, at last -1, where no noise is left. With
-// a --mask it goes back up from every jump_length-th, jump_n_sample - 1 times, so that what is drawn and what
-// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and its authors' schedule.
-static std::vector<int> places_of(const Config& c, int n) {
-    std::vector<int> places, jumps(n);  // jumps: still to come, from each
-    for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
-    for (int i = n - 1; i >= 0; i--) {
-        places.push_back(i);
-        if (jumps[i]-- > 0)
-            for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
-    }
-    places.push_back(-1);
-    return places;
+    return spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
+           : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
+                                         : karras_timesteps(abar, count);
 }
 
 // Below, a step goes from the noise of abar = a to that of abar = next, with alpha = sqrt(abar).
@@ -1877,15 +1861,12 @@ static void heun_step(SamplerStep* first, SamplerStep* second, double a, double 
     second->to_saved = 1;
 }
 
-// A call of the network at a timestep, and how the picture follows from its answer. guided: guidance_interval's.
-static SamplerStep call_at(const Config& c, const std::vector<double>& abar, std::pair<double, double> guided,
-                           int timestep) {
+// A call of the network at a timestep, and how the picture follows from its answer.
+static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
     double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-    double part = (double)timestep / c.diffusion_steps;
-    SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+    SamplerStep s = {.timestep = timestep, .from_out = 1};
     if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
     if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
-    if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
     return s;
 }
 
@@ -1895,42 +1876,29 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = drawn_timesteps(c, abar);
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
-    auto guided = guidance_interval(c);
     std::vector<SamplerStep> steps;
-    auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+    auto add = [&](SamplerStep s) {
         s.number = (uint32_t)steps.size();
-        s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         steps.push_back(s);
     };
-    auto level_at = [&](int place) { return place < 0 ? 1.0 : abar[timesteps[place]]; };
-
-    std::vector<int> places = places_of(c, (int)timesteps.size());
-    double start = level_at(places[0]);
-    // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
-    bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
-    add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
-
-    for (size_t k = 0; k + 1 < places.size(); k++) {
-        int i = places[k], to = places[k + 1];
-        double a = level_at(i), next = level_at(to);
-        if (to > i) {  // back into the noise, as the chain itself goes
-            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
-            continue;
-        }
-        SamplerStep s = call_at(c, abar, guided, timesteps[i]);
+    int last = (int)timesteps.size() - 1;
+    add({.sigma = 1});
+    for (int i = last; i >= 0; i--) {
+        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+        SamplerStep s = call_at(c, abar, timesteps[i]);
         if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
-            SamplerStep second = call_at(c, abar, guided, timesteps[to]);
+            SamplerStep second = call_at(c, abar, timesteps[i - 1]);
             heun_step(&s, &second, a, next);
-            add(s, next);
+            add(s);
             s = second;
-        } else if (c.sampler == SAMPLER_DPMPP && k > 0) {
-            dpmpp_step(&s, level_at(places[k - 1]), a, next);
+        } else if (c.sampler == SAMPLER_DPMPP && i < last) {
+            dpmpp_step(&s, abar[timesteps[i + 1]], a, next);
         } else {
             ddim_step(&s, a, next, eta);
         }
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        add(s, next);
+        add(s);
     }
     return steps;
 }
@@ -1938,11 +1906,9 @@ static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
 }
 
-// What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
-// seed s's normals. Noise that a sampler adds later is the seed's.
+// What a picture comes from: the seed of its noise, and its class.
 struct Beginning {
-    uint32_t seed, other;
-    float weight, other_weight;
+    uint32_t seed;
     int label;
 };
 
@@ -1952,60 +1918,32 @@ struct SamplerState {
     SamplerStep step;  // the one under way
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
-// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
-// "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
-// Diffusion Model with a Bad Version of Itself" (2024).
+// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second answer
+// behind the first, without the class, and answer = weak + guidance (told - weak): Ho and Salimans,
+// "Classifier-Free Diffusion Guidance" (2022).
 template <typename T> struct Drawing {
-    TensorOf<T> input;             // x for the network
-    const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    T* weak_input;                 // x for the weaker answer; null: there is none
-    const T* weak_out;             // which is this
-    int channels;                  // of a picture
-    float *x, *saved;              // (B, H, W, PIXEL)
-    const Beginning* begins;       // (B)
-    float* limits;                 // (B): of dynamic thresholding
-    SamplerState* state;           // how far they are
-    const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
+    TensorOf<T> input;        // x for the network; guided, as much follows for the second answer
+    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    int channels;             // of a picture
+    bool clamps;              // x0 to [-1, 1]
+    float guidance;           // 1: there is one answer
+    float *x, *saved;         // (B, H, W, PIXEL)
+    const Beginning* begins;  // (B)
+    SamplerState* state;      // how far they are
 
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
-        if (s.guidance != 1) {
-            float weak = (float)weak_out[at];
-            answer = weak + s.guidance * (answer - weak);
+        if (guidance != 1) {
+            float weak = (float)out[input.count() + at];
+            answer = fmaf(guidance, answer - weak, weak);
         }
-        return s.from_x * x[at] + s.from_out * answer;
+        float x0 = fmaf(s.from_x, x[at], s.from_out * answer);
+        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
+        return x0;
     }
 };
 
-// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
-// al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
-// rising order, the largest that no more than rank lie below. Floats above 0 are in the order of their bits,
-// so that it is found exactly, bit by bit. A team does a picture.
-template <typename T> struct ThresholdLimits {
-    Drawing<T> drawing;
-
-    enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return drawing.input.B; }
-    HOST_DEVICE void operator()(Team team) const {
-        uint32_t found = 0;
-        const SamplerStep step = drawing.state->step;
-        int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
-        size_t first = (size_t)team.index * pixels;
-        for (uint32_t bit = 1u << 30; bit; bit /= 2) {
-            Sum below = 0;
-            for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
-                for (int c = 0; c < drawing.channels; c++) {
-                    FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
-                    below += (x0.bits & 0x7FFFFFFF) < (found | bit);
-                }
-            if (team_sum(below) <= rank) found |= bit;
-        }
-        FloatBits limit = {.bits = found};
-        if (team.thread == 0) drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
-    }
-};
-
+// fmaf says how each sum is rounded, so that every compiler draws the same bits.
 // x and what is saved become what SamplerStep says, of each picture by its Beginning alone: the step is done.
 template <typename T> struct UpdatePictures {
     Drawing<T> drawing;
@@ -2015,33 +1953,22 @@ template <typename T> struct UpdatePictures {
         const SamplerStep step = drawing.state->step;
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
-        const float limit = step.threshold == THRESHOLD_DYNAMIC ? drawing.limits[four.b] : 1;
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {}, other[4] = {}, masked[4] = {};
-            const float* known = drawing.known;
-            const Beginning from = drawing.begins[four.b];
-            uint32_t number = step.number;
-            int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
-            if (step.sigma > 0) random_normals_at(normal, from.seed, STREAM_SAMPLER, e, 0, number);
-            if (number == 0 && from.other_weight != 0)
-                random_normals_at(other, from.other, STREAM_SAMPLER, e, 0, 0);
-            if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
+            float normal[4] = {};
+            if (step.sigma > 0)
+                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                                  step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.predicted_x0(step, at);
-                if (step.threshold != THRESHOLD_NONE)  // kept within [-1, 1]; a NaN stays one
-                    x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float noise = number ? normal[i] : from.weight * normal[i] + from.other_weight * other[i];
-                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * noise;
-                if (known) next += step.to_known * known[e + i];
-                if (known && known[mask + i] > 0)
-                    next = step.known_signal * known[e + i] + step.known_noise * masked[i];
+                float next = fmaf(step.to_saved, saved, fmaf(step.to_x0, x0, step.to_x * x));
+                next = fmaf(sigma, normal[i], next);
                 drawing.x[at] = next, drawing.input.data[at] = (T)next;
-                if (drawing.weak_input) drawing.weak_input[at] = (T)next;
-                drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
+                if (drawing.guidance != 1) drawing.input.data[drawing.input.count() + at] = (T)next;
+                drawing.saved[at] = fmaf(step.save_x0, x0, step.save_x * x);
             }
         }
     }
@@ -2210,53 +2137,52 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// In how many parts a batch goes through the network, on this rank: see share_batch.
-static int parts_of(const Model* m) {
+// As how many micro-batches this rank's images of a batch go through the network: see share_batch. And how many
+// buffers the sum of their gradients needs: see tree_gradient.
+static int microbatches_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-// And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1u); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatches_of(m) - 1u); }
 
-// Whether each rank has only its share of the trained weights, and whether what the layers read is a copy.
-static bool is_shared(const Model* m) { return m->ranks > 1; }
-static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
+// Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
+static bool is_sharded(const Model* m) { return m->ranks > 1; }
+static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
-// The parameters are buckets, whose gradients backward finishes, and which then go between ranks, one after the
-// other. Every rank has a piece of each, of whole NORM_CHUNKs: what is summed together is so for any ranks.
-static void divide_parameters(Model* m) {
-    const int BUCKETS = 4;  // two H100, 32 images each: a step takes 1% longer with 1 or 8
+// Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
+// together on any number of ranks.
+static void shard_parameters(Model* m) {
     size_t& floats = m->plan.num_floats;
     bool alone = !m->plan.training || world.size == 1;
-    m->ranks = alone ? 1 : world.size, m->rank = alone ? 0 : world.rank, m->piece = floats;
-    if (!alone) m->piece = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * BUCKETS * m->ranks);
-    m->buckets = ceil_div(floats, m->ranks * m->piece);
-    floats = m->buckets * m->ranks * m->piece;
+    m->ranks = alone ? 1 : world.size;
+    m->rank = alone ? 0 : world.rank;
+    m->shard = floats;
+    if (alone) return;
+    m->shard = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * m->ranks);
+    floats = m->ranks * m->shard;
 }
-// Where a rank's piece of a bucket begins.
-static size_t piece_of(const Model* m, int bucket, int rank) { return (bucket * m->ranks + rank) * m->piece; }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t own = m->buckets * m->piece, whole = m->ranks * parts_of(m) * B;  // of which B may be a part
+    size_t whole = m->ranks * microbatches_of(m) * B;  // of which B may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(own, m->master);
+    place(m->shard, m->master);
     if (is_copied(m)) place(P, m->weights);
-    if (is_shared(m)) {
-        place(m->ranks * m->piece, m->received);
+    if (is_sharded(m)) {
+        place(P, m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(own, m->ema[k]);
-        place(own, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
+        place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->norm_parts);
+        place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2268,8 +2194,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
-    place(B, m->begins, m->limits);
-    if (*c.init_image) place((c.in_channels + 1) * pixels, m->known);
+    place(B, m->begins);
     return arena.used;
 }
 
@@ -2277,7 +2202,7 @@ static size_t lay_out_model(Model* m, char* memory) {
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    divide_parameters(&m);
+    shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
 }
@@ -2285,7 +2210,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
+// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -2305,7 +2230,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         if (!has_memory(m))
             why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
                        human_bytes(available).c_str());
-        auto would_fit = [&](int batch_size, int at_a_time) {  // the gradients of parts need memory, too
+        auto would_fit = [&](int batch_size, int at_a_time) {  // micro-batches' gradients need memory, too
             Config other = m.config;
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
@@ -2321,7 +2246,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz") && !m.config.strip;
+    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
     if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
@@ -2346,14 +2271,11 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All of the parameters of which each rank has a share; where it has, until the next gradients.
+// All of the parameters of which each rank has a shard; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
-    if (!is_shared(m)) return parameters;
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        float* mine = m->gradients + piece_of(m, bucket, m->rank);
-        backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
-        gather(m->gradients + piece_of(m, bucket, 0), m->piece);
-    }
+    if (!is_sharded(m)) return parameters;
+    backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
+    gather(m->gradients, m->shard);
     return m->gradients;
 }
 
@@ -2363,7 +2285,7 @@ static void use_weights(Model* m, float* parameters) {
     parameters = whole_of(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
-    if (!is_shared(m)) m->fp32_params = parameters;
+    if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
@@ -2371,18 +2293,15 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->buckets * m->piece * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
 }
 
-// A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
+// A tensor's values, as they lie in memory, into an array of parameters: what this rank's shard has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    for (int bucket = 0; bucket < m.buckets; bucket++) {
-        size_t mine = piece_of(&m, bucket, m.rank), first = std::max(t.offset, mine),
-               end = std::min(t.offset + t.size, mine + m.piece);
-        if (first < end)
-            backend_upload(parameters + bucket * m.piece + (first - mine), values + (first - t.offset),
-                           (end - first) * sizeof(float));
-    }
+    size_t shard = m.rank * m.shard;
+    size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
+    if (first >= end) return;
+    backend_upload(parameters + (first - shard), values + (first - t.offset), (end - first) * sizeof(float));
 }
 
 // Fresh values of a table, parameter number `index`, before they are scaled.
@@ -2476,7 +2395,7 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // as SquaredNorm leaves them
+    const float* grad_norm_partials;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
@@ -2496,7 +2415,7 @@ struct FinishStep {
                 if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
-            sums[SQUARED_NORM] += norm_parts[i];
+            sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
@@ -2575,111 +2494,103 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
                          c.in_channels, c.offset_noise, c.seed});
 }
 
-// m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
-// that the number of parts alone decides in which order they are added. What lies behind is for the others.
-// finished(bucket): the bucket's are there for what the main lane does next.
-static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts,
-                              const std::function<void(int)>& finished) {
+// dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
+static void microbatch_gradient(Trainer* t, int i, float* dw) {
     Model* m = &t->model;
-    size_t P = m->plan.num_floats;
-    if (parts > 1) {
-        gradient_of_parts(t, loss, part, parts / 2, [](int) {});
-        m->gradients += P;
-        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2, [&](int bucket) {
-            m->gradients -= P;
-            float* sum = m->gradients + piece_of(m, bucket, 0);
-            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = m->ranks * m->piece});
-            finished(bucket);
-            m->gradients += P;
-        });
-        m->gradients -= P;
-        return;
-    }
-    int first = part * m->plan.batch, B = std::min(m->plan.batch, m->config.batch_size - first);
+    const Config& c = m->config;
+    int first = i * m->plan.batch;
+    int B = std::min(m->plan.batch, c.batch_size - first);
+
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
+
     m->dropping = &m->state->step;
     unet_forward(m, B, first);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
-    const float* images = m->config.learn_sigma ? m->images : nullptr;
+    const float* images = c.learn_sigma ? m->images : nullptr;
+    BatchLoss loss = batch_loss(m, c.batch_size);
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    int bucket = 0;
-    unet_backward(m, B, [&](size_t end) {
-        while (bucket < m->buckets && piece_of(m, bucket + 1, 0) <= end) finished(bucket++);
-    });
+    unet_backward(m, B, dw);
     m->dropping = nullptr;
 }
 
-// A bucket's gradient, of which every rank has a summand: this rank's piece of the sum, added as
-// gradient_of_parts would go on, in pairs of neighbours, pairs of these, and so on.
-static void sum_of_ranks(Model* m, int bucket) {
-    float* mine = m->gradients + piece_of(m, bucket, m->rank);
-    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
+// dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
+// others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
+static void tree_gradient(Trainer* t, int first, int count, float* dw) {
+    if (count == 1) return microbatch_gradient(t, first, dw);
+
+    size_t P = t->model.plan.num_floats;
+    float* other = dw + P;
+    tree_gradient(t, first, count / 2, dw);
+    tree_gradient(t, first + count / 2, count - count / 2, other);
+    run(AddGradients{.sum = dw, .a = dw, .b = other, .n = P});
+}
+
+// Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
+// in pairs of neighbours, pairs of these, and so on.
+static void reduce_gradient(Model* m) {
+    float* mine = m->gradients + m->rank * m->shard;
+    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     backend_together([&] {
         for (int peer = 0; peer < m->ranks; peer++) {
-            std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), got(from(peer), m->piece);
-            if (peer != m->rank) backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
+            if (peer == m->rank) continue;
+            std::span sent(m->gradients + peer * m->shard, m->shard), got(from(peer), m->shard);
+            backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
         }
     });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
-            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->piece});
+            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
 }
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
+    size_t images = microbatches_of(m) * m->plan.batch;
+    int pixels = m->config.image_size * m->config.image_size;
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * loss_parts((int)pixels));
-        for (int bucket = 0; bucket < m->buckets; bucket++)
-            gather(m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
+            if (losses) gather(losses, images * loss_parts(pixels));
+        gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
 }
 
-// Every rank's piece of a bucket's updated weights becomes all ranks'.
-static void gather_weights(Model* m, int bucket) {
-    size_t begin = piece_of(m, bucket, 0), mine = piece_of(m, bucket, m->rank), end = mine + m->piece;
-    size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
-    const float* master = m->master + bucket * m->piece + (first - mine);
-    if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
+// Every rank's shard of the updated weights becomes all ranks'.
+static void gather_weights(Model* m) {
+    size_t shard = m->rank * m->shard, end = shard + m->shard, matrices = m->plan.num_decayed;
+    size_t first = std::clamp(matrices, shard, end);
+    if (first < end)
+        backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
     backend_together([&] {
-        gather(m->weights + begin, m->piece);
-        gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
+        gather(m->weights, m->shard);
+        gather(m->fp32_params, m->shard, matrices);
     });
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
-    const Config& c = m->config;
-    BatchLoss loss = batch_loss(m, c.batch_size);
-    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, m->rank * parts_of(m), parts_of(m), [&](int bucket) {
-        on_message_lane([&] {
-            size_t mine = piece_of(m, bucket, m->rank);
-            if (is_shared(m)) sum_of_ranks(m, bucket);
-            run(SquaredNorm{m->norm_parts + mine / NORM_CHUNK, m->gradients + mine, m->piece});
-            if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
-        });
-    });
-    await_messages();
-    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks});
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        size_t at = bucket * m->piece, first = piece_of(m, bucket, m->rank), decayed = m->plan.num_decayed;
-        OptimiserMemory memory = *m;
-        for (float** array : {&memory.master, &memory.adam_m, &memory.adam_v}) *array += at;
-        for (float*& ema : memory.ema) ema = ema ? ema + at : nullptr;
-        memory.gradients += first;
-        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, m->piece,
-                                  decayed - std::min(decayed, first), m->state});
-        if (is_shared(m)) on_message_lane([&] { gather_weights(m, bucket); });
-    }
-    await_messages();
+    const Hyper& hyper = m->config.optimiser;
+    BatchLoss loss = batch_loss(m, m->config.batch_size);
+    int count = microbatches_of(m);
+    size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
+
+    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
+    tree_gradient(t, m->rank * count, count, m->gradients);
+
+    if (is_sharded(m)) reduce_gradient(m);
+    run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    if (is_sharded(m)) gather_results(m, t->stop.get());
+    run(FinishStep{m->state, loss, m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+
+    OptimiserMemory memory = *m;
+    memory.gradients += shard;
+    floatX* working = is_copied(m) ? m->weights + shard : nullptr;
+    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), m->state});
+    if (is_sharded(m)) gather_weights(m);
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
@@ -2779,10 +2690,9 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
-// Pictures as the seeds say, without interpolation.
 static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
     std::vector<Beginning> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f, 0});
+    for (uint32_t seed : seeds) begins.push_back({seed, 0});
     return begins;
 }
 // The pictures' classes. Returns how many there are; 0 where not equally many pictures are of each.
@@ -2816,71 +2726,58 @@ struct Progress {
     }
 };
 
-// pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
-// picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
-// Each rank draws some of the batches, and rank 0 has them all in the end.
-// A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
-// nothing is trained target and images are free for x and what the sampler saves.
+// pictures (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank draws some of the batches, and rank 0 has
+// them all in the end. A step reads nothing from the host, and is recorded for each size of batch, and apart
+// where it calls nothing. While nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
-                          bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
+                          bool show_progress) {
     const Config& c = m->config;
-    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size(),
-        columns = strip ? c.strip : 0;
+    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
     std::vector<SamplerStep> steps = make_sampler(c);
     backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
     pictures->resize((size_t)count * elements);
-    if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     size_t most = pictures_at_a_time(c, m->plan.batch);
     auto [begin, end] = share_of(count, world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    std::map<std::pair<int, int>, Graph> graphs;
+    std::map<std::pair<int, bool>, Graph> graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first), begun = 0, step = 0;
+        int B = (int)std::min(most, end - first), begun = 0, rows = is_guided(c) ? 2 * B : B;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
-        const Model* weak = guide ? guide : m;  // which has the pictures a second time
-        size_t behind = guide ? 0 : input.count();
-        floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
-               *weak_input = is_guided(c) ? weak->input + behind : nullptr;
-        Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
-                                   saved, m->begins, m->limits,  m->sampler_state, m->known};
+        floatX* out = unet_output(m);
+        Drawing<floatX> drawing = {.input = input,
+                                   .out = out,
+                                   .channels = c.in_channels,
+                                   .clamps = c.threshold == THRESHOLD_CLAMP,
+                                   .guidance = c.guidance_scale,
+                                   .x = x,
+                                   .saved = saved,
+                                   .begins = m->begins,
+                                   .state = m->sampler_state};
         for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
-        backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
+        backend_zero(out, rows * elements * sizeof(floatX));       // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
             if (stop_asked) break;
-            int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
-            launch_graph(&graphs[{B, answers}], [&] {
-                auto call = [&](Model* model, int rows) {
-                    run(TellNetwork{m->sampler_state, model->timesteps, model->labels, m->sampler, m->begins,
-                                    rows, B, c.num_classes});
-                    if (answers) unet_forward(model, rows);
-                };
-                call(m, answers == 2 && !guide ? 2 * B : B);
-                if (answers == 2 && guide) call(guide, B);
-                if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing});
+            bool calls = s.timestep >= 0;
+            launch_graph(&graphs[{B, calls}], [&] {
+                run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, rows, B,
+                                c.num_classes});
+                if (calls) unet_forward(m, rows);
                 run(UpdatePictures<floatX>{drawing});
             });
             record_event(begun++ % STEPS_IN_FLIGHT);
-            if (answers) progress.count();
-            if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
-            int last = sampler_steps(c) - 1;
-            for (int column = 0; column < columns; column++)
-                for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
-                    backend_download(&(*strip)[((first + b) * columns + column) * elements],
-                                     saved + (size_t)b * elements, elements * sizeof(float));
-            step++;
+            if (calls) progress.count();
         }
         backend_download(pictures->data() + first * elements, x, bytes);
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
     collect(pictures, m, most * elements);
-    if (columns) collect(strip, m, most * columns * elements);
     return true;
 }
 
@@ -3004,12 +2901,12 @@ static void print_run(const Model& m) {
     }
     printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
            human_bytes(4.0 * (double)plan.num_parameters).c_str());
-    if (plan.training && !is_shared(&m))
+    if (plan.training && !is_sharded(&m))
         printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
                ema_count(c) ? ", EMA" : "");
     printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
            plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
-    if (!is_shared(&m)) return;
+    if (!is_sharded(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
         "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
@@ -3050,7 +2947,7 @@ static double time_step(Config config, int batch, double seconds) {
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
     double start = 0;
-    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
+    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
@@ -3194,55 +3091,28 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
-static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
-    double xy = 0, xx = 0, yy = 0;
-    for (int e = 0; e < elements; e++) {
-        float x[4], y[4];
-        random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
-        random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
-        double a = x[e % 4], b = y[e % 4];
-        xy += a * b, xx += a * a, yy += b * b;
-    }
-    double angle = acos(xy / sqrt(xx * yy));
-    std::vector<Beginning> begins;
-    for (int i = 0; i < count; i++) {
-        double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
-        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle)), 0});
-    }
-    return begins;
-}
-
-// Which pictures --generate, --seed, --seeds and --interpolate ask for.
+// Which pictures --generate, --seed and --seeds ask for.
 static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
         fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
              counted(c.generate, "picture").c_str(), UINT32_MAX);
-    int count = c.interpolate ? c.interpolate : (int)seeds.size();
-    if (c.generate && c.generate != count)
-        fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
-             c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
-    if (c.strip > sampler_steps(c))
-        fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
-    if (!c.interpolate) return begin_with(seeds);
-    if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
-        fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
-    if (c.sampler == SAMPLER_DDPM || c.eta > 0 || *c.mask)
-        fail("--interpolate needs a sampler that adds no noise: another than ddpm, no --eta and no --mask");
-    return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
+    if (c.generate && c.generate != (int)seeds.size())
+        fail("--generate %d contradicts --seeds, which asks for %s; leave --generate out", c.generate,
+             counted((long)seeds.size(), "picture").c_str());
+    return begin_with(seeds);
 }
 
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-    static const char* const THRESHOLDS[] = {"", ", dynamic threshold", ", no threshold"};
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    return line + THRESHOLDS[c.threshold];
+    if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
+    return line;
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, and these.
@@ -3256,19 +3126,8 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_DRAW);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    if (const GivenFlag* g = was_given(given, "strength"); g && *config.init_image && is_earlier_default(*g))
-        fail("%s: strength 0 meant 'not told' to earlier versions; remove the line, or type --strength 0",
-             g->origin.c_str());
-    using Needs = std::pair<const char*, const char*>;
-    for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
-                                Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
-        if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
-            fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
-        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or "
-             "--spacing uniform",
-             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -3279,10 +3138,9 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     return {config, file};
 }
 
-// The grid or arrays, and what --strip and --output_dir ask for. rows: see rows_text.
+// The grid or arrays, and what --output_dir asks for. rows: see rows_text.
 static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& pictures,
-                           const std::vector<float>& strip, double seconds) {
+                           const std::string& rows, const std::vector<float>& pictures, double seconds) {
     int count = (int)begins.size();
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::vector<int> classes;
@@ -3291,51 +3149,12 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     else write_grid(c.output_name, pictures, layout, c);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
-    if (c.strip) {
-        std::string path = std::string(c.output_name, strlen(c.output_name) - 4) + "_strip.png";
-        write_grid(path, strip, grid_layout(count * c.strip, count, c.image_size), c);
-        say("%s: %s of each", path.c_str(), counted(c.strip, "step").c_str());
-    }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
-    for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
-        write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
+    for (int n = 0; n < count; n++)
+        write_grid(text("%s/%06u.png", c.output_dir, begins[n].seed),
                    std::span(pictures).subspan(n * elements, elements), {1, 1, 1}, c, 0);
     say("%s: each picture on its own", c.output_dir);
-}
-
-// Adds the first picture of an image file, (channels, H, W), for --init_image and --mask.
-static void add_first_picture(std::vector<float>* known, const char* path, Config c, int channels) {
-    c.in_channels = channels, c.class_cond = 0;  // it needs no label
-    Dataset images = read_images(path, c);
-    for (int e = 0; e < channels * c.image_size * c.image_size; e++) known->push_back(images.value(e));
-}
-
-// The model of --guide_weights, its running mean where there is one, for the same pictures.
-static void load_guide(Model* guide, const Config& c, const std::vector<std::string>& class_names) {
-    WeightsFile file = open_weights(c.guide_weights);
-    const Config& g = file.config;
-    if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
-        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
-             "python generate.py matches them by name",
-             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
-    if (g.class_cond && file.class_names.empty() != class_names.empty())
-        say("note: only one of the two models names its classes; those of %s are taken for the same in their "
-            "order",
-            c.guide_weights);
-    for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
-                             "zero_terminal_snr", "num_classes"}) {
-        const Flag& flag = flag_named(name);
-        bool classes = is_named(flag, "num_classes");
-        if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
-                    : flag_text(g, flag) != flag_text(c, flag))
-            fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
-                 name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
-    }
-    *guide = plan_model(g, c.batch_size, false);
-    allocate_model(guide);
-    read_parameters(*guide, guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")]);
-    use_weights(guide, guide->master);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
@@ -3344,40 +3163,30 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     std::vector<std::string> names = shown_names(config, file.class_names);
     std::vector<uint32_t> classes = wanted_classes(config, names);
     int count = (int)begins.size(), groups = set_classes(&begins, classes);
-    int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
+    int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
-    check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
+    check_memory(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
-    std::vector<float> known;
-    if (*config.init_image) add_first_picture(&known, config.init_image, config, config.in_channels);
-    if (*config.mask) add_first_picture(&known, config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
-        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
-        config.interpolate ? " and between" : "");
-    if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
-    Model guide;
-    if (*config.guide_weights) load_guide(&guide, config, file.class_names);
-    std::vector<float> pictures, strip;
+    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
+        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+    std::vector<float> pictures;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
+    if (!draw_pictures(&m, &pictures, begins, true)) {
         if (!world.rank) fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
     if (world.rank) return;
-    if (config.interpolate) groups = 0;
     GridLayout layout = grid_layout(count, groups, config.image_size);
-    // the way from one seed to another in a row, if it is not too long
-    if (config.interpolate && count <= 16) layout.columns = count;
     std::string rows = rows_text(names, classes, groups, layout);
-    write_pictures(config, begins, layout, rows, pictures, strip, seconds_now() - start);
+    write_pictures(config, begins, layout, rows, pictures, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -3398,6 +3207,9 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     *config = file.config;
     apply_flags(config, given);
     t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    if (file.sections.contains("guidance_interval"))
+        t->notes.push_back(file.path +
+                           " has a --guidance_interval, which is generate.py's: grids are guided throughout");
 }
 
 // Each rank has as many of the parts that a batch goes through the network in: see sum_of_ranks.
@@ -3487,8 +3299,8 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     }
     std::vector<std::string> class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
-    *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
@@ -3846,17 +3658,16 @@ static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
-    for (const char* name : {"generate", "interpolate"})  // 0 is what they are where they were not typed
-        if (const GivenFlag* g = was_given(given, name);
-            g && g->origin.empty() && flag_text(config, *g->flag) == "0")
-            fail_usage("--%s 0 draws nothing; leave it out to train, or say how many pictures", name);
-    bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name :  // that was typed, and would do nothing
-         {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
-          "jump_n_sample"})
-        if (const GivenFlag* g = was_given(given, name); !draws && g && g->origin.empty())
-            fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
-                       name, g->value.c_str());
+    auto typed = [&](const char* name) {
+        const GivenFlag* g = was_given(given, name);
+        return g && g->origin.empty() ? g : nullptr;
+    };
+    if (typed("generate") && !config.generate)
+        fail_usage("--generate 0 draws nothing; leave it out to train, or say how many pictures");
+    bool draws = config.generate || *config.seeds;
+    if (const GivenFlag* g = typed("output_dir"); g && !draws)
+        fail_usage("--output_dir %s draws nothing by itself; say how many with --generate, or which with --seeds",
+                   g->value.c_str());
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
@@ -3920,7 +3731,7 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static struct Stream {
     cudaStream_t handle;
     Arena workspace;
-} main_stream, side_stream, message_stream;
+} main_stream, side_stream;
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
@@ -3930,7 +3741,6 @@ enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
 
-static cudaEvent_t messages_begin, messages_ended;  // of the last call of on_message_lane
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
@@ -3948,10 +3758,9 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    for (Stream* each : {&main_stream, &side_stream, &message_stream})
+    for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
-        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ends)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
@@ -3978,19 +3787,15 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// Gives launches to another stream than the main one, between these events.
-static void launch_on(Stream* other, cudaEvent_t begins, cudaEvent_t ends, auto launches) {
-    CUDA_CHECK(cudaStreamWaitEvent(other->handle, begins, 0));
-    stream = other;
-    launches();
-    stream = &main_stream;
-    CUDA_CHECK(cudaEventRecord(ends, other->handle));
-}
 static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
-    cudaEvent_t ends = side_ends[newest_event.number % SIDE_EVENTS];
-    launch_on(&side_stream, side_begins, ends, std::exchange(deferred, nullptr));
+    auto launches = std::exchange(deferred, nullptr);
+    CUDA_CHECK(cudaStreamWaitEvent(side_stream.handle, side_begins, 0));
+    stream = &side_stream;
+    launches();
+    stream = &main_stream;
+    CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
@@ -4010,14 +3815,6 @@ static void wait_for(Event event) {
     if (event.number == newest_event.number) flush_deferred();
     CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
     waited_for = event;
-}
-static void on_message_lane(auto launches) {
-    if (world.size == 1) return launches();
-    CUDA_CHECK(cudaEventRecord(messages_begin, main_stream.handle));
-    launch_on(&message_stream, messages_begin, messages_ended, launches);
-}
-static void await_messages() {
-    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, messages_ended, 0));
 }
 
 // NCCL is found when it is needed, so that the program is built and runs without it.
@@ -5161,7 +4958,7 @@ struct Gemm {
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};                // that wrote what `out` is the gradient of, if its sums are wanted: has affine
+    Norm norm = {};                // whose output has the gradient `out`; without affine none
     float2* sums = nullptr;        // (B, tiles, N): the output's moments, or the norm's sums; null: not made
     Patch patch = {};
     int splits = 1;            // blocks that share a tile's chunks,
@@ -5314,7 +5111,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
     const bool has_norm = Tile::TRANSPOSED && g.norm.affine && g.sums;
     const int T = g.x.first.T();
-    const int norm_pixels = T == 64 ? 64 : BM;  // of a norm's tile, of which this one holds whole ones if g.sums
+    const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
     Unpacked sum = {}, product = {};
     UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
         // All loads come before the first store, so that none waits for another.
@@ -5513,8 +5310,9 @@ enum GemmKernel {
 };
 struct GemmChoice {
     GemmKernel kernel;
-    int splits = 1;            // of the sum over K: portable kernels leave partial sums, Hopper's form clusters
-    bool leaves_sums = false;  // what a norm wants of the output, moments or sums; else a pass of its own makes it
+    int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
+    bool leaves_sums =
+        false;  // the moments or sums that a norm wants; otherwise they take a pass of their own
 };
 #ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
 enum { HAS_HOPPER = true };
@@ -5930,31 +5728,24 @@ static Gemm forward_gemm(Tensor out, Joined x, Product<TAPS> layer, const Forwar
     return {out, options.residual, x, layer.w, layer.bias, options.emb};
 }
 template <int TAPS>
-static Gemm input_gradient_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
-    return {.out = dx,
-            .residual = options.accumulate ? dx : Joined(),
-            .x = dout,
-            .w = layer.w,
-            .norm = options.norm};
+static Gemm backward_input_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+    const Joined residual = options.accumulate ? dx : Joined();
+    return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
-template <int TAPS>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
+template <int TAPS> static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
     const Gemm g = forward_gemm(out, x, layer, options);
     launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
 }
 template <int TAPS>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
-    const Gemm g = input_gradient_gemm(dx, dout, layer, options);
+static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+    const Gemm g = backward_input_gemm(dx, dout, layer, options);
     launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     const int O = dout.C;
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(dout.rows(), TAPS, x.C(), O, sizeof(float)));
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
     dout = shaped(dout, TAPS), x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -5973,6 +5764,42 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
         launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
                sizeof(typename Tile::Shared), g);
     });
+}
+
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+    PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+    PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+    PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, demb);
+}
+
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+    PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+    PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, {});
+}
+
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
+    conv1x1_forward(out, x, layer, options);
+}
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
+    conv1x1_backward_input(dx, dout, layer, {});
+}
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
+    conv1x1_backward_weight(layer, dout, x);
 }
 
 }  // namespace gpu
@@ -6015,9 +5842,10 @@ template <int N> struct Ring {
     __device__ int previous() const { return slot ? slot - 1 : N - 1; }
     __device__ void next() {
         slot++;
-        if (slot < N) return;
-        slot = 0;
-        parity ^= 1;
+        if (slot == N) {
+            slot = 0;
+            parity ^= 1;
+        }
     }
     __device__ void skip(int buffers) {
         slot += buffers;
@@ -6164,7 +5992,8 @@ template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // a fourth warpgroup norms x on the way
-    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1, BLOCKS = 2 / SUBTILES;  // on a multiprocessor
+    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
+    static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
     // As many warpgroups multiply as there are sub-tiles. One thread fills both rings (1x1), or one each, in
     // two warps; with two sub-tiles these have a warpgroup of their own, which leaves its registers to the
     // others.
@@ -6223,7 +6052,7 @@ template <class Tile> struct HopperGemmBlock {
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
-    const bool weights_resident = (last - first) * TAPS <= STAGES;  // for all of the block's tiles
+    const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
@@ -6264,7 +6093,8 @@ template <class Tile> struct HopperGemmBlock {
         } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
-                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), Tile::subtile(at, k));
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
+                         Tile::subtile(at, k));
         } else {
             full.arrive();
         }
@@ -6577,9 +6407,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
         launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_SUBTILE, 4>>(g);
     } else {
         switch (kernel) {
-            case HOPPER_TWO_IMAGES:
-                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-                break;
+            case HOPPER_TWO_IMAGES: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g); break;
             case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 7>>(g); break;
             case HOPPER_256_ONE_CHUNK:
                 launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
@@ -6692,7 +6520,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
                 auto& from = shared.stages[stage.slot];
                 const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
                 const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                     PITCH * 128, 128);  // a tap: a row on
+                                                         PITCH * 128, 128);  // a tap: a row on
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
                 for (int k = 0; k < 4; k++) {
@@ -6737,8 +6565,8 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// launch_weight_gradient for 3x3, by the warpgroups and splits that should take the least time. The
-// estimate is that of an H100.
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time. The estimate is that
+// of an H100.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;

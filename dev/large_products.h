@@ -322,23 +322,23 @@ static bool large_weight_gradient(const Linear&, Tensor, Tensor) { return false;
 #endif
 
 // A linear layer; for shapes see section 3 of train_unet.cu.
-static void linear_forward(Tensor out, Tensor x, Linear layer) {
-    if (!large_forward(out, x, layer)) product_forward(out, x, layer);
+static void dit_linear_forward(Tensor out, Tensor x, Linear layer) {
+    if (!large_forward(out, x, layer)) conv1x1_forward(out, x, layer);
 }
-static void linear_backward(Tensor dx, Tensor dout, Linear layer) {
-    if (!large_input_gradient(dx, dout, layer)) input_gradient(dx, dout, layer);
+static void dit_linear_backward(Tensor dx, Tensor dout, Linear layer) {
+    if (!large_input_gradient(dx, dout, layer)) conv1x1_backward_input(dx, dout, layer);
 }
 // The same, and then a layer that reads what they wrote: a pass of its own, unless the product is a large one.
-static void linear_forward(Tensor out, Tensor x, Linear layer, const auto& then) {
+static void dit_linear_forward(Tensor out, Tensor x, Linear layer, const auto& then) {
     if (large_forward(out, x, layer, then)) return;
-    product_forward(out, x, layer);
+    conv1x1_forward(out, x, layer);
     run(then);
 }
-static void linear_backward(Tensor dx, Tensor dout, Linear layer, const auto& then) {
+static void dit_linear_backward(Tensor dx, Tensor dout, Linear layer, const auto& then) {
     if (large_input_gradient(dx, dout, layer, then)) return;
-    input_gradient(dx, dout, layer);
+    conv1x1_backward_input(dx, dout, layer);
     run(then);
 }
-static void linear_weights(Linear layer, Tensor dout, Tensor x) {
-    if (!large_weight_gradient(layer, dout, x)) weight_gradient(layer, dout, x);
+static void dit_linear_weights(Linear layer, Tensor dout, Tensor x) {
+    if (!large_weight_gradient(layer, dout, x)) on_side_stream_deferred([=] { conv1x1_backward_weight(layer, dout, x); });
 }
