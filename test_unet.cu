@@ -259,40 +259,57 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, launched)                                                                               \
-    typedef side::Tensor Tensor;                                                                           \
-    typedef side::Joined Joined;                                                                           \
-    template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
-        side::conv3x3_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
-        side::conv1x1_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
-        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
-        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
-        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
-    }                                                                                                      \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
-        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
-    }                                                                                                      \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
-    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
-    static constexpr auto attention_forward = side::attention_forward;                                     \
-    static constexpr auto attention_backward = side::attention_backward;                                   \
+#define LAYERS_OF(side, launched)                                                                \
+    typedef side::Tensor Tensor;                                                                 \
+    typedef side::Joined Joined;                                                                 \
+    template <int TAPS> using Product = side::Product<TAPS>;                                     \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
+    }                                                                                            \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
+    }                                                                                            \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
+    static constexpr auto attention_forward = side::attention_forward;                           \
+    static constexpr auto attention_backward = side::attention_backward;                         \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
+
+// A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
+// splits there are.
+static int forced_tile = -1, forced_splits = 0;
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
+    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
+    if (forces && choice.kernel != gpu::PORTABLE_128x16) {
+        const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+    }
+    gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
+}
 
 static void at_once(auto launches) { launches(); }
 
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+        launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+        launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
+    }
+    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+        gpu::groupnorm_forward(normed, norm);
+        return normed;
+    }
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -302,6 +319,19 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
+    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+        cpu::conv3x3_forward(out, x, layer, options);
+    }
+    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+        cpu::conv1x1_forward(out, x, layer, options);
+    }
+    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
+        cpu::conv3x3_backward_input(dx, dout, layer, options);
+    }
+    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+        cpu::conv1x1_backward_input(dx, dout, layer, options);
+    }
+    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -373,10 +403,6 @@ static void check(const std::string& layer, const std::string& shape, const std:
 }
 
 // ---- matrix products --------------------------------------------------------------------------------------
-
-static std::string forced() {
-    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
-}
 
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS> struct Weights {
