@@ -440,27 +440,15 @@ static void test_conv(const ConvTest& s) {
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
-#pragma omp parallel for
-        for (int o = 0; o < O; o++) {
-            std::vector<double> sums(9 * C);
-            for (int p = 0; p < (int)M; p++)
-                for (int tap = 0; tap < 9; tap++) {
-                    int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
-                    if (py < 0 || py >= H || px < 0 || px >= W) continue;
-                    const float* pixel = &x.host[(size_t)(p + dy * W + dx) * C];
-                    double d = dout.host[(size_t)p * O + o];
-                    for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
-                }
-            std::copy(sums.begin(), sums.end(), &weights.dw.host[(size_t)o * 9 * C]);
-        }
-    };
     check("conv3x3 backward", shape, outputs, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(dout), B, H, W, O};
         on.weight_gradient(weights(on), from, Tensor{on(x), B, H, W, C}, {on(ge, s.demb), pitch});
         if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
-        if (on.here && M >= 300000) sum_in_double();
+        if constexpr (on.here)
+            if (M >= 300000)  // for which sums in fp32 are no measure
+                cpu::plain::conv3x3_backward_weight(weights(on), from, {on(x), B, H, W, C},
+                                                    {on(ge, s.demb), pitch});
     });
 }
 

@@ -30,11 +30,12 @@
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side stream is done with it: see unet_backward.
-// Layers       Declared once, in section 3. namespace cpu holds the specification of each (unet_cpu.h);
-//              namespace gpu, in the CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
-//              options by name; tensors and parameters are values that know their sizes. Launchers own their
-//              geometry, never synchronise, always check. Layers of independent items, and those that
-//              add up in teams, are written once, for both: structs that run() is called with.
+// Layers       Declared once, in section 3. In unet_cpu.h namespace cpu::plain holds the specification of each,
+//              namespace cpu what a CPU runs; namespace gpu, in the CUDA build, launchers of kernels that do the
+//              same. Arguments: outputs, inputs, parameters, options by name; tensors and parameters are values
+//              that know their sizes. Launchers own their geometry, never synchronise, always check. Layers of
+//              independent items, and those that add up in teams, are written once, for both: structs that
+//              run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
