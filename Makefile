@@ -98,7 +98,7 @@ ifeq ($(DEVICE),cuda)
 endif
 	$(for_here)
 # Another network, whose file includes the program.
-DIT_SOURCES := dev/train_dit.cu dev/gelu.h dev/large_products.h dev/large_attention.h $(PROGRAM_SOURCES)
+DIT_SOURCES := dev/dit/train_dit.cu $(wildcard dev/dit/*.h) $(PROGRAM_SOURCES)
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
 	$(for_here)
 PROFILE_SOURCES := dev/profile.cu dev/work.h $(PROGRAM_SOURCES)
@@ -157,7 +157,7 @@ $(PROFILE_OBJECTS): $(BUILD)/profile_%.o: $(PROFILE_SOURCES) $(BUILD)/settings
 $(TEST_OBJECTS): $(BUILD)/test_unet_%.o: $(TEST_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops.py.
-$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags) -Xcompiler -fPIC,-fvisibility=hidden
 $(DIT_OBJECTS): $(BUILD)/train_dit_%.o: $(DIT_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
@@ -174,19 +174,19 @@ all_archs:
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
 # A ladder is a .cu with a .py of the same name, but for the programs; the other .py of dev/ are tools.
-LADDERS := $(filter-out torch_ops train_dit,$(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py))))
+LADDERS := $(filter-out torch_ops,$(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py))))
 # What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
 else
 build_ladder = $(for_cpu)
 endif
-$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) train_unet.cu $(BUILD)/settings | report
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
 	$(build_ladder)
-$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) $(PROGRAM_SOURCES) $(BUILD)/settings
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(build_ladder)
 LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
-$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) $(PROGRAM_SOURCES) $(BUILD)/settings
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
@@ -277,4 +277,4 @@ check_toc:
 	@python3 dev/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile profile_dit) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ dev/dit/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile profile_dit) data/emoji.bin data/faces.bin

@@ -134,7 +134,7 @@ def parse_classes(text, names, num_classes):
 
 
 def load_weights(path, use_ema=1, overrides=None):
-    """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/train_dit.py.
+    """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/dit/train_dit.py.
     """
     is_dit = False
     if os.path.isfile(path) and os.access(path, os.R_OK):  # otherwise load_model says what is wrong
@@ -142,7 +142,7 @@ def load_weights(path, use_ema=1, overrides=None):
             is_dit = file.read(4) == b"DiT\0"
     if not is_dit:
         return load_model(path, use_ema, overrides)
-    return unet_io.import_from_dev("train_dit").load_model(path, use_ema, overrides)
+    return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, overrides)
 
 
 def load_guide(path, config, names):
@@ -655,7 +655,7 @@ def main():
     model, checkpoint = load_weights(args.model_filename, args.use_ema, overrides)
     if target:
         if not isinstance(model, UNet):
-            raise UserError(f"{args.model_filename} is no UNet; python dev/train_dit.py --export writes a DiT's"
+            raise UserError(f"{args.model_filename} is no UNet; python dev/dit/train_dit.py --export writes a DiT's"
                             f" weights")
         if args.class_names:
             if not model.config.class_cond:

@@ -2745,7 +2745,7 @@ static std::string use_file(const Victim& v, bool read_data) {
     const Flag &heads = flag_named("num_heads"), &upsample = flag_named("num_heads_upsample");
     if (!header[heads.field]) header[upsample.field] = 0;  // without the former the latter means nothing
     for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
-        if (header[0] == NETWORK_MAGIC && (flag.group == MODEL || flag.group == DIFFUSION) &&
+        if (header[0] == network.magic && (flag.group == MODEL || flag.group == DIFFUSION) &&
             memcmp(header + flag.field, fields + flag.field, flag.size))
             return text("another %s than the file's", flag.name);
     Plan plan = make_plan(file.config, 1, false);

@@ -144,19 +144,6 @@ struct Hyper {
 
 typedef char Path[MAX_PATH_LENGTH];
 
-// Another file may put its own network in place of the UNet. It defines OTHER_NETWORK and what stands here,
-// includes this file, and defines make_plan and with_module; it may change FLAGS and PRESETS.
-#ifndef OTHER_NETWORK
-#define PROGRAM "train_unet"
-#define NETWORK "UNet"
-#define IMPORTER "python generate.py --import"
-#define NETWORK_FIELDS                // of Config, besides
-enum { NETWORK_MAGIC = 0x54454E55 };  // "UNET", what its weights files begin with
-#define LABEL_TABLE "label_emb.weight"
-enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
-static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
-#endif
-
 struct Config {
     // files
     Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
@@ -166,7 +153,9 @@ struct Config {
     int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
     float cond_drop_prob, dropout, channel_mult[MAX_LEVELS];  // lists are ended by a 0 where shorter
     int attention_resolutions[MAX_LEVELS];
-    NETWORK_FIELDS
+    Path model;  // this and the next two lines are settings of the network in dev/dit alone
+    int depth, hidden_size, patch_size;
+    float mlp_ratio;
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
@@ -222,6 +211,36 @@ static struct World {
     int port = 0;         // that they know each other by
     bool forked = false;  // by rank 0, and not started by a launcher
 } world;
+
+// What the program knows of its network, besides Config. A file that includes this one can put another network
+// here before main begins: see dev/dit.
+struct Network {
+    const char *program, *name;
+    const char* importer;            // the command that makes its weights files from those of other programs
+    int magic;                       // what its weights files begin with
+    const char* label_table;         // the parameter that has a row for each class
+    const char* const* block_kinds;  // their names, by Block.kind
+    struct Plan (*make_plan)(const Config& c, int batch, bool training);
+    void (*forward)(struct Model* m, const struct Block& block, int B);
+    void (*backward)(struct Model* m, const struct Block& block, int B);
+};
+enum { UNET_MAGIC = 0x54454E55 };  // "UNET"
+enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
+static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
+static Plan make_plan(const Config& c, int batch, bool training);
+static void block_forward(Model* m, const Block& block, int B);
+static void block_backward(Model* m, const Block& block, int B);
+static Network network = {
+    .program = "train_unet",
+    .name = "UNet",
+    .importer = "python generate.py --import",
+    .magic = UNET_MAGIC,
+    .label_table = "label_emb.weight",
+    .block_kinds = BLOCK_NAMES,
+    .make_plan = make_plan,
+    .forward = block_forward,
+    .backward = block_backward,
+};
 
 // What unet_io.h asks of the program.
 static size_t host_memory_available();
@@ -943,7 +962,7 @@ struct Buffer {
 };
 
 struct Block {
-    BlockKind kind;
+    int kind;  // a BlockKind, or a kind of another network
     char name[48] = "";
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
@@ -1163,7 +1182,7 @@ struct EmbedBlock : Module {
         int E = block->O;
         add_layer(plan, *block, "0.", {E, block->C});
         add_layer(plan, *block, "2.", {E, E});
-        if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, E}, INIT_NORMAL);
+        if (int rows = label_rows(c)) add_parameter(plan, network.label_table, {rows, E}, INIT_NORMAL);
         block->O = 0;  // residual blocks add theirs
     }
 
@@ -1220,7 +1239,6 @@ struct EmbedBlock : Module {
     }
 };
 
-#ifndef OTHER_NETWORK
 // ---- first convolution ------------------------------------------------------------------------------------
 struct ConvInBlock : Module {
     static void declare(Plan* plan, const Config&, Block* block) {
@@ -1503,8 +1521,8 @@ struct OutBlock : Module {
 };
 
 // use(std::type_identity<the struct of a kind>())
-static void with_kind(BlockKind kind, auto use) {
-    switch (kind) {
+static void with_kind(int kind, auto use) {
+    switch ((BlockKind)kind) {
         case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
         case BLOCK_CONV_IN: return use(std::type_identity<ConvInBlock>());
         case BLOCK_RES: return use(std::type_identity<ResBlock>());
@@ -1518,7 +1536,12 @@ static void with_kind(BlockKind kind, auto use) {
 static void with_module(Model* m, const Block& block, int B, auto pass) {
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
 }
-#endif
+static void block_forward(Model* m, const Block& block, int B) {
+    with_module(m, block, B, [](auto module) { module.forward(); });
+}
+static void block_backward(Model* m, const Block& block, int B) {
+    with_module(m, block, B, [](auto module) { module.backward(); });
+}
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
@@ -1595,7 +1618,6 @@ static void time_buffers(Plan* plan, const Config& c) {
     }
 }
 
-static void with_module(Model* m, const Block& block, int B, auto pass);
 // Measures what blocks keep and their scratch: constructs each block over arenas that only count, and has it
 // reserve its memory as forward and backward do. Nothing is launched.
 static void measure_buffers(Plan* plan, const Config& c) {
@@ -1637,8 +1659,6 @@ static void place_buffers(Plan* plan) {
     }
 }
 
-static Plan make_plan(const Config& c, int batch, bool training);
-#ifndef OTHER_NETWORK
 // Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it
 // reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
@@ -1729,8 +1749,6 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     place_buffers(&plan);
     return plan;
 }
-#endif
-
 // ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
@@ -1738,7 +1756,7 @@ static void unet_forward(Model* m, int B, int first = 0) {
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_forward);
-        with_module(m, block, B, [](auto module) { module.forward(); });
+        network.forward(m, block, B);
     }
 }
 
@@ -1752,7 +1770,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_backward), m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
-        with_module(m, block, B, [](auto module) { module.backward(); });
+        network.backward(m, block, B);
         wait_for(event_before(newest_event));
         wait_for(of_block_before);
     }
@@ -2431,7 +2449,7 @@ static size_t lay_out_model(Model* m, char* memory) {
 // A model that has sizes and no memory yet.
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
-    m.config = config, m.plan = make_plan(config, batch, training);
+    m.config = config, m.plan = network.make_plan(config, batch, training);
     shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
@@ -3051,7 +3069,7 @@ static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vec
 }
 
 // ==== 9  CHECKPOINTS =======================================================================================
-static size_t count_parameters(const Config& c) { return make_plan(c, 1, false).num_parameters; }
+static size_t count_parameters(const Config& c) { return network.make_plan(c, 1, false).num_parameters; }
 
 // The parameters that a run has, each with its section's name.
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
@@ -3082,7 +3100,7 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
     in.seek(file.sections.at(section).offset);
     for (size_t index = 0; index < m.plan.tensors.size(); index++) {
         const Parameter& t = m.plan.tensors[index];
-        bool other_rows = !kept.empty() && t.name == LABEL_TABLE;
+        bool other_rows = !kept.empty() && t.name == network.label_table;
         size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
@@ -3111,7 +3129,7 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
         for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
         return;
     }
-    int32_t header[HEADER_INTS] = {NETWORK_MAGIC, UNET_VERSION};
+    int32_t header[HEADER_INTS] = {network.magic, UNET_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
@@ -3164,8 +3182,8 @@ static void print_run(const Model& m) {
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
         std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
                     skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, BLOCK_NAMES[b.kind], in.c_str(),
-               text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
+        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
                human_bytes(kept).c_str());
     }
     printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
@@ -3737,13 +3755,13 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./" PROGRAM " --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+    say("pictures:   ./%s --generate 64 --model_weights %s", network.program, shell_word(checkpoint).c_str());
 
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
     if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
         more += " --lr_schedule constant";  // the schedule has come to its end
-    say("continue:   ./" PROGRAM " --resume %s%s", shell_word(c.out_dir).c_str(), more.c_str());
+    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir).c_str(), more.c_str());
 }
 
 static void validate(Trainer* t) {
@@ -3994,7 +4012,7 @@ static void run_program(int argc, char** argv) {
     backend_init();
     handle_signals();
     std::string ranks = meet_ranks();
-    printf(PROGRAM " on %s%s\n", backend_name().c_str(), ranks.c_str());
+    printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
 }
@@ -4063,7 +4081,8 @@ static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
 static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
 
 static void backend_init() {
-    const char* instead = "build for the CPU: make " PROGRAM " DEVICE=cpu";
+    std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
+    const char* instead = other_build.c_str();
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || !count)

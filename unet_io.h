@@ -605,7 +605,7 @@ static void print_help() {
         "  ./%1$s --resume              continue\n"
         "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n\n"
         "Flags are written --name value or --name=value.\n",
-        PROGRAM, NETWORK);
+        network.program, network.name);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
@@ -708,8 +708,8 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
 
 // Every setting as a file that --config reads, under the titles of --help.
 static std::string config_text(const Config& config) {
-    std::string lines =
-        "# Flags of " PROGRAM ", read with --config FILE; flags typed beside it come over these.\n";
+    std::string lines = text(
+        "# Flags of %s, read with --config FILE; flags typed beside it come over these.\n", network.program);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
         if (flag.group != OTHER && !is_preset(flag))
@@ -1079,8 +1079,9 @@ static WeightsFile open_weights(const std::string& path) {
     if (header[0] == OLD_WEIGHTS_MAGIC)
         fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
              name, shell_word(path).c_str());
-    if (in.size < HEADER_BYTES || header[0] != NETWORK_MAGIC)
-        fail("%s is no weights file of a " NETWORK " (of .pt or .safetensors, " IMPORTER " makes one)", name);
+    if (in.size < HEADER_BYTES || header[0] != network.magic)
+        fail("%s is no weights file of a %s (of .pt or .safetensors, %s makes one)", name, network.name,
+             network.importer);
     if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
         fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
              header[FIELD_VERSION], UNET_VERSION);

@@ -140,11 +140,11 @@ class Output(io.FileIO):
 
 
 def import_from_dev(name):
-    """The module dev/NAME.py."""
-    folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev")
+    """The module dev/NAME.py; NAME may begin with a folder of dev/."""
+    folder, module = os.path.split(os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev", name))
     if folder not in sys.path:
         sys.path.append(folder)
-    return importlib.import_module(name)
+    return importlib.import_module(module)
 
 
 def run_script(main):

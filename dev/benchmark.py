@@ -33,10 +33,11 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 
-import train_dit
 from common import processor_name, text_between, write_between
 from train_unet import Diffusion, UNet
 from unet_io import Config, UserError
+
+train_dit = unet_io.import_from_dev("dit/train_dit")
 
 DATA = str(ROOT / "data/emoji.bin")
 CALL = "import sys; sys.path.insert(0, 'dev'); import benchmark; benchmark."  # python -c CALL + "function()"

@@ -15,11 +15,11 @@
 // few enough instructions to reach a copy's bandwidth. How tanh is computed is
 // hidden behind that. (Behind a product it is not: there it is a sigmoid of two fast instructions.)
 //
-// Version 3 is a layer as the program has them, in gelu.h: of train_dit.cu, and by torch_ops.cu an operator of
+// Version 3 is a layer as the program has them, in dit/gelu.h: of train_dit.cu, and by torch_ops.cu an operator of
 // PyTorch.
 #include "common.h"
 
-#include "gelu.h"
+#include "dit/gelu.h"
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 

@@ -327,7 +327,7 @@ static void run_program(int argc, char** argv) {
     Config config = given_config(parse_flags(others));
     if (config.help) return print_help();
     backend_init();
-    printf(PROGRAM " on %s, batch %d\n", backend_name().c_str(), config.batch_size);
+    printf("%s on %s, batch %d\n", network.program, backend_name().c_str(), config.batch_size);
     check_config(config);
     if (!calls.empty()) return print_calls(config, calls);
     if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now

@@ -23,7 +23,7 @@
 #include "../train_unet.cu"
 #undef main
 
-#include "gelu.h"
+#include "dit/gelu.h"
 
 // ---- where a call runs ------------------------------------------------------------------------------------
 

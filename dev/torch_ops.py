@@ -81,7 +81,7 @@ def contents(folder, architecture):
     found = hashlib.sha256()
     made_of = [CXX_FLAGS, NVCC_FLAGS, os.environ.get("CXX", "c++"), architecture, HERE, folder]
     found.update(repr(list(map(str, made_of))).encode())
-    for source in (*(HERE.parent / name for name in PROGRAM), *sorted(HERE.glob("torch_ops.[ch]*")), HERE / "gelu.h"):
+    for source in (*(HERE.parent / name for name in PROGRAM), *sorted(HERE.glob("torch_ops.[ch]*")), HERE / "dit/gelu.h"):
         found.update(source.read_bytes())
     return found.hexdigest()
 

@@ -14,7 +14,7 @@ static Work convolution_work(double M, int taps, int C, int O);
 static Work convolution_work(double M, int taps, int C, int O, size_t weight);
 
 #ifdef DIT
-#include "train_dit.cu"
+#include "dit/train_dit.cu"
 #else
 #include "../train_unet.cu"
 #endif

@@ -1,4 +1,4 @@
-// The layers of dev/train_dit.cu against PyTorch, and the program with its side stream as late as may be:
+// The layers of dev/dit/train_dit.cu against PyTorch, and the program with its side stream as late as may be:
 //
 //   dit_layers --layers FILE   FILE: what tests/test_dit.py writes, inputs and PyTorch's outputs in float64
 //   dit_layers --late FLAGS    train_dit in which each call of the side stream is done only where it is waited for
@@ -8,7 +8,7 @@
 #define LATE_SIDE_STREAM
 #endif
 #define main train_dit_main
-#include "../dev/train_dit.cu"
+#include "../dev/dit/train_dit.cu"
 #undef main
 
 #include "cases.h"

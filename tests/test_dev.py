@@ -27,7 +27,7 @@ from unet_io import Config, UserError
 # dev/
 
 LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
-                 - {"torch_ops", "train_dit"})
+                 - {"torch_ops"})
 
 
 @pytest.mark.parametrize("stem", LADDERS)

@@ -1,4 +1,4 @@
-"""dev/train_dit.cu, the Diffusion Transformer, against dev/train_dit.py: layers, gradients, training, files, pictures."""
+"""dev/dit/train_dit.cu, the Diffusion Transformer, against dev/dit/train_dit.py: layers, gradients, training, files, pictures."""
 import argparse
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from harness import (
 from test_command_line import completed
 from test_layers import Layers
 
-sys.path.append(str(ROOT / "dev"))
+sys.path.append(str(ROOT / "dev/dit"))
 import train_dit
 from train_dit import Config, DiT
 
@@ -392,11 +392,11 @@ def test_widths_of_official_weights(tmp_path):
     config = Config(**TOY | dict(hidden_size=56, mlp_ratio=train_dit.ratio_of(56, 248), class_cond=True, num_classes=10,
                                  cond_drop_prob=0.1))
     torch.save(DiT(config).state_dict(), tmp_path / "official.pt")
-    run(sys.executable, ROOT / "dev/train_dit.py", "--import", tmp_path / "official.pt", "--num_heads", 2, "--output_name",
+    run(sys.executable, ROOT / "dev/dit/train_dit.py", "--import", tmp_path / "official.pt", "--num_heads", 2, "--output_name",
         tmp_path / "w.bin")
     assert unet_io.read_checkpoint(str(tmp_path / "w.bin"), Config).config.mlp_width() == 248
     run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
-    refused(sys.executable, ROOT / "dev/train_dit.py", "--export", tmp_path / "w.bin", "--num_heads", 2, "--output_name",
+    refused(sys.executable, ROOT / "dev/dit/train_dit.py", "--export", tmp_path / "w.bin", "--num_heads", 2, "--output_name",
             tmp_path / "x.pt", says="--num_heads goes with --import")
 
 
@@ -410,7 +410,7 @@ def test_official_weights(tmp_path):
             "blocks.0.adaLN_modulation.1.weight", "t_embedder.mlp.2.bias", "x_embedder.proj.weight"} < state.keys()
     assert state["pos_embed"].shape == (1, 16, 32) and state["final_layer.linear.weight"].shape == (32, 32)
     torch.save(state, tmp_path / "official.pt")
-    tool = [sys.executable, ROOT / "dev/train_dit.py"]
+    tool = [sys.executable, ROOT / "dev/dit/train_dit.py"]
     run(*tool, "--import", tmp_path / "official.pt", "--num_heads", 2, "--output_name", tmp_path / "w.bin")
     file = unet_io.read_checkpoint(str(tmp_path / "w.bin"), Config)
     unset = {name: getattr(Config(), name) for name in ("seed", "batch_size")}
@@ -428,7 +428,7 @@ def test_official_weights(tmp_path):
     latents = np.load(tmp_path / "latents.npy")
     assert latents.shape == (2, 4, 8, 8) and latents.dtype == np.float32 and np.abs(latents).max() > 1.1
     assert np.array_equal(unet_io.to_uint8(latents).transpose(0, 2, 3, 1), theirs)
-    for flags, says in ((["--export", tmp_path / "x.pt"], ["w.bin is no UNet", "dev/train_dit.py --export"]),
+    for flags, says in ((["--export", tmp_path / "x.pt"], ["w.bin is no UNet", "dev/dit/train_dit.py --export"]),
                         (["--num_channels", 64], ["--num_channels 64", "made with none"]),
                         (["--use_ema", 2], "no section ema_2")):
         refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "w.bin", *flags, says=says)
@@ -454,8 +454,8 @@ def official():
 
 
 def imported(path, *flags):
-    """What dev/train_dit.py makes of a file: (its weights, Checkpoint, what it said)."""
-    result = script("dev/train_dit.py", "--import", path, "--num_heads", 2, "--output_name", path.with_suffix(".bin"), *flags)
+    """What dev/dit/train_dit.py makes of a file: (its weights, Checkpoint, what it said)."""
+    result = script("dev/dit/train_dit.py", "--import", path, "--num_heads", 2, "--output_name", path.with_suffix(".bin"), *flags)
     file = unet_io.read_checkpoint(str(path.with_suffix(".bin")), Config)
     return file.sections["weights"], file, result.stdout + result.stderr
 
@@ -486,7 +486,7 @@ def test_checkpoints_of_the_authors(tmp_path):
     assert not imported(tmp_path / "c.safetensors")[1].config.class_cond
     # what would run code, or is none
     torch.save(dict(whole, args=Elsewhere()), tmp_path / "d.pt")
-    tool = [sys.executable, ROOT / "dev/train_dit.py", "--output_name", tmp_path / "x.bin"]
+    tool = [sys.executable, ROOT / "dev/dit/train_dit.py", "--output_name", tmp_path / "x.bin"]
     refused(*tool, "--import", tmp_path / "d.pt", says=["d.pt", "test_dit.Elsewhere", "only tensors"])
     torch.save(state, tmp_path / "bare.pt")
     refused(*tool, "--import", tmp_path / "bare.pt", says=["bare.pt", "--num_heads"])
@@ -494,7 +494,7 @@ def test_checkpoints_of_the_authors(tmp_path):
     refused(*tool, "--import", tmp_path / "e.pt", says=["e.pt", "Git LFS"])
     torch.save(state | {"final_layer.linear.bias": torch.full((32,), np.nan)}, tmp_path / "f.pt")
     refused(*tool, "--import", tmp_path / "f.pt", "--num_heads", 2, says=["f.pt", "NaN", "final_layer.linear.bias"])
-    refused(sys.executable, ROOT / "generate.py", "--import", tmp_path / "bare.pt", says=["holds a DiT", "dev/train_dit.py --import"])
+    refused(sys.executable, ROOT / "generate.py", "--import", tmp_path / "bare.pt", says=["holds a DiT", "dev/dit/train_dit.py --import"])
 
 
 class Elsewhere:
@@ -513,7 +513,7 @@ def test_positions_that_were_rounded(tmp_path, dtype, widened):
     assert same_bits(np.sort(weights), np.sort(np.concatenate(expected)))
     low["pos_embed"] = low["pos_embed"] * 1.01
     torch.save(low, tmp_path / "wrong.pt")
-    refused(sys.executable, ROOT / "dev/train_dit.py", "--import", tmp_path / "wrong.pt", "--num_heads", 2, "--output_name",
+    refused(sys.executable, ROOT / "dev/dit/train_dit.py", "--import", tmp_path / "wrong.pt", "--num_heads", 2, "--output_name",
             tmp_path / "x.bin", says=["wrong.pt", "pos_embed"])
 
 

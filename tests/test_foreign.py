@@ -366,7 +366,7 @@ def test_files_that_are_no_weights(tmp_path):
                                           ["ema.shadow_params", "--use_ema 0"]),
              "diffusers' names": ({"down_blocks.0.resnets.0.conv1.weight": torch.ones(3),
                                    "time_embedding.linear_1.weight": torch.ones(3)}, ["config.json must lie beside it"]),
-             "a DiT": ({"x_embedder.proj.weight": torch.ones(3)}, ["holds a DiT", "dev/train_dit.py --import"])}
+             "a DiT": ({"x_embedder.proj.weight": torch.ones(3)}, ["holds a DiT", "dev/dit/train_dit.py --import"])}
 
     def attempt(path, says):
         sentence = call(generate, "--import", path, *SHAPE_FLAGS, "--export", tmp_path / "out.bin")

@@ -1,39 +1,25 @@
 // train_dit.cu: trains and samples a Diffusion Transformer. The network alone is here; all else, diffusion,
 // samplers, optimiser, data, files, command line, is train_unet.cu's, which this includes.
 //
-//   make train_dit                                   in the folder above: builds for the GPU or the CPU
+//   make train_dit                                   two folders above: builds for the GPU or the CPU
 //   ./train_dit --preset dit32                       a small one, on the demo's faces
 //   ./train_dit --model DiT-S/2 --data_file X.bin    the paper's sizes: S, B, L, XL with patches of 2, 4, 8
 //   ./train_dit --help                               every flag with its default
 //
 // The network is that of Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with adaLN-Zero
 // blocks; parameters have the names and the order of its authors' program. train_dit.py, the same in PyTorch,
-// imports their weights. README.md tells how to add a network in this way.
+// imports their weights. ../README.md tells how to add a network in this way.
 //
 // D = hidden_size; T tokens an image, h = sqrt(T) a side; P = patch_size. Tokens are a tensor (B, h, h, D).
 
-// ---- what train_unet.cu knows of its network ---------------------------------------------------------------
-#define OTHER_NETWORK
-#define PROGRAM "train_dit"
-#define NETWORK "DiT"
-#define IMPORTER "python dev/train_dit.py --import"
-#define NETWORK_FIELDS                  \
-    Path model;                         \
-    int depth, hidden_size, patch_size; \
-    float mlp_ratio;
-enum { NETWORK_MAGIC = 0x00546944 };  // "DiT"
-#define LABEL_TABLE "y_embedder.embedding_table.weight"
-enum BlockKind { BLOCK_EMBED, BLOCK_PATCHES, BLOCK_TRANSFORMER, BLOCK_FINAL };
-static const char* const BLOCK_NAMES[] = {"embedding", "patches", "transformer", "final"};
-
-#include "../train_unet.cu"
+#include "../../train_unet.cu"
 
 #include "gelu.h"
 
 // ==== 1  CONFIGURATION =====================================================================================
 
 // The UNet's flags give way to ours. Header fields from 119 on are free.
-static const bool flags_are_set = [] {
+static void set_flags() {
     const std::vector<std::string> of_unet = split(
         "num_channels channel_mult num_res_blocks attention_resolutions norm_groups num_head_channels "
         "dropout num_heads_upsample resblock_updown conv_resample use_scale_shift_norm "
@@ -63,8 +49,7 @@ static const bool flags_are_set = [] {
                OF_SIZE("B", "--depth 12 --hidden_size 768 --num_heads 12"),
                OF_SIZE("L", "--depth 24 --hidden_size 1024 --num_heads 16"),
                OF_SIZE("XL", "--depth 28 --hidden_size 1152 --num_heads 16")};
-    return true;
-}();
+}
 
 enum { FREQUENCIES = 256 };  // sines and cosines that a timestep becomes
 static int tokens_a_side(const Config& c) { return c.image_size / c.patch_size; }
@@ -493,6 +478,9 @@ struct FinalBlock : DitModule {
 };
 
 // ==== 4  PLAN AND WALK =====================================================================================
+// The kinds of blocks are the UNet's BLOCK_EMBED and these.
+enum { BLOCK_PATCHES = BLOCK_EMBED + 1, BLOCK_TRANSFORMER, BLOCK_FINAL };
+static const char* const DIT_BLOCK_NAMES[] = {"embedding", "patches", "transformer", "final"};
 
 // Declares a linear layer of so many calls an image: xavier-uniform, or zeros. What is padded of its outputs
 // are zeros that stay: see CHANNEL_MULTIPLE. Operations as add_block of train_unet.cu counts them.
@@ -515,7 +503,7 @@ static int add_modulation(Plan* plan, const std::string& name, int count, int D)
     return std::exchange(plan->blocks[0].O, plan->blocks[0].O + count * D);
 }
 
-static Plan make_plan(const Config& c, int batch, bool training) {
+static Plan make_dit_plan(const Config& c, int batch, bool training) {
     check_network(c);
     Plan plan = {.batch = batch, .training = training};
     int D = c.hidden_size, W = mlp_width(c), P = c.patch_size, h = tokens_a_side(c),
@@ -539,8 +527,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
         bool first = plan.tensors.size() == 2;
         add_linear(&plan, name, {D, first ? FREQUENCIES : D}, 1, false, first ? 2 : 3);
     }
-    if (int classes = label_rows(c))
-        add_parameter(&plan, LABEL_TABLE, {classes, D}, INIT_NORMAL);
+    if (int classes = label_rows(c)) add_parameter(&plan, network.label_table, {classes, D}, INIT_NORMAL);
     for (Parameter& t : std::span(plan.tensors).subspan(2))
         if (is_matrix(t)) t.init = INIT_NORMAL, t.scale = 0.02f;
     Block embed = {.kind = BLOCK_EMBED, .C = FREQUENCIES, .H = 1, .out_H = 1};
@@ -590,7 +577,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     return plan;
 }
 
-static void with_module(Model* m, const Block& block, int B, auto pass) {
+static void with_dit_module(Model* m, const Block& block, int B, auto pass) {
     switch (block.kind) {
         case BLOCK_EMBED: return pass(EmbedBlock{{m, block, B}});
         case BLOCK_PATCHES: return pass(PatchesBlock{{{m, block, B}}});
@@ -598,3 +585,26 @@ static void with_module(Model* m, const Block& block, int B, auto pass) {
         case BLOCK_FINAL: return pass(FinalBlock{{{m, block, B}}});
     }
 }
+static void dit_block_forward(Model* m, const Block& block, int B) {
+    with_dit_module(m, block, B, [](auto module) { module.forward(); });
+}
+static void dit_block_backward(Model* m, const Block& block, int B) {
+    with_dit_module(m, block, B, [](auto module) { module.backward(); });
+}
+
+enum { DIT_MAGIC = 0x00546944 };  // "DiT"
+static const bool network_is_dit = [] {
+    network = {
+        .program = "train_dit",
+        .name = "DiT",
+        .importer = "python dev/dit/train_dit.py --import",
+        .magic = DIT_MAGIC,
+        .label_table = "y_embedder.embedding_table.weight",
+        .block_kinds = DIT_BLOCK_NAMES,
+        .make_plan = make_dit_plan,
+        .forward = dit_block_forward,
+        .backward = dit_block_backward,
+    };
+    set_flags();
+    return true;
+}();
