@@ -194,7 +194,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
                                      a.correction1, a.correction2});
     numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
     numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm});
-    numbers->insert(numbers->end(), s.quartiles, s.quartiles + 8);
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
     numbers->insert(numbers->end(), {(double)s.history.skipped, (double)s.history.seen});
     numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
     numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
@@ -439,27 +440,15 @@ static void test_conv(const ConvTest& s) {
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
-#pragma omp parallel for
-        for (int o = 0; o < O; o++) {
-            std::vector<double> sums(9 * C);
-            for (int p = 0; p < (int)M; p++)
-                for (int tap = 0; tap < 9; tap++) {
-                    int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
-                    if (py < 0 || py >= H || px < 0 || px >= W) continue;
-                    const float* pixel = &x.host[(size_t)(p + dy * W + dx) * C];
-                    double d = dout.host[(size_t)p * O + o];
-                    for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
-                }
-            std::copy(sums.begin(), sums.end(), &weights.dw.host[(size_t)o * 9 * C]);
-        }
-    };
     check("conv3x3 backward", shape, outputs, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(dout), B, H, W, O};
         on.weight_gradient(weights(on), from, Tensor{on(x), B, H, W, C}, {on(ge, s.demb), pitch});
         if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
-        if (on.here && M >= 300000) sum_in_double();
+        if constexpr (on.here)
+            if (M >= 300000)  // for which sums in fp32 are no measure
+                cpu::plain::conv3x3_backward_weight(weights(on), from, {on(x), B, H, W, C},
+                                                    {on(ge, s.demb), pitch});
     });
 }
 
@@ -3631,10 +3620,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
-        const float* sums = state.quartiles;
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state.quartiles[4 + q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -4055,9 +4044,9 @@ static void test_microbatch(double limit) {
             };
             worse(&losses, fabs(last.loss / whole.loss - 1));
             worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
-            std::vector<double> sums(whole.quartiles, whole.quartiles + 4);
-            worse(&quartiles, error_of(last.quartiles, sums.data(), 4));
-            for (int q = 0; q < 4; q++) less &= last.quartiles[4 + q] == whole.quartiles[4 + q];
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time

@@ -30,11 +30,12 @@
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side stream is done with it: see unet_backward.
-// Layers       Declared once, in section 3. namespace cpu holds the specification of each (unet_cpu.h);
-//              namespace gpu, in the CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
-//              options by name; tensors and parameters are values that know their sizes. Launchers own their
-//              geometry, never synchronise, always check. Layers of independent items, and those that
-//              add up in teams, are written once, for both: structs that run() is called with.
+// Layers       Declared once, in section 3. In unet_cpu.h namespace cpu::plain holds the specification of each,
+//              namespace cpu what a CPU runs; namespace gpu, in the CUDA build, launchers of kernels that do the
+//              same. Arguments: outputs, inputs, parameters, options by name; tensors and parameters are values
+//              that know their sizes. Launchers own their geometry, never synchronise, always check. Layers of
+//              independent items, and those that add up in teams, are written once, for both: structs that
+//              run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
@@ -46,9 +47,9 @@
 //   1  CONFIGURATION
 //   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; ranks; tensors; randomness
 //   3  THE LAYERS, DECLARED: what layers take; the layers; layers written once for both builds
-//   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
-//        up- and down-sampling; last block
-//   5  PLAN AND WALK: plan; walk
+//   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
+//        block; attention block; up- and down-sampling; last block
+//   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
@@ -514,27 +515,31 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm
-    // reads the tensor next, whatever writes the tensor leaves them behind; null where none does.
+    // (B, norm_parts(H * W), C): the mean of each part of an image, and the sum of squared distances from it.
+    // Whatever writes a tensor that a norm reads next writes them too; null where no norm does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
     HOST_DEVICE size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
+    TensorOf without_moments() const { return {data, B, H, W, C}; }
 };
 
-// torch.cat([first, second], dim=1), read and written where the two lie; second: there or not.
+// torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct JoinedOf {
     TensorOf<Real> first, second;
-    const float2* affine;  // of a norm, (B, C): meant is what it would write; null: what lies there
+    // (B, C), where the tensor is still to be normed by whoever reads it: see Norm.affine. Null where it is
+    // not.
+    const float2* affine;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
-    // Of channel c: which of the two it is in, and where among its channels.
+    // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Where it lies, of a pixel of all images; and its moments, of a part of all images.
+    // Channel c of a pixel, counted through all images; its moments in a part, counted through all images,
+    // too.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
@@ -546,15 +551,17 @@ template <typename Real> struct RowsOf {
     HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
 };
 
-// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
+// The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
 template <typename Real, int TAPS> struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
-// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
-// read x again: statistics, its group's mean and rstd; affine: the norm is x .x + .y, before SiLU twice that.
+// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
+// x. w and bias (C) are never rounded. Forward writes two numbers a channel of an image, (B, C), for all who
+// read x again: statistics are mean and rstd of the channel's group, affine is the scale and shift that norm
+// it. With SiLU both are halved, because silu(y) = h + h tanh(h) with h = y / 2 is one instruction fewer a
+// number: see silu_of_half.
 template <typename Real> struct NormOf {
     JoinedOf<Real> x = {};
     int groups = 1;
@@ -562,10 +569,11 @@ template <typename Real> struct NormOf {
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     float2 *statistics = nullptr, *affine = nullptr;
-    float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
-    // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
+    float2* sums = nullptr;  // (B, norm_parts(H * W), C): scratch between the two calls of backward
+    // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
+    // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated.
+    // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
     }
@@ -575,14 +583,16 @@ template <typename Real> struct NormOf {
     }
 };
 
-// What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
+// What a convolution may add to its output: a row of `emb` to all pixels of an image, and a tensor, which may
+// be the output itself.
 template <typename Real> struct ForwardOptionsOf {
     RowsOf<Real> emb = {};
     TensorOf<Real> residual = {};
 };
 
-// What making dx may do besides: += dx. A norm: add the gradient of a branch around it. A product, where x is
-// what a norm wrote: the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, norm).
+// How dx is written: added to what is there (`accumulate`). A norm may add the gradient of a branch around it
+// (`residual`). A convolution that reads what a norm wrote may do groupnorm_backward_sums(dx, dx, norm) as
+// well.
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
@@ -604,23 +614,25 @@ template <typename Real> struct BackwardOptionsOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
+// A norm's sums and moments are those of parts of an image. A part has 128 pixels, the last one perhaps
+// fewer.
 enum { NORM_PART = 128 };
 HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
-// a tensor, or one that is still to be normed: see groupnorm_for_product.
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
+// is a tensor, or one that is still to be normed: see groupnorm_for_product.
 static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
 // dx = [+=] F.conv_transpose2d(dout, w, padding=1)
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
-// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
-// is dout.sum((1, 2)).
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
+// wanted, is dout.sum((1, 2)).
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
+// side.
 static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
 // dx = [+=] dout @ w
 static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
@@ -632,20 +644,23 @@ static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options =
 static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
 static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
-// x.moments, of a tensor that no product wrote.
+// Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
-// What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
-// `normed`, and what norm reads and leaves, stay as they are until that product has run.
+// Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
+// itself with Joined's affine set, which the convolution then norms while it loads it. Nobody may write
+// `normed`, x or the norm's statistics before that convolution has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
-// Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
+// Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// where w is an image's, modulated, and dw and dbias count each image's sums so.
-// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, and of dy x^.
+// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
+// gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
+// dy and dy x^. dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-// Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
-// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
+// The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
+// gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
+// x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
@@ -919,8 +934,9 @@ static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false)
 
 // ==== 4  BLOCKS ============================================================================================
 
-// A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
-// moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may overlap.
+// A piece of the arena, which is in use from step `first` of the plan to step `last`: block i of n runs
+// forward at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may
+// overlap.
 struct Buffer {
     size_t offset, bytes;
     int first, last;
@@ -929,7 +945,7 @@ struct Buffer {
 struct Block {
     BlockKind kind;
     char name[48] = "";
-    int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, of the output
+    int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
     int emb = -1;               // its first channel of block 0's output; -1: it reads none
@@ -980,6 +996,7 @@ struct Model : OptimiserMemory {
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
+    bool counts = false;      // there is no memory yet: a block's arenas only count, see measure_buffers
     Event embedding_ready;    // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
@@ -1005,7 +1022,44 @@ struct Model : OptimiserMemory {
     std::string data_checksum = "";             // of the images that it is trained on
 };
 
+// ---- a block's parameters ---------------------------------------------------------------------------------
+// Declares a parameter, as named_parameters() calls it.
+static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
+    Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
+    for (int size : shape) t.count *= size;
+
+    t.size = (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    if (is_conv2d(t)) t.size = (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3];
+
+    plan->num_parameters += t.count;
+    plan->num_floats += t.size;
+    if (is_matrix(t)) plan->num_decayed += t.size;
+    plan->tensors.push_back(t);
+}
+
+// Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a
+// product forward and one for each of its two gradients, but the first layer of a block that reads no other
+// block needs no gradient of its input.
+static void add_layer(Plan* plan, const Block& block, const std::string& layer, const std::vector<int>& shape,
+                      Init init = INIT_UNIFORM) {
+    bool is_first = block.input < 0 && (int)plan->tensors.size() == block.param;
+    std::string name = block.name + ("." + layer);
+
+    add_parameter(plan, name + "weight", shape, init);
+    if (shape.size() > 1) {
+        double pixels = shape.size() == 2 ? 1 : (double)block.out_H * block.out_H;  // an embedding has one
+        int products = is_first ? 2 : 3;
+        plan->flops += products * 2.0 * (double)plan->tensors.back().count * pixels;
+    }
+    add_parameter(plan, name + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+}
+
 // ---- what a block reads and writes ------------------------------------------------------------------------
+static Arena arena_of(const Model* m, const Buffer& b) {
+    if (m->counts) return {nullptr, SIZE_MAX, 0};
+    return {m->arena + b.offset, b.bytes, 0};
+}
+
 // Tensor `n` of those of its size in a buffer.
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
     size_t count = (size_t)B * H * H * C;
@@ -1025,7 +1079,13 @@ static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
 
-// A block under way, as PyTorch's nn.Module. Each kind is such a struct: forward, backward, what these share.
+// A block under way, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
+//   declare             its parameters, in the order of PyTorch's named_parameters(), and operations beside products
+//   the members         what forward keeps for backward, taken from the buffers `hidden`, `inner` and `stats`
+//   reserve_forward     the scratch of forward, and then forward itself
+//   reserve_backward    the scratch of backward, and then backward itself
+// The plan constructs each block and calls its reserve functions with arenas that only count: see
+// measure_buffers.
 struct Module {
     Model* m;
     const Block& block;
@@ -1033,37 +1093,56 @@ struct Module {
     Joined x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
     Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
+    Arena kept_hidden = arena_of(m, block.hidden);
+    Arena kept_inner = arena_of(m, block.inner);
+    Arena kept_stats = arena_of(m, block.stats);
 
     Joined of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
+
+    // Layer `n` of the block: a weight, and behind it its bias.
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
-    // Layer `n` of the block: a weight, and behind it its bias.
     template <typename Layer> Layer layer(int n, const auto* weights) const {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
         return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
     }
     template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
-    // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
-    Norm norm_of(int n, Joined input, int before = 0) const {
+
+    // Layer `n`, a norm of `input`.
+    Norm norm_of(int n, Joined input) {
         Norm norm = layer<Norm>(n, m->fp32_params);
-        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = !block.heads;
-        norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
-        norm.affine = norm.statistics + (size_t)B * input.C();
+        size_t count = (size_t)B * input.C();
+        norm.x = input;
+        norm.groups = m->config.norm_groups;
+        norm.silu = !block.heads;
+        norm.statistics = take<float2>(&kept_stats, 2 * count);
+        norm.affine = norm.statistics + count;
         return norm;
     }
-    // Scratch of the block under way; late: what its last weight gradient reads.
-    Tensor take_tensor(int H, int C) {
-        return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
+
+    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient
+    // reads.
+    Tensor take_from(Arena* arena, int H, int C) const {
+        return {take<floatX>(arena, (size_t)B * H * H * C), B, H, H, C};
     }
-    Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
+    Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
+    Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    void reserve_forward() {}
+    void reserve_backward() {}
+
+    // layer(arguments) on the side stream, beside what the block does next.
+    static Event beside(auto layer, auto... arguments) {
+        return on_side_stream_deferred([=] { layer(arguments...); });
+    }
+
     // Up- or down-sampling, whichever the block does.
     void resize(Tensor out, Tensor x) const {
         if (block.out_H > block.H) upsample_forward(out, x);
@@ -1079,19 +1158,33 @@ struct Module {
 // With --class_cond a row a class is added before the second SiLU.
 struct EmbedBlock : Module {
     enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
+
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int E = block->O;
+        add_layer(plan, *block, "0.", {E, block->C});
+        add_layer(plan, *block, "2.", {E, E});
+        if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, E}, INIT_NORMAL);
+        block->O = 0;  // residual blocks add theirs
+    }
+
     int E = m->plan.tensors[block.param].shape[0];
-    Tensor sinusoids = tensor(block.inner, 1, block.C);
-    Tensor hidden = tensor(block.hidden, 1, E, 0), linear2 = tensor(block.hidden, 1, E, 1);
-    Tensor embedding = tensor(block.hidden, 1, E, 2);
+    Tensor sinusoids = take_from(&kept_inner, 1, block.C);
+    Tensor hidden = take_from(&kept_hidden, 1, E);
+    Tensor linear2 = take_from(&kept_hidden, 1, E);
+    Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
-    // The residual blocks' embedding layers in one: see place_parameters.
-    const Parameter* joined = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
-    Linear projections = layer_at<Linear>(m->weights, joined[0].offset, joined[1].offset);
+
+    // The residual blocks' embedding layers as one: see place_parameters.
+    Linear all_projections() const {
+        const Parameter* first = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
+        return layer_at<Linear>(m->weights, first[0].offset, first[1].offset);
+    }
 
     void forward() {
-        Tensor active = embedding;  // one after the other
+        Tensor active = embedding;  // which is written over it
+        Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // beside the image's way to the first residual block
         m->embedding_ready = on_side_stream([=, *this] {
@@ -1104,87 +1197,144 @@ struct EmbedBlock : Module {
             linear_forward(out, embedding, projections);
         });
     }
+
+    Tensor active = {}, dlinear2 = {}, dhidden = {};
+    void reserve_backward() {
+        active = take_tensor(1, E);
+        dlinear2 = take_tensor(1, E);
+        dhidden = take_tensor(1, E);
+    }
     void backward() {
-        Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
+        reserve_backward();
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        Linear projections = all_projections();
+        beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        beside(linear_backward_weight, linear2_layer, dlinear2, active);
         linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
+        beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
 
 #ifndef OTHER_NETWORK
 // ---- first convolution ------------------------------------------------------------------------------------
 struct ConvInBlock : Module {
+    static void declare(Plan* plan, const Config&, Block* block) {
+        add_layer(plan, *block, "", {block->O, block->C, 3, 3});
+    }
+
     Conv conv = layer<Conv>(0);
 
     void forward() { conv3x3_forward(out, x, conv); }
-    void backward() { on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); }); }
+    void backward() { beside(conv3x3_backward_weight, conv, dout, x.first, Rows()); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
-// h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
-// through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
-// many outputs modulate the second norm instead. With --resblock_updown some blocks change the size, of what
-// conv1 reads and of x. Kept for backward: h and the norms' statistics.
+// h = conv1(silu(norm1(x))) + embedding;  out = conv2(silu(norm2(h))) + skip(x)
+//
+// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
+// identity. --use_scale_shift_norm: the embedding, of twice as many channels, modulates norm2 instead.
+// --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
-    Tensor h = tensor(block.hidden, block.out_H, block.O);
-    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h, x.C());
-    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
-    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
-    bool adds_x = !widens && !resizes;  // to its output, as it is
-    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
-    // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
-    bool modulates = m->config.use_scale_shift_norm;
-    Rows emb = own_channels(output_of(m, m->plan.blocks[0], B));
-    bool drops = m->dropping && m->config.dropout > 0;
 
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int C = block->C + block->C2, O = block->O, projected = c.use_scale_shift_norm ? 2 * O : O;
+        add_layer(plan, *block, "in_layers.0.", {C}, INIT_ONES);
+        add_layer(plan, *block, "in_layers.2.", {O, C, 3, 3});
+        add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
+        for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
+        block->emb = plan->blocks[0].O;
+        plan->blocks[0].O += projected;
+        add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
+        add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+        if (C != O) add_layer(plan, *block, "skip_connection.", {O, C, 1, 1});
+    }
+
+    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
+    bool modulates = m->config.use_scale_shift_norm;
+    bool drops = m->dropping && m->config.dropout > 0;
+    bool adds_x = !widens && !resizes;  // the residual is x itself
+
+    Tensor h = take_from(&kept_hidden, block.out_H, block.O);
+    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
+    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
+    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
+    Rows embedding = own_channels(output_of(m, m->plan.blocks[0], B));
+
+    // The block's channels of block 0's output, or of its gradient.
     Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
+
     void drop(Tensor y) const {
         const Config& c = m->config;
         run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropping});
     }
 
-    void forward() {
-        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));
-        Tensor residual = adds_x ? x.first : out.with_channels(block.O);  // whose moments are still to come
-        Tensor normed1 = normed.with_channels(x.C()), normed2 = normed.with_channels(block.O);
-        Tensor before = resizes ? take_tensor(block.H, block.C) : normed1;
+    Tensor normed1 = {}, normed2 = {};  // what the convolutions read
+    Tensor before = {};                 // what norm1 writes, before it is resized
+
+    void reserve_forward() {
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // one after the other
+        normed1 = normed.with_channels(x.C());
+        normed2 = normed.with_channels(block.O);
+        before = resizes ? take_tensor(block.H, block.C) : normed1;
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
-        if (modulates) norm2.modulation = std::exchange(emb, {});
-        Event residual_ready;
-        if (widens) residual_ready = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
-        if (resizes) {
-            groupnorm_forward(before, norm1);
-            resize(normed1, before), resize(residual, x.first);
-        }
-        Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
+    }
+    void forward() {
+        reserve_forward();
+        Tensor residual = adds_x ? x.first : out.without_moments();
+
+        Event skipped;
+        if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
+
+        Joined input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
+        if (resizes) resize(residual, x.first);
         wait_for(m->embedding_ready);
-        conv3x3_forward(h, input1, conv1, {.emb = emb});
-        if (drops) {
-            groupnorm_forward(normed2, norm2);
-            drop(normed2);
-        }
-        Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
-        wait_for(residual_ready);
+        conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
+
+        if (modulates) norm2.modulation = embedding;
+        Joined input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
+        wait_for(skipped);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
-    void backward() {
-        Tensor dh = h;
-        Rows demb = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+    Tensor resized_norm1() const {
+        groupnorm_forward(before, norm1);
+        resize(normed1, before);
+        return normed1;
+    }
+    Tensor dropped_norm2() const {
+        groupnorm_forward(normed2, norm2);
+        drop(normed2);
+        return normed2;
+    }
+
+    // In backward a norm's input and output are made again where the gradient was, for the weight gradients:
+    //
+    // memory    holds, one after the other              is read last by
+    // normed2   d(norm2's output), norm2's output       conv2's weight gradient
+    // h         h, dh                                   conv1's weight gradient, as `late` is
+    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
+    // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
+    // dx        skip's input gradient, + norm1's        the block before
+    void reserve_backward() {
         norm1.sums = norm2.sums = take_sums(std::max(block.H, block.out_H), std::max(x.C(), block.O));
-        if (modulates) norm2.modulation = emb, norm2.dmodulation = std::exchange(demb, {});
-        // A norm's backward puts what was normed in place of the gradient that it reads.
-        Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
-        Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
-        Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
+        normed2 = take_tensor(block.out_H, block.O);
+        normed1 = take_late(block.out_H, x.C());
+        before = resizes ? take_tensor(block.H, block.C) : normed1;
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed2 = normed2, dh = h, dnormed1 = normed1, dbefore = before;
+        Rows dembedding = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+        if (modulates) {
+            norm2.modulation = embedding;
+            norm2.dmodulation = std::exchange(dembedding, {});
+        }
+
         conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
@@ -1192,12 +1342,13 @@ struct ResBlock : Module {
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        beside(conv3x3_backward_weight, conv2, dout, normed2, Rows());
+
         conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
             resize_backward(dx.first, dout, block.accumulate);
@@ -1207,36 +1358,58 @@ struct ResBlock : Module {
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, demb); });
+        beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
     }
 };
 
 // ---- attention block --------------------------------------------------------------------------------------
-// out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
+// out = x + projection(attention(qkv(norm(x))))
 struct AttentionBlock : Module {
     enum { ATT_NORM, ATT_QKV, ATT_PROJ };
-    Tensor qkv = tensor(block.hidden, block.H, 3 * block.C), joined = tensor(block.inner, block.H, block.C);
-    Norm norm = norm_of(ATT_NORM, x);
-    float* lse = (float*)(norm.affine + (size_t)B * block.C);
-    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
 
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int C = block->C;
+        double T = (double)block->H * block->H;
+        bool in_decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);
+        block->heads = heads_of(c, C, in_decoder);
+        add_layer(plan, *block, "norm.", {C}, INIT_ONES);
+        add_layer(plan, *block, "qkv.", {3 * C, C, 1});
+        add_layer(plan, *block, "proj_out.", {C, C, 1}, INIT_ZEROS);
+        plan->flops += 3.0 * 4 * T * T * C;  // scores, and their values
+    }
+
+    Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
+    Tensor joined = take_from(&kept_inner, block.H, block.C);  // the heads' outputs
+    Norm norm = norm_of(ATT_NORM, x);
+    float* lse = take<float>(&kept_stats, (size_t)B* block.heads* block.H* block.H);
+    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
+    Tensor normed = {};
+
+    void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
-        Tensor normed = take_tensor(block.H, block.C);
+        reserve_forward();
         groupnorm_forward(normed, norm);
         conv1x1_forward(qkv, normed, to_qkv);
         attention_forward(joined, lse, qkv, block.heads);
         conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
-    void backward() {
-        Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
-        Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
+
+    Tensor djoined = {}, dqkv = {};
+    void reserve_backward() {
+        djoined = take_tensor(block.H, block.C);
+        dqkv = take_late(block.H, 3 * block.C);
+        normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed = djoined;  // which is written over it
+        beside(conv1x1_backward_weight, projection, dout, joined);
         conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
         conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
+        beside(conv1x1_backward_weight, to_qkv, dqkv, normed);
     }
 };
 
@@ -1245,86 +1418,126 @@ struct AttentionBlock : Module {
 // w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
 // every other pixel of every other row of the convolution without a stride.
 struct ResampleBlock : Module {
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        std::string layer = block->kind == BLOCK_UP ? "conv." : "op.";
+        if (c.conv_resample) add_layer(plan, *block, layer, {block->O, block->C, 3, 3});
+    }
+
     bool convolves = block.num_params, up = block.out_H > block.H;
     Conv conv = convolves ? layer<Conv>(0) : Conv();
     int larger = std::max(block.H, block.out_H);
+    Tensor large = {}, dlarge = {};  // at the larger of the two sizes
 
+    void reserve_forward() {
+        if (convolves) large = take_tensor(larger, block.C);
+    }
     void forward() {
-        Tensor large = convolves ? take_tensor(larger, block.C) : Tensor();
+        reserve_forward();
         if (!convolves) {
             resize(out, x.first);
         } else if (up) {
             upsample_forward(large, x.first);
-            return conv3x3_forward(out, large, conv);
+            conv3x3_forward(out, large, conv);
+            return;  // the convolution has left the output's moments
         } else {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         }
         channel_moments(out);
     }
+
+    void reserve_backward() {
+        if (!convolves) return;
+        large = take_tensor(larger, block.C);
+        dlarge = take_tensor(larger, block.C);
+    }
     void backward() {
+        reserve_backward();
         if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
-        Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         Event weights_done;  // it reads scratch, and dout
         if (up) {
             upsample_forward(large, x.first);
-            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
             conv3x3_backward_input(dlarge, dout, conv);
             upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            weights_done = beside(conv3x3_backward_weight, conv, dlarge, x.first, Rows());
             conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
     }
 };
 
-// ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
+// ---- last block: out = conv(silu(norm(x))) ----------------------------------------------------------------
 struct OutBlock : Module {
     enum { OUT_NORM, OUT_CONV };
+
+    static void declare(Plan* plan, const Config&, Block* block) {
+        add_layer(plan, *block, "0.", {block->C}, INIT_ONES);
+        add_layer(plan, *block, "2.", {block->O, block->C, 3, 3}, INIT_ZEROS);
+    }
+
     Norm norm = norm_of(OUT_NORM, x);
     Conv conv = layer<Conv>(OUT_CONV);
+    Tensor normed = {};
 
+    void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
-        Tensor normed = take_tensor(block.H, block.C);
+        reserve_forward();
         groupnorm_forward(normed, norm);
         conv3x3_forward(out, normed, conv);
     }
-    void backward() {
-        Tensor normed = take_late(block.H, block.C);
+
+    void reserve_backward() {
+        normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        conv3x3_backward_input(dx.first, dout, conv, {.norm = norm});
-        groupnorm_backward(dx, normed, dx.first, norm);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed = dx.first;  // of the same size
+        conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
+        groupnorm_backward(dx, normed, dnormed, norm);
+        beside(conv3x3_backward_weight, conv, dout, normed, Rows());
     }
 };
+
+// use(std::type_identity<the struct of a kind>())
+static void with_kind(BlockKind kind, auto use) {
+    switch (kind) {
+        case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
+        case BLOCK_CONV_IN: return use(std::type_identity<ConvInBlock>());
+        case BLOCK_RES: return use(std::type_identity<ResBlock>());
+        case BLOCK_ATTENTION: return use(std::type_identity<AttentionBlock>());
+        case BLOCK_DOWN:
+        case BLOCK_UP: return use(std::type_identity<ResampleBlock>());
+        case BLOCK_OUT: return use(std::type_identity<OutBlock>());
+    }
+}
+// pass(module), the block under way.
+static void with_module(Model* m, const Block& block, int B, auto pass) {
+    with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
+}
 #endif
 
-// ==== 5  PLAN AND WALK =====================================================================================
+// ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Declares a parameter, as named_parameters() calls it.
-static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
-    Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
-    for (int size : shape) t.count *= size;
-    t.size = is_conv2d(t) ? (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3]
-                          : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
-    plan->num_parameters += t.count, plan->num_floats += t.size;
-    if (is_matrix(t)) plan->num_decayed += t.size;
-    plan->tensors.push_back(t);
-}
-
-// Gives every parameter its place: matrices first, as backward finishes their gradients, from the last block's
-// to the first's. Between the matrices and the other parameters lie those of the residual blocks' embedding
-// layers, which so are one layer, of which block 0 has all outputs. Files keep PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their
+// gradients: last block to first. The embedding layers of all residual blocks lie next to each other, so that
+// block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
+// PyTorch's order.
 static void place_parameters(Plan* plan) {
     size_t offset = 0;
     auto place = [&](bool matrix, bool joined, auto tensors) {
-        for (Parameter& t : tensors)
-            if (is_matrix(t) == matrix && t.joined == joined) t.offset = offset, offset += t.size;
+        for (Parameter& t : tensors) {
+            if (is_matrix(t) != matrix || t.joined != joined) continue;
+            t.offset = offset;
+            offset += t.size;
+        }
     };
     place(true, false, std::views::reverse(plan->tensors));
-    for (bool matrix : {true, false}) place(matrix, true, std::views::all(plan->tensors));
+    place(true, true, std::views::all(plan->tensors));
+    place(false, true, std::views::all(plan->tensors));
     place(false, false, std::views::all(plan->tensors));
 }
 
@@ -1334,38 +1547,83 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// The size of what blocks write, and every buffer's moments, from its first writer to its last reader.
-// Backward reads again what forward read, but for what resampling without weights reads and the embedding's
-// output that is only added. The network's own output stays for the caller.
+// Computes the live range of every buffer, in steps of the plan: from its first write to its last read.
+// Computes also the size of a block's output, its moments and its gradient; the others' come from
+// measure_buffers.
 static void time_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
-    auto during = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
+    auto live = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        int back = 2 * n - 1 - i;                        // the block's moment in backward
-        int kept = plan->training || i == 0 ? back : i;  // the embedding is still being made
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;  // the step of the block's backward
+        const int end = 2 * n;           // beyond the last step: for the caller
+        // Block 0 runs on the side stream, which is still at work when the main stream is at the next blocks.
+        const int kept = plan->training || i == 0 ? back : i;
+
         size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-        b.out = {0, aligned(B * pixels * padded(b.O) * sizeof(floatX)), i, i < n - 1 ? i : 2 * n};
-        if (i && i < n - 1 && c.norm_groups)  // a group norm reads `out`
-            b.moments = {0, aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2)), i, i};
-        if (plan->training)  // before the walk back the network's gradient is given; the ends' stay on
-            b.gradient = {0, b.out.bytes, back, i == n - 1 || i == 1 ? back + 1 : back};
-        during(&b.hidden, i, kept + (plan->training && b.emb >= 0));  // a gradient, read as `late` is
-        during(&b.inner, i, kept), during(&b.stats, i, kept);
-        during(&b.scratch_forward, i, i), during(&b.scratch_backward, back, back);
-        during(&b.late, back, back + 1);
+        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+        live(&b.out, i, is_last ? end : i);
+        if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
+            b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
+            live(&b.moments, i, i);
+        }
+        // The only weight gradient of the first and of the last convolution reads the output's gradient, and
+        // may go on beside the next block's backward.
+        if (plan->training) {
+            b.gradient.bytes = b.out.bytes;
+            live(&b.gradient, back, is_last || i == 1 ? back + 1 : back);
+        }
+        live(&b.hidden, i,
+             kept + (plan->training && b.emb >= 0));  // h becomes dh, which is read as `late` is
+        live(&b.inner, i, kept);
+        live(&b.stats, i, kept);
+        live(&b.scratch_forward, i, i);
+        live(&b.scratch_backward, back, back);
+        live(&b.late, back, back + 1);
+
+        // What the block reads lives as long. Backward reads it again, but for what resampling without
+        // weights reads, and for the embedding where it is only added.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool once = !b.num_params || (!source && !c.use_scale_shift_norm);
-            read.out.last = std::max(read.out.last, once ? i : kept);
+            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            read.out.last = std::max(read.out.last, again ? kept : i);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
     }
 }
 
-// Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
+static void with_module(Model* m, const Block& block, int B, auto pass);
+// Measures what blocks keep and their scratch: constructs each block over arenas that only count, and has it
+// reserve its memory as forward and backward do. Nothing is launched.
+static void measure_buffers(Plan* plan, const Config& c) {
+    Model m = Model();
+    m.config = c;
+    m.plan = *plan;
+    m.counts = true;
+    for (Block& block : plan->blocks) {
+        with_module(&m, block, plan->batch, [&](auto constructed) {
+            block.hidden.bytes = constructed.kept_hidden.used;
+            block.inner.bytes = constructed.kept_inner.used;
+            block.stats.bytes = constructed.kept_stats.used;
+            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            constructed.reserve_forward();
+            block.scratch_forward.bytes = m.scratch.used;
+        });
+        if (!plan->training) continue;
+        with_module(&m, block, plan->batch, [&](auto constructed) {
+            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            constructed.reserve_backward();
+            block.scratch_backward.bytes = m.scratch.used;
+            block.late.bytes = m.late.used;
+        });
+    }
+}
+
+// Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same
+// step.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
@@ -1381,168 +1639,118 @@ static void place_buffers(Plan* plan) {
 
 static Plan make_plan(const Config& c, int batch, bool training);
 #ifndef OTHER_NETWORK
-// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
-// counts the memory it works in; take() stops the program where that is too little for its scratch. Operations
-// are those of every product forward, and as many for each of its two gradients. The block comes with its kind
-// and O, and with skip and out_H where it has a skip or changes the size.
+// Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it
+// reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    bool embeds = block.kind == BLOCK_EMBED, follows = !embeds && block.kind != BLOCK_CONV_IN;
-    if (follows) block.input = (int)plan->blocks.size() - 1;
-    block.C = follows ? plan->blocks.back().O : embeds ? c.num_channels : c.in_channels;
-    block.H = follows ? plan->blocks.back().out_H : embeds ? 1 : c.image_size;
-    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
+    block.C = block.kind == BLOCK_EMBED ? c.num_channels : c.in_channels;
+    block.H = block.kind == BLOCK_EMBED ? 1 : c.image_size;
+    if (block.kind != BLOCK_EMBED && block.kind != BLOCK_CONV_IN) {
+        block.input = (int)plan->blocks.size() - 1;
+        block.C = plan->blocks.back().O;
+        block.H = plan->blocks.back().out_H;
+    }
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
     }
     if (!block.out_H) block.out_H = block.H;
-    int C = block.C, K = C + block.C2, O = block.O;
-    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
-    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
-    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
-    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
-    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
-    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
-    size_t& late = block.late.bytes;
-    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
+
     block.param = (int)plan->tensors.size();
-    int products = block.input < 0 ? 2 : 3;  // of its first layer: what nothing comes before has no gradient
-    // a weight and its bias; `layer` is empty or ends in a dot
-    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
-        layer = name + "." + layer;
-        add_parameter(plan, layer + "weight", shape, init);
-        double pixels = shape.size() == 2 ? 1 : (double)out_T;  // that the weight meets; an embedding's: one
-        if (shape.size() > 1)
-            plan->flops += products * 2.0 * (double)plan->tensors.back().count * pixels, products = 3;
-        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
-    };
-    switch (block.kind) {
-        case BLOCK_EMBED:
-            add_layer("0.", {O, C});
-            add_layer("2.", {O, O});
-            if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, O}, INIT_NORMAL);
-            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
-            block.O = 0;  // residual blocks add theirs
-            break;
-        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
-        case BLOCK_RES:
-            add_layer("in_layers.0.", {K}, INIT_ONES);
-            add_layer("in_layers.2.", {O, K, 3, 3});
-            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
-            for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
-            block.emb = plan->blocks[0].O, plan->blocks[0].O += (int)plan->tensors.back().count;
-            add_layer("out_layers.0.", {O}, INIT_ONES);
-            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
-            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
-            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
-            backward = hidden + resized + aligned(float2s * std::max(K, O));
-            break;
-        case BLOCK_ATTENTION:
-            add_layer("norm.", {K}, INIT_ONES);
-            add_layer("qkv.", {3 * K, K, 1});
-            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
-            block.heads = heads_of(c, K, decoder);
-            plan->flops += 3.0 * 4 * (double)T * (double)T * C;  // scores, and their values
-            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
-            backward = inner + aligned(float2s * C);
-            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
-            break;
-        case BLOCK_DOWN:
-        case BLOCK_UP:
-            if (!c.conv_resample) break;
-            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
-            forward = bytes_of(B * larger * C), backward = 2 * forward;
-            break;
-        case BLOCK_OUT:
-            add_layer("0.", {K}, INIT_ONES);
-            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
-            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
-            break;
-    }
+    with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { Kind::declare(plan, c, &block); });
     block.num_params = (int)plan->tensors.size() - block.param;
-    if (!plan->training) backward = late = 0;
     plan->blocks.push_back(block);
 }
 
+// The UNet: a level is num_res_blocks residual blocks, each of which may be followed by attention. The
+// encoder goes down from level to level; each of its groups' outputs is a skip, which the decoder reads on
+// its way up.
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
-    int each = c.num_res_blocks + 1, count = list_length(c.channel_mult) * each;  // groups of a level, of all
-    int width = level_width(c, 0), part = 0;
-    std::vector<int> skips;
-    std::string group;  // of blocks, which it numbers
-    auto add = [&](BlockKind kind, int skip = -1) {
-        int H = plan.blocks.back().out_H, out_H = kind == BLOCK_UP ? 2 * H : kind == BLOCK_DOWN ? H / 2 : 0;
-        if (out_H && c.resblock_updown) kind = BLOCK_RES;
-        add_block(&plan, c, text("%s.%d", group.c_str(), part++),
-                  {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
+    const int levels = list_length(c.channel_mult);
+    int width = level_width(c, 0);
+    std::vector<int> skips;  // blocks
+    std::string group;       // of blocks, which it numbers
+    int part = 0, outputs = 0;
+
+    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto last_size = [&] { return plan.blocks.back().out_H; };
+    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
+        Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
+        add_block(&plan, c, text("%s.%d", group.c_str(), part++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
-        if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
+        if (attends(c, last_size())) add(BLOCK_ATTENTION);
     };
+    auto add_resampling = [&](BlockKind kind, int out_H) {
+        add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
+    };
+    auto begin_input_group = [&] { begin_group(text("input_blocks.%zu", skips.size())); };
+    auto end_input_group = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int i = 0; i < count; i++) {
-        group = text("input_blocks.%d", i), part = 0;
-        if (i % each) add_residual();
-        else add(i ? BLOCK_DOWN : BLOCK_CONV_IN);
-        width = level_width(c, i / each);
-        skips.push_back((int)plan.blocks.size() - 1);
+
+    begin_input_group();
+    add(BLOCK_CONV_IN);
+    end_input_group();
+    for (int level = 0; level < levels; level++) {
+        width = level_width(c, level);
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            begin_input_group();
+            add_residual();
+            end_input_group();
+        }
+        if (level == levels - 1) break;
+        begin_input_group();
+        add_resampling(BLOCK_DOWN, last_size() / 2);
+        end_input_group();
     }
-    group = "middle_block", part = 0;
-    for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
-    for (int i = count - 1; i >= 0; i--) {  // which input group's output is read
-        group = text("output_blocks.%d", count - 1 - i), part = 0;
-        width = level_width(c, i / each);
-        add_residual(skips[i]);
-        if (i && i % each == 0) add(BLOCK_UP);
+
+    begin_group("middle_block");
+    add(BLOCK_RES);
+    add(BLOCK_ATTENTION);
+    add(BLOCK_RES);
+
+    for (int level = levels - 1; level >= 0; level--) {
+        width = level_width(c, level);
+        for (int i = 0; i <= c.num_res_blocks; i++) {
+            begin_group(text("output_blocks.%d", outputs++));
+            add_residual(skips.back());
+            skips.pop_back();
+            if (level && i == c.num_res_blocks) add_resampling(BLOCK_UP, 2 * last_size());
+        }
     }
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
+
     place_parameters(&plan);
     time_buffers(&plan, c);
+    measure_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }
-
-// ---- walk -------------------------------------------------------------------------------------------------
-// pass(module) with the struct of the block's kind.
-static void with_module(Model* m, const Block& block, int B, auto pass) {
-    switch (block.kind) {
-        case BLOCK_EMBED: return pass(EmbedBlock{{m, block, B}});
-        case BLOCK_CONV_IN: return pass(ConvInBlock{{m, block, B}});
-        case BLOCK_RES: return pass(ResBlock{{m, block, B}});
-        case BLOCK_ATTENTION: return pass(AttentionBlock{{m, block, B}});
-        case BLOCK_DOWN:
-        case BLOCK_UP: return pass(ResampleBlock{{m, block, B}});
-        case BLOCK_OUT: return pass(OutBlock{{m, block, B}});
-    }
-}
 #endif
 
-static void with_module(Model* m, const Block& block, int B, auto pass);
-static Arena part_of_arena(const Model* m, const Buffer& b) { return {m->arena + b.offset, b.bytes, 0}; }
-
+// ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     m->first = first;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
-        m->scratch = part_of_arena(m, block.scratch_forward);
+        m->scratch = arena_of(m, block.scratch_forward);
         with_module(m, block, B, [](auto module) { module.forward(); });
     }
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
-// go on beside the block that follows in backward; the others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
+// may go on beside the block that follows in backward; the others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
-        m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
+        m->scratch = arena_of(m, block.scratch_backward), m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
         wait_for(event_before(newest_event));
@@ -2009,8 +2217,8 @@ struct StepState {
     int accepted;      // and no outliers: the weights may be updated
     int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sums of their samples' mean squared errors, unweighted; their numbers
-    float quartiles[8] = {};
+    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
@@ -2052,12 +2260,14 @@ template <typename T> struct UpdateWeights {
         size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
+
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
-        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i), m_n = load<4>(m + i),
-                         v_n = load<4>(v + i);
+        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
+        Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
         Vector<T, 4> working_n;
+
         for (int j = 0; j < 4; j++) {
             float g = g_n.of[j] * a.clip;
             m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
@@ -2065,8 +2275,11 @@ template <typename T> struct UpdateWeights {
             w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
             working_n.of[j] = (T)w_n.of[j];
         }
-        store(w + i, w_n), store(m + i, m_n), store(v + i, v_n);
+        store(w + i, w_n);
+        store(m + i, m_n);
+        store(v + i, v_n);
         if (working) store(working + i, working_n);
+
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
             for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
@@ -2093,18 +2306,25 @@ struct AddGradients {
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return c.lr;
-    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
-    return c.lr *
-           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
+
+    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
+    double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
+    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;
+    double last = c.final_lr_fraction;
+    return c.lr * (last + (1 - last) * falling);
 }
 
-// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
+// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up by the updates among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
-    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
-          correction2 = (float)(1 - pow((double)c.beta2, n));
-    AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
+    double n = (double)(updates + 1);
+    AdamW a = {.lr = (float)learning_rate(c, s),
+               .weight_decay = c.weight_decay,
+               .beta1 = c.beta1,
+               .beta2 = c.beta2,
+               .eps = c.adam_eps,
+               .correction1 = (float)(1 - pow((double)c.beta1, n)),
+               .correction2 = (float)(1 - pow((double)c.beta2, n))};
+    double rising = 1 - pow(1 + n, -0.75);
     for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
@@ -2123,16 +2343,26 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     int count = h->seen < WINDOW ? h->seen : WINDOW;
-    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
-                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
-                    is_outlier(norm, h->norms, count, c.skip_outliers));
-    state->loss = loss, state->norm = norm;
+    bool outlier = false;
+    if (c.skip_outliers > 0 && count >= WINDOW_LEAST)
+        outlier = is_outlier(loss, h->losses, count, c.skip_outliers) ||
+                  is_outlier(norm, h->norms, count, c.skip_outliers);
+
+    state->loss = loss;
+    state->norm = norm;
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
     state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
-    if (state->accepted) h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
-    else if (state->finite) h->skipped++;
-    if (state->finite) state->step++;
+
+    if (!state->finite) return;
+    state->step++;
+    if (outlier) {
+        h->skipped++;
+    } else {
+        h->losses[h->seen % WINDOW] = loss;
+        h->norms[h->seen % WINDOW] = norm;
+        h->seen++;
+    }
 }
 
 // ==== 8  TRAINING ==========================================================================================
@@ -2352,7 +2582,8 @@ struct BatchSource {
     float drop = 0;
 };
 
-// A step begins: the state's update; an item is a sample: timestep, image (-1 - image: mirrored) and label.
+// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, and
+// computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2361,14 +2592,16 @@ struct BeginStep {
 
     size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
+        const BatchSource& s = source;
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
-        const BatchSource& s = source;
+
         uint64_t n = (uint64_t)step * s.batch + b;
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
+
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
@@ -2384,9 +2617,13 @@ struct LoadImages {
 
     size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
-        int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
-        if (chosen < 0) chosen = -1 - chosen, e += W - 1 - 2 * (e % W);  // mirrored
-        size_t at = (size_t)chosen * image + e;
+        int W = source.size, elements = source.channels * W * W;
+        int image = sources[i / elements], e = i % elements;
+        if (image < 0) {  // mirrored
+            image = -1 - image;
+            e += W - 1 - 2 * (e % W);
+        }
+        size_t at = (size_t)image * elements + e;
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
 };
@@ -2406,6 +2643,7 @@ struct FinishStep {
     HOST_DEVICE void operator()(Team team) const {
         enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
+
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
@@ -2418,9 +2656,12 @@ struct FinishStep {
             sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
+
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-        UNROLLED_FOR (int i = 0; i < 8; i++)
-            state->quartiles[i] = (float)(sums[QUARTILES + i] / (i < 4 ? loss.pixels * loss.channels : 1));
+        UNROLLED_FOR (int q = 0; q < 4; q++) {
+            state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
+            state->quartile_counts[q] = (float)sums[COUNTS + q];
+        }
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
@@ -2434,27 +2675,33 @@ static std::atomic<int> stop_requested = 0, stop_asked = 0;
 struct Trainer {
     Model model = Model();
     Dataset images, validation;
+
+    // what the run starts from, and what is said of it
+    std::vector<long> checkpoints;     // that lay there when the run was configured
+    WeightsFile start = {};            // without a path: the run starts from fresh weights
+    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
+    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> notes;    // what was assumed of the classes
+
+    // what the device reads and writes in a step
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     Graph graph;                                  // of a step
-    std::vector<long> checkpoints;  // that lay there when the run was configured
-    WeightsFile start = {};         // that the run starts from; without a path: from fresh weights
-    long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
-    long begun = 0;                 // steps given to the device
-    long step = 0;                  // optimiser steps done, as far as the host knows
-    float smoothed = 0;             // running mean of the loss, without those of skipped steps
+
+    // where the run is
+    long begun = 0;                // steps given to the device
+    long step = 0;                 // optimiser steps done, as far as the host knows
+    long saved = 0, sampled = -1;  // steps of the newest checkpoint and grid of pictures
+    float smoothed = 0;            // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> notes;    // what was assumed of the classes
-    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
     // StepState's of the steps since the last line of the log, added up
-    std::array<double, 8> quartiles = {};
+    std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
 // All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
@@ -2474,16 +2721,26 @@ static void prepare_steps(Trainer* t) {
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
-    BatchSource* source = &t->source;
-    source->bytes = for_device(data.bytes), source->floats = for_device(data.floats);
-    source->order = t->order.get(), source->count = data.count, source->slots = slots;
-    source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
-    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
-    if (m->labels) source->labels = for_device(data.labels);
-    source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
+    t->source = {.bytes = for_device(data.bytes),
+                 .floats = for_device(data.floats),
+                 .order = t->order.get(),
+                 .count = data.count,
+                 .slots = slots,
+                 .batch = c.batch_size,
+                 .size = c.image_size,
+                 .channels = c.in_channels,
+                 .flip = c.flip,
+                 .diffusion_steps = c.diffusion_steps,
+                 .seed = c.seed,
+                 .no_class = c.num_classes,
+                 .drop = c.cond_drop_prob};
+    if (m->labels) t->source.labels = for_device(data.labels);
+
     StepState state = StepState();
-    state.step = t->begun = t->step, state.history = t->history;
+    state.step = t->step;
+    state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
+    t->begun = t->step;
     t->epochs = t->step * c.batch_size / data.count;
 }
 
@@ -2599,20 +2856,29 @@ static void begin_next_step(Trainer* t) {
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
+
+    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     launch_graph(&t->graph, [&] { enqueue_step(t); });
-    backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
-    record_event((int)(t->begun++ % STEPS_IN_FLIGHT));
+    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
+    record_event(slot);
+    t->begun++;
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    synchronize_event((int)(t->step % STEPS_IN_FLIGHT));
-    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
-    t->step += result.finite;
-    t->history = result.history;
+    int slot = (int)(t->step % STEPS_IN_FLIGHT);
+    synchronize_event(slot);
+    const StepState& result = t->results[slot];
+
     if (result.stop) stop_requested = stop_asked = 1;
-    for (int i = 0; result.finite && i < 8; i++) t->quartiles[i] += result.quartiles[i];
+    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    t->history = result.history;
+    if (!result.finite) return result;
+    t->step++;
+    for (int q = 0; q < 4; q++) {
+        t->quartile_sums[q] += result.quartile_sums[q];
+        t->quartile_counts[q] += result.quartile_counts[q];
+    }
     return result;
 }
 
@@ -2667,6 +2933,7 @@ static double validation_loss(Trainer* t) {
     std::vector<int> timesteps(most);
     std::vector<double> sums(batches);
     auto [begin, end] = share_of(batches, world.rank);
+
     use_weights(m, chosen_weights(m));
     for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, t->validation.count - first);
@@ -2676,10 +2943,12 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+
         add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
         BatchLoss loss = batch_loss(m, B);
         run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+
         std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
         backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
         sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
@@ -2944,8 +3213,10 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
 // Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
 static double time_step(Config config, int batch, double seconds) {
     Trainer t;
-    config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
+    config.batch_size = batch;
+    config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
+
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
@@ -3446,24 +3717,28 @@ static void save_samples(Trainer* t) {
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
     if (steps > 1)
         printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
                1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
     printf("\n");
+
     auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
     auto best = std::ranges::min_element(t.validated, {}, finite);
-    if (best != t.validated.end() && std::isfinite(best->second))
+    if (best != t.validated.end() && std::isfinite(best->second)) {
+        bool kept = file_exists(checkpoint_path(c.out_dir, best->first));
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
-               file_exists(checkpoint_path(c.out_dir, best->first)) ? "there" : "not kept");
+               kept ? "there" : "not kept");
+    }
+
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./" PROGRAM " --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
     if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
@@ -3512,8 +3787,42 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, end += seconds, log_start += seconds; }
+
+    void pause(double seconds) {
+        start += seconds;
+        end += seconds;
+        log_start += seconds;
+    }
 };
+
+// What the log says of a step, besides its result.
+struct StepReport {
+    double ms;  // a mean since the line before
+    double images_per_s;
+    double lr;
+};
+
+// A line of metrics.jsonl.
+static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
+    static const double peak = backend_peak() * world.size;
+    double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
+    std::string each, mfu, quartiles;
+    if (world.size > 1) each = text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    if (peak) mfu = text(", \"mfu\": %.4f", tflops / peak);
+
+    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
+    for (int q = 0; q < 4; q++)
+        quartiles += (q ? ", " : "") + json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    t->quartile_sums = t->quartile_counts = {};
+
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, report.lr, report.ms,
+                     report.images_per_s, each.c_str(), tflops, mfu.c_str(),
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+}
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
@@ -3523,72 +3832,79 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double now = pace->end = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak() * world.size;
-    bool shares = world.size > 1;
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
+    StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
+
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (logs)
         printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
-               result.norm, lr, ms, images_per_s);
-    if (logs && shares) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
+               result.norm, report.lr, ms, report.images_per_s);
+    if (logs && world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
-    printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
-    pace->logged = t->step, pace->log_start = now;
-    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
-    std::string quartiles;
-    for (int q = 0; q < 4; q++)
-        quartiles += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
-    t->quartiles = {};
-    std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
-                     each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+
+    if (t->history.skipped) printf(" | %d skipped", t->history.skipped);
+    printf("\n");
+    pace->logged = t->step;
+    pace->log_start = now;
+    log_step(t, result, report);
+}
+
+// Whether what comes every so many steps comes after this one.
+static bool is_due(long step, int every) { return every && step % every == 0; }
+
+// What a stop or a crash came before: the validation and the pictures that were due when the run ended.
+static void catch_up(Trainer* t) {
+    const Config& c = t->model.config;
+    bool ended = t->step == t->start.config.steps;
+    auto lacks = [&](bool here) { return of_ranks(&t->model, !here)[0]; };  // rank 0's answer
+    if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
+        lacks(t->validated.contains(t->step)))
+        validate(t);
+    if ((ended || is_due(t->step, c.sample_every)) && lacks(file_exists(samples_path(c.out_dir, t->step))))
+        save_samples(t);
+    fflush(stdout);
+}
+
+// The step up to which the device is kept busy: not past one after which the host works with the weights.
+static long last_to_begin(const Trainer& t) {
+    const Config& c = t.model.config;
+    long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) last = std::min(last, (t.step / every + 1) * every);
+    return last;
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->step == t->start.config.steps;
-        if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
-            validate(t);
-        if ((ended || due(c.sample_every)) && finds(!file_exists(samples_path(c.out_dir, t->step))))
-            save_samples(t);
-        fflush(stdout);
-    }
+    if (t->step && c.resume_given) catch_up(t);
+
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
-        // the device is kept busy, but not past a step after which the host works with the weights
-        long busy = std::min(t->step + STEPS_IN_FLIGHT, (long)c.steps);
-        for (int every : {c.save_every, c.sample_every, t->validation.count ? c.val_every : 0})
-            if (every) busy = std::min(busy, (t->step / every + 1) * every);
-        while (t->begun < busy) begin_next_step(t);
+        while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
         fflush(stdout);
+
         double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
+        if (t->validation.count && (is_due(t->step, c.val_every) || t->step == c.steps)) validate(t);
+        if (is_due(t->step, c.save_every)) save(t);
+        if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
-    double seconds = pace.end - pace.start;
+
     if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || finds(!file_exists(checkpoint_path(c.out_dir, t->step)))) save(t);
+    double seconds = pace.end - pace.start;
+    std::string checkpoint = checkpoint_path(c.out_dir, t->step);
+    bool saved = t->saved == t->step && of_ranks(&t->model, file_exists(checkpoint))[0];
+    if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
     print_summary(*t, pace.first, seconds);
 }
@@ -3761,8 +4077,7 @@ static void backend_init() {
     for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ends)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
 }
 static std::string backend_name() {
