@@ -4547,10 +4547,10 @@ struct NormGrid {
 // belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
 struct NormWork {
     int b, t, stride, c;
-    int block, slab, channels;     // the block's number in its slab, the slab's first channel, its channels
-    int group_size, g0, groups;    // channels in a group; the slab's first group, and how many it has
-    size_t at, at_joined;          // the thread's first element in its tensor of x, and in one of all channels
-    int step, step_joined;         // elements from one of its pixels to the next
+    int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
+    int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
+    size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
+    int step, step_joined;       // elements from one of its pixels to the next
     // Divisions are few and unsigned: a small norm takes as long as this and the sums that follow.
     __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
         const unsigned T = norm.x.first.T(), C = norm.x.C();
@@ -5536,6 +5536,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
         __syncthreads();
     }
+
     // Where a chunk, counted from `first`, lies: in which tensor of x, and from which of its channels on.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
@@ -5548,6 +5549,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             x.data + c, x.C, c < x.C ? g.M() : 0,
             [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
     };
+
     // Loads a tap's weights for the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
     auto load_b = [&](int stage, int chunk, int tap) {
         constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
@@ -5567,6 +5569,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+
     // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
     // early.
     struct Step {
@@ -5589,6 +5592,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         __pipeline_commit();
         early.next();
     };
+
     for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
     UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
     for (; step.chunk < chunks; step.next()) {
@@ -5938,7 +5942,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     };
     if (TAPS > 1) {
         for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
-        locate(first), locate(first + 1);
+        locate(first);
+        locate(first + 1);
         __syncthreads();
     }
     const int row = tid / ROW, v = tid % ROW;
@@ -5955,6 +5960,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
             [&](int i) { return pixel(row + i); });
     };
+
     WeightProduct<Tile> product;
     // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
     // write one row, because neither split nor set ever goes down.
@@ -5965,7 +5971,10 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
         });
     };
-    for (int s = 0; s < STAGES - 1; s++) load(first + s), __pipeline_commit();
+    for (int s = 0; s < STAGES - 1; s++) {
+        load(first + s);
+        __pipeline_commit();
+    }
     for (int tile = first; tile < last; tile++) {
         __pipeline_wait_prior(STAGES - 2);
         __syncthreads();  // this tile has arrived, and every thread is done with the one before
@@ -5973,12 +5982,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         __pipeline_commit();
         locate(tile + 2);
         auto& stage = shared.stages[(tile - first) % STAGES];
-        if (sums_bias && tile == (set + 1) * set_tiles) flush_sums(), set++;
+        if (sums_bias && tile == (set + 1) * set_tiles) {
+            flush_sums();
+            set++;
+        }
         product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
                          sums_bias);
     }
     __pipeline_wait_prior(0);
     if (sums_bias) flush_sums();
+
     float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
     product.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o >= O || c0 + c >= channels) return;
@@ -6082,7 +6095,8 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Row
     const int O = dout.C;
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
-    dout = shaped(dout, TAPS), x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
+    dout = shaped(dout, TAPS);
+    x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
 
@@ -6166,7 +6180,10 @@ struct Barrier {
 template <int N> struct RingBarriers {
     Barrier full[N], empty[N];
     __device__ void init(int readers) {
-        for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
+        for (int i = 0; i < N; i++) {
+            full[i].init(1);
+            empty[i].init(readers);
+        }
     }
 };
 // Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. A thread that fills
@@ -6443,9 +6460,12 @@ template <class Tile> struct HopperGemmBlock {
 #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
             const int row = first_row + i * STEP, y = row / Tile::PATCH.width, x = row % Tile::PATCH.width;
-            left |= (x == 0) << i, right |= (x == Tile::PATCH.width - 1) << i;
-            top |= (y == 0) << i, bottom |= (y == Tile::PATCH.height - 1) << i;
+            left |= (x == 0) << i;
+            right |= (x == Tile::PATCH.width - 1) << i;
+            top |= (y == 0) << i;
+            bottom |= (y == Tile::PATCH.height - 1) << i;
         }
+
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
             const Pixel at = Tile::origin(g.patch, tile);
@@ -6627,7 +6647,10 @@ template <class Tile> struct HopperEpilogue {
             UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][row_of(e)] += c[e];
         add_up(sum);
         if (!Tile::TRANSPOSED) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+                sum[i][0] /= 128 / images;
+                sum[i][1] /= 128 / images;
+            }
             UNROLLED_FOR (int e = 0; e < 64; e++) {
                 float distance = c[e] - sum[image_of(e)][row_of(e)];
                 product[image_of(e)][row_of(e)] += distance * distance;
@@ -6656,7 +6679,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     auto& shared = *(typename Tile::Shared*)hopper_shared;
     HopperGemmBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
-        shared.patch.init(1), shared.stage.init(1);
+        shared.patch.init(1);
+        shared.stage.init(1);
         for (Barrier& barrier : shared.ping_pong) barrier.init(1);
         for (Barrier& normed : shared.normed) normed.init(128);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -6672,16 +6696,23 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
-        if (block.splits > 1) cluster_barrier(), cluster_barrier();  // as in combine
+        if (block.splits > 1) {  // as in combine
+            cluster_barrier();
+            cluster_barrier();
+        }
         return;
     }
 
     // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
     if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
+
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
-    auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
+    auto skip = [&](int tiles) {
+        patch.skip(tiles * (chunks + 1));
+        stage.skip(tiles * chunks * Tile::TAPS);
+    };
     skip(block.warpgroup);
     int parity = block.warpgroup == 0;  // of its ping-pong barrier: the first comes at once
     for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
@@ -6803,7 +6834,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         shared.ring.init(WARPGROUPS);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
-    if (threadIdx.x < 60)
+    if (threadIdx.x < 60)  // see Tile::Shared
         shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
     fence_shared();
     __syncthreads();
@@ -6880,9 +6911,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
                 }
         }
     };
+
     // All warpgroups read dout; the first sums it.
     if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
     else multiply(std::false_type());
+
     float* to = g.partial ? g.partial + split * g.count() : g.dw;
     UNROLLED_FOR (int i = 0; i < 48; i++) {
         int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
@@ -6914,7 +6947,10 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
             float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
                        (warpgroups == 3 ? 0.75f : 0.3f);
             if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
-            if (us < least) least = us, best_warpgroups = warpgroups, g.splits = splits;
+            if (us >= least) continue;
+            least = us;
+            best_warpgroups = warpgroups;
+            g.splits = splits;
         }
     }
     launch_weight_sums(g, best_warpgroups == 3 ? launch_hopper_weight_tile<HopperWeightTile<3>>
