@@ -176,14 +176,13 @@ static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
 static void append(std::vector<double>* numbers, const Beginning& p) {
-    numbers->insert(numbers->end(),
-                    {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
     numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
-    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x, s.guidance});
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x});
 }
 static void append(std::vector<double>* numbers, const SamplerState& s) {
     numbers->push_back(s.done);
@@ -195,7 +194,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
                                      a.correction1, a.correction2});
     numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
     numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm});
-    numbers->insert(numbers->end(), s.quartiles, s.quartiles + 8);
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
     numbers->insert(numbers->end(), {(double)s.history.skipped, (double)s.history.seen});
     numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
     numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
@@ -259,40 +259,57 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, launched)                                                                               \
-    typedef side::Tensor Tensor;                                                                           \
-    typedef side::Joined Joined;                                                                           \
-    template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
-        side::conv3x3_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
-        side::conv1x1_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
-        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
-        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
-        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
-    }                                                                                                      \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
-        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
-    }                                                                                                      \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
-    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
-    static constexpr auto attention_forward = side::attention_forward;                                     \
-    static constexpr auto attention_backward = side::attention_backward;                                   \
+#define LAYERS_OF(side, launched)                                                                \
+    typedef side::Tensor Tensor;                                                                 \
+    typedef side::Joined Joined;                                                                 \
+    template <int TAPS> using Product = side::Product<TAPS>;                                     \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
+    }                                                                                            \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
+    }                                                                                            \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
+    static constexpr auto attention_forward = side::attention_forward;                           \
+    static constexpr auto attention_backward = side::attention_backward;                         \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
+
+// A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
+// splits there are.
+static int forced_tile = -1, forced_splits = 0;
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
+    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
+    if (forces && choice.kernel != gpu::PORTABLE_128x16) {
+        const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+    }
+    gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
+}
 
 static void at_once(auto launches) { launches(); }
 
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+        launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+        launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
+    }
+    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+        gpu::groupnorm_forward(normed, norm);
+        return normed;
+    }
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -302,6 +319,19 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
+    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+        cpu::conv3x3_forward(out, x, layer, options);
+    }
+    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+        cpu::conv1x1_forward(out, x, layer, options);
+    }
+    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
+        cpu::conv3x3_backward_input(dx, dout, layer, options);
+    }
+    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+        cpu::conv1x1_backward_input(dx, dout, layer, options);
+    }
+    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -373,10 +403,6 @@ static void check(const std::string& layer, const std::string& shape, const std:
 }
 
 // ---- matrix products --------------------------------------------------------------------------------------
-
-static std::string forced() {
-    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
-}
 
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS> struct Weights {
@@ -902,23 +928,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
 
     Output input_output = {&input, KEPT, "input", LIMIT};
     std::vector<Beginning> noises = begin_with(consecutive(41, B));
-    noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
+    noises.back() = {4000000000u, 0};
     Pair<Beginning> begins(noises);
-    Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
+    Floats saved(n);
     Pair<SamplerState> sampler(std::vector<SamplerState>(1));
-    bool keeps = predict != PREDICT_EPS;
+    bool clamps = true;
+    float guidance = 2.5f;
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
-                                                 on(out),
-                                                 on(input) + n,
-                                                 on(out) + n,
-                                                 channels,
-                                                 on(x),
-                                                 on(saved),
-                                                 on(begins),
-                                                 on(limits),
-                                                 on(sampler),
-                                                 on(known, keeps)};
+        return Drawing<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
+                                                 .out = on(out),
+                                                 .channels = channels,
+                                                 .clamps = clamps,
+                                                 .guidance = guidance,
+                                                 .x = on(x),
+                                                 .saved = on(saved),
+                                                 .begins = on(begins),
+                                                 .state = on(sampler)};
     };
     auto check_update = [&](const char* name) {
         check(name, shape,
@@ -932,16 +957,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
-        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
-            s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
-            s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
+        for (bool within : {true, false}) {
+            SamplerStep s = {9, 500, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            clamps = within;
+            guidance = within ? 2.5f : 1;
+            s.widest = within && channels <= PIXEL / 2 ? 0.7f : 0;
             sampler.host[0] = {.done = 6, .step = s};
             x.upload(), sampler.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
-                  [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
-            limits.upload();
             check_update("update pictures");
         }
     for (bool training : {true, false}) {
@@ -2514,26 +2536,22 @@ static void test_sampling() {
     bool same = true;
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
-                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(with(
-            with(toy_flags(), {{"sample_steps", "5"}, {"strip", "3"}, {"predict", "v"}, {"ema_rate", "0"}}),
-            how));
+                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
+        Config config =
+            config_of(with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip) &&
+            std::vector<float> pictures, one;
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false) &&
                     draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
-            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
-                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
-                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
         }
         double error = error_of(drawn[0], drawn[1]);
@@ -3602,10 +3620,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
-        const float* sums = state.quartiles;
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state.quartiles[4 + q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -3800,18 +3818,17 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         config.spacing = c.arg(8);
         std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
-        std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        std::vector<float> x(B * image), input(x), out(x), saved(x);
         SamplerState state = {};
-        Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
-                                  out.data(),
-                                  nullptr,
-                                  nullptr,
-                                  3,
-                                  x.data(),
-                                  saved.data(),
-                                  begins.data(),
-                                  limits.data(),
-                                  &state};
+        Drawing<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                  .out = out.data(),
+                                  .channels = 3,
+                                  .clamps = config.threshold == THRESHOLD_CLAMP,
+                                  .guidance = 1,
+                                  .x = x.data(),
+                                  .saved = saved.data(),
+                                  .begins = begins.data(),
+                                  .state = &state};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
@@ -3824,7 +3841,6 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0[i]);
             }
             state.step = s;
-            cpu::run(ThresholdLimits<float>{drawing});
             cpu::run(UpdatePictures<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
@@ -4028,9 +4044,9 @@ static void test_microbatch(double limit) {
             };
             worse(&losses, fabs(last.loss / whole.loss - 1));
             worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
-            std::vector<double> sums(whole.quartiles, whole.quartiles + 4);
-            worse(&quartiles, error_of(last.quartiles, sums.data(), 4));
-            for (int q = 0; q < 4; q++) less &= last.quartiles[4 + q] == whole.quartiles[4 + q];
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
