@@ -10,7 +10,7 @@
 namespace cpu {
 
 // ---- the specification ------------------------------------------------------------------------------------
-// Sums are doubles, and each output is one statement.
+// Sums are doubles. Sizes, and what accumulates, are as the declarations in train_unet.cu say.
 namespace plain {
 
 inline void each_pixel(Tensor x, auto work) {
@@ -22,7 +22,7 @@ inline void each_pixel(Tensor x, auto work) {
 inline float& at(Tensor x, int b, int h, int w, int c) {
     return x.data[(((size_t)b * x.H + h) * x.W + w) * x.C + c];
 }
-// An image is surrounded by zeros.
+// The same, and zero outside the image.
 inline double padded(Tensor x, int b, int h, int w, int c) {
     bool inside = h >= 0 && h < x.H && w >= 0 && w < x.W;
     return inside ? at(x, b, h, w, c) : 0;
@@ -722,7 +722,7 @@ struct Planes {
     float* end() const { return data + ELEMENTS * size; }
 };
 
-// Tile t of all images' and its upper left pixel. The last ones of an image may lie half outside.
+// Tile t, counted over all images, and its upper left pixel. An image's last tiles may lie half outside.
 struct WinogradTile {
     int b, row, column;
     WinogradTile(Tensor x, int t) {
@@ -784,10 +784,8 @@ struct Winograd {
     Range inputs;
     int outputs = 0, band = 0;
 
-    static const int FLOATS = THREAD_FLOATS - 2 * PLANE_GAPS;
+    static const int FLOATS = THREAD_FLOATS - 3 * PLANE_GAPS;
     static_assert((ELEMENTS + TAPS) * MAX_INPUTS * TILE_COLUMNS <= FLOATS, "the fewest outputs fit");
-    static_assert(ELEMENTS * (MAX_INPUTS * TILE_COLUMNS + TILE_ROWS * (MAX_INPUTS + TILE_COLUMNS)) <= FLOATS,
-                  "the smallest band fits");
 
     void choose_sizes() {
         const int C = inputs.count();
@@ -797,6 +795,7 @@ struct Winograd {
         const int left = FLOATS - ELEMENTS * C * outputs;
         const int tiles = left / (ELEMENTS * (round_up(C, VECTOR) + outputs));
         band = std::min(tiles / TILE_ROWS * TILE_ROWS, (int)MAX_BAND);
+        assert(band > 0);
     }
     void run() const {
         each_tile(
@@ -851,7 +850,7 @@ struct Winograd {
                 store_tile(products, (size_t)i * n, WinogradTile(out, some.first + i), o);
         }
     }
-    // The products' row at `at` belongs to the tile.
+    // In each of the products' planes the tile's row begins at `at`.
     void store_tile(Planes products, size_t at, WinogradTile tile, Range o) const {
         float* pixels[TILE_PIXELS];
         const float* residuals[TILE_PIXELS];
@@ -889,7 +888,7 @@ static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward op
     }
 }
 
-// A piece of dw, of outputs o and inputs c, from some of the tiles. FILTER_TILES are transformed at a time.
+// Writes a piece of dw, outputs o and inputs c, as the sum over some tiles. FILTER_TILES are transformed at a time.
 enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 128, MAX_PARTIALS = 8 };
 static_assert(FILTER_OUTPUTS % TILE_COLUMNS + FILTER_INPUTS % TILE_COLUMNS == 0);
 static_assert(ELEMENTS * (FILTER_OUTPUTS * FILTER_INPUTS + FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS)) +
@@ -918,13 +917,13 @@ static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range
             REGISTER_FOR (int i = 0; i < TAPS; i++) store_some(to + i * x.C, taps[i], c.count() - column);
         }
 }
-// Each thread owns a piece of dw and goes through all pixels. Where a small dw has few pieces, through some of the
-// pixels, and the partial sums are added up at the end.
+// Each thread owns a piece of dw and goes through all pixels. A small dw has few pieces: then each is made several
+// times, from other pixels, and these partial sums are added up at the end.
 static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
     const int C = x.C, O = dout.C, tiles = WinogradTile::count(x);
     const size_t size = (size_t)O * TAPS * C;
     const int partials = std::clamp((int)(SHARED_FLOATS / size), 1, std::min((int)MAX_PARTIALS, tiles));
-    float* sums = partials > 1 ? cpu_workspace : dw;  // (partials, O, 9, C)
+    float* sums = partials > 1 ? cpu_workspace : dw;  // (partials, O, 3, 3, C)
     auto first_tile = [=](int partial) { return (int)((size_t)tiles * partial / partials); };
 
     each_tile(ceil_div(O, FILTER_OUTPUTS) * partials, 1, C, FILTER_INPUTS, [&](int i, int, int c0, int c1) {
