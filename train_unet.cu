@@ -3501,16 +3501,18 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
                            " has a --guidance_interval, which is generate.py's: grids are guided throughout");
 }
 
-// Each rank has as many of the parts that a batch goes through the network in: see sum_of_ranks.
+// Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
 static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit(ranks + 0u))
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
-    int part = microbatch_of(*c), parts = ceil_div(batch, part), fit = 1 << std::countr_zero(parts + 0u);
-    if (parts % ranks)
+
+    int microbatch = microbatch_of(*c), count = ceil_div(batch, microbatch);
+    int most_ranks = 1 << std::countr_zero(count + 0u);
+    if (count % ranks)
         fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
-             batch, part, parts, ranks, fit);
+             batch, microbatch, count, ranks, most_ranks);
 }
 
 // Which rows of the weights' table of classes a new run keeps, and what is said of it.
