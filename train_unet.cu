@@ -548,8 +548,7 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct JoinedOf {
     TensorOf<Real> first, second;
-    // (B, C), where the tensor is still to be normed by whoever reads it: see Norm.affine. Null where it is
-    // not.
+    // (B, C), where whoever reads the tensor is to norm it: see Norm.affine. Null where it is read as it is.
     const float2* affine;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
@@ -557,8 +556,7 @@ template <typename Real> struct JoinedOf {
     // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Channel c of a pixel, counted through all images; its moments in a part, counted through all images,
-    // too.
+    // Channel c of a pixel, and its moments in a part. Pixels and parts are counted through all images.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
@@ -1099,7 +1097,7 @@ static Tensor unet_input(const Model* m, int B) {
 }
 
 // A block under way, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
-//   declare             its parameters, in the order of PyTorch's named_parameters(), and operations beside products
+//   declare             its parameters, in the order of PyTorch's named_parameters()
 //   the members         what forward keeps for backward, taken from the buffers `hidden`, `inner` and `stats`
 //   reserve_forward     the scratch of forward, and then forward itself
 //   reserve_backward    the scratch of backward, and then backward itself
