@@ -175,14 +175,15 @@ enum {
 static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
-static void append(std::vector<double>* numbers, const Beginning& p) {
+static void append(std::vector<double>* numbers, const SampleSpec& p) {
     numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
-    numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
+    numbers->insert(numbers->end(), {t.alpha, t.sigma, t.target_eps, t.target_x0, t.weight,
+                                     t.posterior_log_variance_clipped, t.log_variance_range, t.mean_error});
 }
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
-    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x});
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.update.x});
 }
 static void append(std::vector<double>* numbers, const SamplerState& s) {
     numbers->push_back(s.done);
@@ -857,20 +858,20 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor dx = {on(dout), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
         on.run(SiluBackward<typename decltype(on)::T>{.dx = dx, .dout = dx, .x = from});
     });
-    std::vector<Beginning> pictures = begin_with(consecutive(0, ceil_div(B, 2)));
+    std::vector<SampleSpec> pictures = specs_of(consecutive(0, ceil_div(B, 2)));
     for (size_t i = 0; i < pictures.size(); i++) pictures[i].label = (int)(i * i % 7);
-    Pair<Beginning> begins(pictures);
+    Pair<SampleSpec> begins(pictures);
     std::vector<int> some_labels = some_timesteps(B);
     for (int& label : some_labels) label %= 8;
     Pair<int> labels(some_labels);
     Pair<SamplerStep> sampler(std::vector<SamplerStep>{{.timestep = 5}, {.number = 2, .timestep = 731}});
     Pair<SamplerState> state(std::vector<SamplerState>{{.done = 1, .step = {}}});
-    check("tell the network", shape,
+    check("set the model's inputs", shape,
           {{&t, WRITTEN, "timesteps", EXACT},
            {&labels, WRITTEN, "labels", EXACT},
            {&state, KEPT, "state", EXACT}},
           [&](auto on) {
-              on.run(TellNetwork{on(state), on(t), on(labels), on(sampler), on(begins), B,
+              on.run(SetModelInputs{on(state), on(t), on(labels), on(sampler), on(begins), B,
                                  (int)pictures.size(), 7});
           });
     Layer table((size_t)8 * C), rows((size_t)B * C);
@@ -901,9 +902,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     int channels = 1 + predict % 4;
     Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n), losses((size_t)B * loss_parts(H * W));
     std::vector<Timestep> timesteps;
+    // the two parts of the target that `predict` names
+    auto eps_part = [&](float alpha) { return predict == PREDICT_EPS ? 1 : predict == PREDICT_V ? alpha : 0; };
+    auto x0_part = [&](float sigma) { return predict == PREDICT_EPS ? 0 : predict == PREDICT_V ? -sigma : 1; };
     for (int i = 0; i < 1000; i++)
         timesteps.push_back(
-            {0.3f + 0.001f * i, 0.9f - 0.0007f * i, -3 - 0.005f * i, 0.3f, 0.1f, 0.5f + 0.001f * i});
+            {0.3f + 0.001f * i, 0.9f - 0.0007f * i, eps_part(0.3f + 0.001f * i), x0_part(0.9f - 0.0007f * i),
+             0.5f + 0.001f * i, -3 - 0.005f * i, 0.3f, 0.1f});
     Pair<Timestep> chain(timesteps);
     Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
@@ -915,11 +920,10 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
               on.run(AddNoise<typename decltype(on)::T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                                         .target = on(target),
                                                         .images = on(images),
-                                                        .chain = on(chain),
+                                                        .schedule = on(chain),
                                                         .timesteps = on(t),
                                                         .step = with_state ? &on(state)->step : nullptr,
                                                         .first = 5,
-                                                        .predict = predict,
                                                         .channels = channels,
                                                         .offset_noise = 0.3f,
                                                         .seed = 77});
@@ -927,22 +931,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     target.upload();
 
     Output input_output = {&input, KEPT, "input", LIMIT};
-    std::vector<Beginning> noises = begin_with(consecutive(41, B));
+    std::vector<SampleSpec> noises = specs_of(consecutive(41, B));
     noises.back() = {4000000000u, 0};
-    Pair<Beginning> begins(noises);
+    Pair<SampleSpec> begins(noises);
     Floats saved(n);
     Pair<SamplerState> sampler(std::vector<SamplerState>(1));
     bool clamps = true;
     float guidance = 2.5f;
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
+        return SampleBatch<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
                                                  .out = on(out),
                                                  .channels = channels,
                                                  .clamps = clamps,
                                                  .guidance = guidance,
                                                  .x = on(x),
                                                  .saved = on(saved),
-                                                 .begins = on(begins),
+                                                 .specs = on(begins),
                                                  .state = on(sampler)};
     };
     auto check_update = [&](const char* name) {
@@ -951,17 +955,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                {&saved, KEPT, "saved", FLOAT_LIMIT},
                {&sampler, KEPT, "state", EXACT},
                input_output},
-              [&](auto on) { on.run(UpdatePictures<typename decltype(on)::T>{drawing(on)}); });
+              [&](auto on) { on.run(UpdateSamples<typename decltype(on)::T>{drawing(on)}); });
     };
-    sampler.host[0] = {.done = 0, .step = {.sigma = 1}};
+    sampler.host[0] = {.done = 0, .step = {.update = {.noise = 1}}};
     sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
         for (bool within : {true, false}) {
-            SamplerStep s = {9, 500, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            SamplerStep s = {9, 500, 1.1f, -0.4f, {0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f}};
             clamps = within;
             guidance = within ? 2.5f : 1;
-            s.widest = within && channels <= PIXEL / 2 ? 0.7f : 0;
+            s.max_log_sigma_ratio = within && channels <= PIXEL / 2 ? 0.7f : 0;
             sampler.host[0] = {.done = 6, .step = s};
             x.upload(), sampler.upload();
             check_update("update pictures");
@@ -2537,8 +2541,8 @@ static void test_sampling() {
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
                       Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
-        Config config =
-            config_of(with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
+        Config config = config_of(
+            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
@@ -2546,8 +2550,8 @@ static void test_sampling() {
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
             std::vector<float> pictures, one;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false) &&
-                    draw_pictures(&m, &one, begin_with({102}), false);
+            same &= sample(&m, &pictures, specs_of({100, 5, 102, 7}), false) &&
+                    sample(&m, &one, specs_of({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
@@ -2751,7 +2755,8 @@ static std::string use_file(const Victim& v, bool read_data) {
     Plan plan = make_plan(file.config, 1, false);
     if (!file.sections.contains("weights") || file.step < 0) return "no weights or a negative step";
     for (const SamplerStep& s : make_sampler(file.config))
-        if (!std::isfinite(s.from_x + s.from_out + s.to_x0 + s.to_x)) return "a sampler that is no numbers";
+        if (!std::isfinite(s.x0_from_x + s.x0_from_out + s.update.x0 + s.update.x))
+            return "a sampler that is no numbers";
     std::string written = config_text(file.config), again = test_folder + "/config_of_file.txt";
     write_whole(again, std::vector<char>(written.begin(), written.end()), written.size());
     if (config_text(given_config(read_config_file(again))) != written) return "a configuration that changes";
@@ -3614,7 +3619,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
                            no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         std::vector<Timestep> chain;
-        for (float weight : c.floats("weights")) chain.push_back({0, 0, 0, 0, 0, weight});
+        for (float weight : c.floats("weights")) {
+            chain.push_back({});
+            chain.back().weight = weight;
+        }
         BatchLoss loss = {losses.data(), t.data(), chain.data(), B, n / PIXEL, PIXEL, T};
         cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
         StepState state = StepState();
@@ -3781,15 +3789,18 @@ static void twin_case(const Case& c, Verdict* v) {
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
         config.zero_terminal_snr = c.arg(2);
-        std::vector<double> abar = make_abar(config);
-        for (size_t t = 0; t < n; t++)
-            v->note(text("t = %zu", t), values[t] ? fabs(abar.at(t) / values[t] - 1) : abar.at(t));
-        wrong = abar.size() != n;
+        std::vector<NoiseLevel> schedule = make_schedule(config);
+        for (size_t t = 0; t < n; t++) {
+            double abar = pow(schedule.at(t).alpha, 2), rest = pow(schedule.at(t).sigma, 2);
+            v->note(text("t = %zu", t), values[t] ? fabs(abar / values[t] - 1) : abar);
+            v->note(text("t = %zu, sigma", t), fabs(rest - (1 - values[t])));
+        }
+        wrong = schedule.size() != n;
     } else if (c.is("weights")) {  // args: T, schedule, predict; reals: gamma
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
         config.predict = c.arg(2), config.min_snr_gamma = (float)c.at("reals")[0];
-        std::vector<Timestep> chain = make_chain(config);
+        std::vector<Timestep> chain = make_timesteps(config);
         for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(chain.at(t).weight / values[t] - 1));
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();
@@ -3802,7 +3813,7 @@ static void twin_case(const Case& c, Verdict* v) {
             const SamplerStep& s = steps[i];
             const double* r = &values[6 * i];
             differ(s.timestep, r[0]);
-            const float ours[] = {s.from_x, s.from_out, s.to_x0, s.to_x, s.sigma};
+            const float ours[] = {s.x0_from_x, s.x0_from_out, s.update.x0, s.update.x, s.update.noise};
             for (int k = 0; k < 5; k++)
                 v->note(text("step %zu, number %d", i, k),
                         fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
@@ -3815,23 +3826,23 @@ static void twin_case(const Case& c, Verdict* v) {
         config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
         config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
         int B = 2, H = c.arg(7), image = PIXEL * H * H;
-        std::vector<double> abar = make_abar(config);
+        std::vector<NoiseLevel> schedule = make_schedule(config);
         config.spacing = c.arg(8);
-        std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
+        std::vector<SampleSpec> begins = specs_of({c.word(9), c.word(10)});
         std::vector<float> x(B * image), input(x), out(x), saved(x);
         SamplerState state = {};
-        Drawing<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
-                                  .out = out.data(),
-                                  .channels = 3,
-                                  .clamps = config.threshold == THRESHOLD_CLAMP,
-                                  .guidance = 1,
-                                  .x = x.data(),
-                                  .saved = saved.data(),
-                                  .begins = begins.data(),
-                                  .state = &state};
+        SampleBatch<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                      .out = out.data(),
+                                      .channels = 3,
+                                      .clamps = config.threshold == THRESHOLD_CLAMP,
+                                      .guidance = 1,
+                                      .x = x.data(),
+                                      .saved = saved.data(),
+                                      .specs = begins.data(),
+                                      .state = &state};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
-            double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
+            auto [a, b] = schedule[t];
             std::vector<double> x0 = c.has("pictures") ? ideal_x0(input, a, b, B, c.at("pictures"))
                                                        : made_up_x0(input, t, config.diffusion_steps);
             for (size_t i = 0; i < x.size(); i++) {
@@ -3841,7 +3852,7 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0[i]);
             }
             state.step = s;
-            cpu::run(UpdatePictures<float>{drawing});
+            cpu::run(UpdateSamples<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
         for (size_t i = 0; i < n && !wrong; i++) {

@@ -52,7 +52,7 @@
 //   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -181,7 +181,7 @@ static int list_length(const auto& list) { return (int)(std::find(list, std::end
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // Guided, the network has each picture twice: with its class and without.
-static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
+static int samples_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -1029,10 +1029,10 @@ struct Model : OptimiserMemory {
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
-    struct Timestep* chain;              // (diffusion_steps): of the noising chain
-    struct SamplerStep* sampler;         // every step from noise to a picture, in order
-    struct SamplerState* sampler_state;  // where the pictures being drawn are among them
-    struct Beginning* begins;            // (B): theirs
+    struct Timestep* schedule;           // (diffusion_steps)
+    struct SamplerStep* sampler;         // every step from noise to a sample, in order
+    struct SamplerState* sampler_state;  // where the batch being sampled is among them
+    struct SampleSpec* specs;            // (B): what its samples come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
     std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
@@ -1777,50 +1777,123 @@ static void unet_backward(Model* m, int B, float* dw) {
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
 // ---- schedules --------------------------------------------------------------------------------------------
-// The products abar_t = prod (1 - beta) of a chain of T steps. Linear: Ho et al. (2020), section 4, stretched
-// to other T as guided-diffusion does; cosine: Nichol and Dhariwal, "Improved DDPM" (2021), equation 17. Zero
-// terminal SNR: sqrt(abar) shifted so that its last is 0 and scaled so that its first stays, algorithm 1 of
-// Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
-static std::vector<double> make_abar(const Config& c) {
-    int T = c.diffusion_steps, schedule = c.noise_schedule;
-    std::vector<double> abar(T);
-    auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
-    for (int t = 0; t < T; t++) {
-        double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;  // below 1: see check_config
-        double beta = schedule == SCHEDULE_LINEAR ? first + (last - first) * t / (T - 1)
-                                                  : std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
-        abar[t] = (t ? abar[t - 1] : 1) * (1 - beta);
-    }
-    double first = sqrt(abar[0]), last = sqrt(abar[T - 1]);
-    for (int t = 0; t < T && c.zero_terminal_snr; t++)
-        abar[t] = pow((sqrt(abar[t]) - last) * first / (first - last), 2);
-    return abar;
+// How much of the image and of the noise there is: x_t = alpha x0 + sigma eps, equation 4 of Ho et al.
+// (2020).
+struct NoiseLevel {
+    double alpha, sigma;
+};
+
+// The sigma of Karras et al. (2022), infinite where nothing of the image is left.
+static double noise_ratio(NoiseLevel level) { return level.sigma / level.alpha; }
+
+// The variance of the noise between a level and a noisier one: beta where alpha^2 + sigma^2 = 1.
+static double transition_variance(NoiseLevel less, NoiseLevel more) {
+    double ratio = more.alpha / less.alpha;
+    return more.sigma * more.sigma - ratio * ratio * less.sigma * less.sigma;
 }
 
-// What is known of a timestep: sqrt(abar), sqrt(1 - abar); for --learn_sigma the logarithm of the variance of
-// the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), of step 1 for step 0, which has none; how
-// much larger that of beta_t is; and the mean's error where the prediction's is 1. And what its loss counts
-// for. Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023): the error in x0
-// counts min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps is SNR times that in x0, in v
-// SNR + 1 times, and counts so much less. gamma = 0: all alike.
-struct Timestep {
-    float signal, noise, log_least, log_range, mean_error, weight;
-};
-static std::vector<Timestep> make_chain(const Config& c) {
-    std::vector<double> abar = make_abar(c);
-    std::vector<Timestep> chain;
-    for (int t = 0; t < c.diffusion_steps; t++) {
-        double a = abar[t], before = t ? abar[t - 1] : 1, beta = 1 - a / before, snr = a / (1 - a);
-        int u = std::max(t, 1);
-        double least = (1 - abar[u] / abar[u - 1]) * (1 - abar[u - 1]) / (1 - abar[u]);
-        bool eps = c.predict == PREDICT_EPS, v = c.predict == PREDICT_V;
-        double x0_error = eps ? -sqrt((1 - a) / a) : v ? -sqrt(1 - a) : 1;
-        double gamma = c.min_snr_gamma, times = eps ? snr : v ? snr + 1 : 1;
-        double weight = gamma > 0 ? std::min(snr, gamma) / times : 1;
-        chain.push_back({(float)sqrt(a), (float)sqrt(1 - a), (float)log(least), (float)log(beta / least),
-                         (float)(beta * sqrt(before) / (1 - a) * x0_error), (float)weight});
+// Ho et al. (2020), section 4, stretched to other T as guided-diffusion does. It stays below 1: see
+// check_config.
+static double linear_beta(int t, int T) {
+    double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;
+    return first + (last - first) * t / (T - 1);
+}
+
+// Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
+static double cosine_beta(int t, int T) {
+    auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
+    return std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
+}
+
+// Alpha is shifted so that its last is 0 and scaled so that its first stays: algorithm 1 of Lin et al.,
+// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
+static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
+    double first = schedule->front().alpha, last = schedule->back().alpha;
+    for (NoiseLevel& level : *schedule) {
+        level.alpha = (level.alpha - last) * first / (first - last);
+        level.sigma = sqrt(1 - level.alpha * level.alpha);
     }
-    return chain;
+}
+
+// The level of each timestep, from the least noise to the most. A schedule that is no product of betas pushes
+// its own pairs: flow matching's are {1 - s, s}, EDM's {1, s} / hypot(1, s).
+static std::vector<NoiseLevel> make_schedule(const Config& c) {
+    int T = c.diffusion_steps;
+    std::vector<NoiseLevel> schedule;
+    double abar = 1;  // alpha^2
+    for (int t = 0; t < T; t++) {
+        abar *= 1 - (c.noise_schedule == SCHEDULE_LINEAR ? linear_beta(t, T) : cosine_beta(t, T));
+        schedule.push_back({sqrt(abar), sqrt(1 - abar)});
+    }
+    if (c.zero_terminal_snr) rescale_to_zero_terminal_snr(&schedule);
+    return schedule;
+}
+
+// What the network predicts: eps times the noise + x0 times the image. Another prediction is one line here:
+// flow matching's, eps - x0, is {1, -1}.
+struct Target {
+    double eps, x0;
+};
+static Target target_at(int predict, NoiseLevel level) {
+    switch (predict) {
+        case PREDICT_EPS: return {1, 0};
+        case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho (2022), appendix D
+        default: return {0, 1};
+    }
+}
+
+// What a prediction says of the image: x0 = x times the noised image + out times the prediction. It solves
+// the equations of NoiseLevel and Target.
+struct Denoiser {
+    double x, out;
+};
+static Denoiser denoiser_at(int predict, NoiseLevel level) {
+    Target target = target_at(predict, level);
+    double determinant = level.alpha * target.eps - level.sigma * target.x0;
+    return {target.eps / determinant, -level.sigma / determinant};
+}
+
+// A timestep as training needs it. Of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), it
+// has the logarithm of the variance (timestep 0, which has none, has that of 1), by how much that of beta is
+// larger, and the error of the mean where that of the prediction is 1.
+struct Timestep {
+    float alpha, sigma;                                                    // of the NoiseLevel
+    float target_eps, target_x0;                                           // of the Target
+    float weight;                                                          // of the squared error
+    float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
+};
+
+static std::vector<Timestep> make_timesteps(const Config& c) {
+    std::vector<NoiseLevel> schedule = make_schedule(c);
+    auto beta_at = [&](int t) {
+        return transition_variance(t ? schedule[t - 1] : NoiseLevel{1, 0}, schedule[t]);
+    };
+    std::vector<Timestep> timesteps;
+    for (int t = 0; t < c.diffusion_steps; t++) {
+        NoiseLevel level = schedule[t];
+        double variance = level.sigma * level.sigma, alpha_before = t ? schedule[t - 1].alpha : 1;
+        Target target = target_at(c.predict, level);
+        double x0_error = denoiser_at(c.predict, level).out;
+
+        // Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023): the squared
+        // error of x0 counts min(SNR, gamma). gamma = 0: that of the prediction counts 1.
+        double snr = level.alpha * level.alpha / variance;
+        double weight =
+            c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) * x0_error * x0_error : 1;
+
+        int clipped = std::max(t, 1);
+        double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
+        double posterior_variance = beta_at(clipped) * ratio * ratio;
+        timesteps.push_back({.alpha = (float)level.alpha,
+                             .sigma = (float)level.sigma,
+                             .target_eps = (float)target.eps,
+                             .target_x0 = (float)target.x0,
+                             .weight = (float)weight,
+                             .posterior_log_variance_clipped = (float)log(posterior_variance),
+                             .log_variance_range = (float)log(beta_at(t) / posterior_variance),
+                             .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error)});
+    }
+    return timesteps;
 }
 
 // ---- noising ----------------------------------------------------------------------------------------------
@@ -1841,18 +1914,17 @@ struct FourPixels {
     }
 };
 
-// x_t = sqrt(abar) x0 + sqrt(1 - abar) eps, equation 4 of Ho et al.; target = eps, or v = sqrt(abar) eps -
-// sqrt(1 - abar) x0 of Salimans and Ho, "Progressive Distillation" (2022), appendix D, or x0. Offset noise:
-// eps has offset_noise times another normal, one for a channel's pixels: a picture's mean is learnt too.
+// x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps has offset_noise times another
+// normal, one for a channel's pixels, so that an image's mean is learnt too.
 template <typename T> struct AddNoise {
     TensorOf<T> x_t;
-    float* target;          // (B, H, W, PIXEL)
-    const float* images;    // (B, C, H, W): x0
-    const Timestep* chain;  // (diffusion_steps)
-    const int* timesteps;   // (B)
-    const int64_t* step;    // null: validation, whose noise never changes, without offset
-    int first;              // sample of the batch
-    int predict, channels;
+    float* target;             // (B, H, W, PIXEL)
+    const float* images;       // (B, C, H, W): x0
+    const Timestep* schedule;  // (diffusion_steps)
+    const int* timesteps;      // (B)
+    const int64_t* step;       // null: validation, whose noise never changes, without offset
+    int first;                 // sample of the batch
+    int channels;
     float offset_noise;
     uint32_t seed;
 
@@ -1860,8 +1932,8 @@ template <typename T> struct AddNoise {
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
         uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
-        const Timestep at = chain[timesteps[four.b]];
-        float alpha = at.signal, sigma = at.noise, offset = step ? offset_noise : 0, shift[4] = {};
+        const Timestep at = schedule[timesteps[four.b]];
+        float offset = step ? offset_noise : 0, shift[4] = {};
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
         Vector<T, MAX_CHANNELS> noised[4] = {};
         Vector<float, MAX_CHANNELS> wanted[4] = {};
@@ -1872,10 +1944,8 @@ template <typename T> struct AddNoise {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                noised[i].of[c] = (T)(alpha * x0 + sigma * eps);
-                wanted[i].of[c] = predict == PREDICT_EPS ? eps
-                                  : predict == PREDICT_V ? alpha * eps - sigma * x0
-                                                         : x0;
+                noised[i].of[c] = (T)(at.alpha * x0 + at.sigma * eps);
+                wanted[i].of[c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
             }
         }
         UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
@@ -1891,9 +1961,9 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 
 // Where the squared errors of B samples of H W pixels go, and what they count for.
 struct BatchLoss {
-    float* parts;                     // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;   // (B)
-    const Timestep* chain = nullptr;  // (diffusion_steps): w_b = chain[t_b].weight
+    float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;  // (B)
+    const Timestep* schedule = nullptr;  // (diffusion_steps): w_b = schedule[t_b].weight
     int B, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
@@ -1901,30 +1971,37 @@ struct BatchLoss {
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
 // number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
-struct BoundTerm {
-    float value, slope;  // by the log of the variance, or by z
+struct ValueAndSlope {
+    float value, slope;  // the slope by the logarithm of the variance, or by z
 };
-// Of two Gaussians: the second's mean is off by `error`, its log variance larger by `above`.
-HOST_DEVICE static inline BoundTerm divergence(float error, float log_variance, float above) {
+
+// Of two Gaussians: the mean of the second is off by `error`, its logarithm of the variance is larger by
+// `above`.
+HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
 }
-// A Gaussian's distribution function, nearly (Page, 1977), as the official models have it.
-HOST_DEVICE static inline BoundTerm cumulative(float z) {
+
+// A Gaussian's distribution function, nearly (Page, 1977).
+HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
     const float k = 1.5957691f;  // sqrt(8 / pi)
     float below = sigmoid(k * (z + 0.044715f * z * z * z));
     return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
 }
-// At t = 0: -log of the probability of x0's byte; black's and white's have all that is darker or brighter.
-// Where both sides count, the mean is put above x0, so that no two numbers near 1 are subtracted.
-HOST_DEVICE static inline BoundTerm surprise(float x0, float error, float log_variance) {
+
+// The term of t = 0: the byte of x0 has the probability between its edges, black and white all that is darker
+// or brighter. Where both edges count, the mean is put above x0, so that no two numbers near 1 are
+// subtracted.
+HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
+                                                                            float log_variance) {
     bool black = x0 < -0.999f, white = x0 > 0.999f;
     float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
-    BoundTerm within = cumulative(upper), below = black || white ? BoundTerm{0, 0} : cumulative(lower);
+    ValueAndSlope within = approx_standard_normal_cdf(upper), below = {0, 0};
+    if (!black && !white) below = approx_standard_normal_cdf(lower);
     float p = within.value - below.value;
-    if (p < 1e-12f) return {-logf(1e-12f), 0};
-    return {-logf(p), 0.5f * (within.slope * upper - below.slope * lower) / p};
+    if (p < 1e-12f) return {logf(1e-12f), 0};
+    return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
 // The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
@@ -1945,7 +2022,7 @@ template <typename T> struct PredictionLoss {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.chain[t].weight;
+        float scale = (float)(2.0 / batch.elements()) * batch.schedule[t].weight;
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -1955,15 +2032,20 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep of_t = batch.chain[t];
-                float above = 0.5f * ((float)out[at] + 1) * of_t.log_range;
-                float error = of_t.mean_error * ((float)out[at - C] - target[at - C]),
-                      log_variance = of_t.log_least + above;
-                size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
-                BoundTerm term =
-                    t ? divergence(error, log_variance, above) : surprise(images[pixel], error, log_variance);
+                const Timestep timestep = batch.schedule[t];
+                float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
+                float log_variance = timestep.posterior_log_variance_clipped + above;
+                float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
+                ValueAndSlope term;
+                if (t) {
+                    term = normal_kl(error, log_variance, above);
+                } else {
+                    size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
+                    term = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
+                    term = {-term.value, -term.slope};
+                }
                 bound += (Sum)(bits * term.value);
-                gradient = 0.5f * of_t.log_range * term.slope * (float)(bits / batch.elements());
+                gradient = 0.5f * timestep.log_variance_range * term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
@@ -1976,19 +2058,21 @@ template <typename T> struct PredictionLoss {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
-// A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
-// the picture, the noisy picture x and what an earlier call saved,
-//   x0 = clamp(from_x x + from_out out)
-//   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
-// with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
-// number 0, calls nothing: x becomes noise.
+// What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
+// fresh noise. It saves x0 itself, but in the first of Heun's two calls.
+struct SampleUpdate {
+    float x0 = 0, x = 0, saved = 0, noise = 0;
+    float save_x0 = 1, save_x = 0;
+};
+
+// A call of the network, and what follows from its answer. The first step, number 0, calls nothing: x becomes
+// noise.
 struct SamplerStep {
-    uint32_t number = 0;  // of those that follow, counted from 1
-    int timestep = -1;    // what the network is told; -1: it is not called
-    float from_x = 0, from_out = 0;
-    float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
-    float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
-    float widest = 0;
+    uint32_t number = 0;                   // of those that follow, counted from 1
+    int timestep = -1;                     // what the network is given; -1: it is not called
+    float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
+    SampleUpdate update = {};
+    float max_log_sigma_ratio = 0;  // a learned sigma of the noise is up to exp(this) times as large
 };
 
 // By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
@@ -1997,9 +2081,6 @@ static int spacing_of(const Config& c) {
     if (c.spacing != SPACING_AUTO) return c.spacing;
     return second_order ? SPACING_TRAILING : SPACING_UNIFORM;
 }
-
-// The noise as a multiple of the signal: sigma of Karras et al. (2022).
-static double noise_ratio(double abar) { return sqrt((1 - abar) / abar); }
 
 // guided-diffusion's space_timesteps(T, [count]): the first and the last among them. One alone is the last,
 // the noisiest, from which a single step makes the mean of all pictures.
@@ -2018,16 +2099,17 @@ static std::vector<int> trailing_timesteps(int T, int count) {
     return timesteps;
 }
 
-// Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the chain's least noise, to
-// that of timestep 0; of each the nearest timestep, by its logarithm, that is not taken. The first is T - 1.
-static std::vector<int> karras_timesteps(const std::vector<double>& abar, int count) {
-    int t = (int)abar.size() - 1;
+// Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the schedule's largest, to
+// that of timestep 0. Each becomes the nearest timestep, by its logarithm, that is not taken. The first is T
+// - 1.
+static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
+    int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
-    double most = pow(std::min(noise_ratio(abar[t]), 80.0), 1.0 / 7),
-           least = pow(noise_ratio(abar[0]), 1.0 / 7);
+    double most = pow(std::min(noise_ratio(schedule[t]), 80.0), 1.0 / 7);
+    double least = pow(noise_ratio(schedule[0]), 1.0 / 7);
     for (int i = 1; i < count; i++) {
         double wanted = 7 * log(most + (least - most) * i / (count - 1));
-        auto distance = [&](int t) { return fabs(log(noise_ratio(abar[t])) - wanted); };
+        auto distance = [&](int t) { return fabs(log(noise_ratio(schedule[t])) - wanted); };
         int behind = count - 1 - i;  // timesteps that still need a place
         for (t--; t > behind && distance(t - 1) <= distance(t); t--) continue;
         timesteps.push_back(t);
@@ -2037,92 +2119,93 @@ static std::vector<int> karras_timesteps(const std::vector<double>& abar, int co
 }
 
 // The timesteps that a sampler visits, rising.
-static std::vector<int> drawn_timesteps(const Config& c, const std::vector<double>& abar) {
-    int T = c.diffusion_steps, count = sampler_steps(c), spacing = spacing_of(c);
-    return spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
-           : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
-                                         : karras_timesteps(abar, count);
+static std::vector<int> sampler_timesteps(const Config& c, const std::vector<NoiseLevel>& schedule) {
+    int T = c.diffusion_steps, count = sampler_steps(c);
+    switch (spacing_of(c)) {
+        case SPACING_UNIFORM: return uniform_timesteps(T, count);
+        case SPACING_TRAILING: return trailing_timesteps(T, count);
+        default: return karras_timesteps(schedule, count);
+    }
 }
 
-// Below, a step goes from the noise of abar = a to that of abar = next, with alpha = sqrt(abar).
-
-// DDIM, equation 12 of Song et al. (2021), the noise derived again from the thresholded x0, and its sigma
-// (equation 16). With eta = 1 it is DDPM, equation 7 of Ho et al. with the posterior variance.
-static void ddim_step(SamplerStep* s, double a, double next, double eta) {
-    double fresh = (1 - a / next) / (1 - a);  // noise of the step from next to a, as a part of all at a
-    double keep = sqrt((1 - next) / (1 - a) * std::max(0.0, 1 - eta * eta * fresh));
-    s->to_x0 = (float)(sqrt(next) - keep * sqrt(a));
-    s->to_x = (float)keep;
-    s->sigma = (float)(eta * sqrt((1 - next) * fresh));
+// DDIM, Song et al. (2021): equation 12 with the noise derived again from the clamped x0, and equation 16.
+static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
+    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // as a part of all noise
+    double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
+    return {.x0 = (float)(to.alpha - direction * from.alpha),
+            .x = (float)direction,
+            .noise = (float)(eta * to.sigma * sqrt(fresh))};
 }
 
-// DPM-Solver++(2M), algorithm 2 of Lu et al. (2022): DDIM's step from x0 extrapolated by means of the step
-// before, which came from `before`; lambda = ln(alpha / sqrt(1 - abar)) is the time. Over a step more than
-// twice as long as that one extrapolation would overshoot: it is of first order. So is the last, which is
-// infinitely long, and, in effect, one that comes after such a step from no signal.
-static void dpmpp_step(SamplerStep* s, double before, double a, double next) {
-    ddim_step(s, a, next, 0);
-    auto lambda = [](double abar) { return -log(noise_ratio(abar)); };
-    double w = (lambda(next) - lambda(a)) / (lambda(a) - lambda(before)) / 2;
-    if (!(w <= 1)) return;  // also where both steps are infinite
-    s->to_saved = (float)-w * s->to_x0;
-    s->to_x0 *= (float)(1 + w);
+// DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7, which is DDIM with eta = 1.
+static SampleUpdate ddpm_step(NoiseLevel from, NoiseLevel to) { return ddim_step(from, to, 1); }
+
+// DPM-Solver++(2M), Lu et al. (2022), algorithm 2: DDIM, with x0 extrapolated by means of the step before,
+// which came from `before`; its time is -log(noise_ratio). Over a step more than twice as long as that one
+// extrapolation would overshoot: it is of first order. So is the last, which is infinitely long, and, in
+// effect, one that comes after such a step from no image.
+static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
+    auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
+    double w = length(from, to) / length(before, from) / 2;
+
+    SampleUpdate update = ddim_step(from, to, 0);
+    if (!(w <= 1)) return update;  // also where both steps are infinite
+    update.saved = (float)-w * update.x0;
+    update.x0 *= (float)(1 + w);
+    return update;
 }
 
-// Heun's method, algorithm 1 of Karras et al. (2022) without churn, for x / alpha at the noise_ratio: DDIM's
+// Heun's method, Karras et al. (2022), algorithm 1 without churn, for x / alpha at the noise_ratio: DDIM's
 // step, then, with a second call of the network at its end, the same again with the mean of the slopes at
-// both ends. The first call saves what does not depend on the second. Where the ratio falls to less than a
-// tenth, the slope at the end, an error divided by the ratio there, would be magnified: such a step is of
-// first order, which is DDIM's. So are the last, to 0, and one from no signal, whose ratio is infinite.
-static bool heun_corrects(double a, double next) { return noise_ratio(next) >= 0.1 * noise_ratio(a); }
-static void heun_step(SamplerStep* first, SamplerStep* second, double a, double next) {
-    ddim_step(first, a, next, 0);
-    first->save_x0 = first->to_x0 / 2;
-    first->save_x = (float)(sqrt(next / a) + first->to_x) / 2;
-    double half = (1 - noise_ratio(a) / noise_ratio(next)) / 2;
-    second->to_x0 = (float)(-half * sqrt(next));
-    second->to_x = (float)half;
-    second->to_saved = 1;
+// both ends. The first call saves what does not depend on the second.
+static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
+    SampleUpdate first = ddim_step(from, to, 0);
+    first.save_x0 = first.x0 / 2;
+    first.save_x = (float)(to.alpha / from.alpha + first.x) / 2;
+
+    double half = (1 - noise_ratio(from) / noise_ratio(to)) / 2;
+    return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
 
-// A call of the network at a timestep, and how the picture follows from its answer.
-static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
-    double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-    SamplerStep s = {.timestep = timestep, .from_out = 1};
-    if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
-    if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
-    return s;
+// Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there,
+// would be magnified: such a step is of first order, which is DDIM's. So are the last, to 0, and one from no
+// image.
+static bool heun_corrects(NoiseLevel from, NoiseLevel to) {
+    return noise_ratio(to) >= 0.1 * noise_ratio(from);
 }
 
-// The steps from pure noise to a picture, in order: from timestep to timestep, and at last to abar = 1, which
-// is x0 itself.
+// The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0
+// itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
-    std::vector<double> abar = make_abar(c);
-    std::vector<int> timesteps = drawn_timesteps(c, abar);
-    double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
-    std::vector<SamplerStep> steps;
-    auto add = [&](SamplerStep s) {
-        s.number = (uint32_t)steps.size();
-        steps.push_back(s);
-    };
+    std::vector<NoiseLevel> schedule = make_schedule(c);
+    std::vector<int> timesteps = sampler_timesteps(c, schedule);
     int last = (int)timesteps.size() - 1;
-    add({.sigma = 1});
+    auto level_of = [&](int i) { return i < 0 ? NoiseLevel{1, 0} : schedule[timesteps[i]]; };
+
+    std::vector<SamplerStep> steps = {{.update = {.noise = 1}}};
+    auto call = [&](int i, const SampleUpdate& update) {
+        Denoiser x0 = denoiser_at(c.predict, level_of(i));
+        steps.push_back({.number = (uint32_t)steps.size(),
+                         .timestep = timesteps[i],
+                         .x0_from_x = (float)x0.x,
+                         .x0_from_out = (float)x0.out,
+                         .update = update});
+    };
+
     for (int i = last; i >= 0; i--) {
-        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
-        SamplerStep s = call_at(c, abar, timesteps[i]);
-        if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
-            SamplerStep second = call_at(c, abar, timesteps[i - 1]);
-            heun_step(&s, &second, a, next);
-            add(s);
-            s = second;
+        NoiseLevel from = level_of(i), to = level_of(i - 1);
+        if (c.sampler == SAMPLER_HEUN && heun_corrects(from, to)) {
+            auto [first, second] = heun_step(from, to);
+            call(i, first);
+            call(i - 1, second);
         } else if (c.sampler == SAMPLER_DPMPP && i < last) {
-            dpmpp_step(&s, abar[timesteps[i + 1]], a, next);
+            call(i, dpmpp_step(level_of(i + 1), from, to));
+        } else if (c.sampler == SAMPLER_DDPM) {
+            call(i, ddpm_step(from, to));
+            if (c.learn_sigma && i) steps.back().max_log_sigma_ratio = (float)log(from.sigma / to.sigma);
         } else {
-            ddim_step(&s, a, next, eta);
+            call(i, ddim_step(from, to, c.eta));
         }
-        if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
-            s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        add(s);
     }
     return steps;
 }
@@ -2130,88 +2213,93 @@ static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
 }
 
-// What a picture comes from: the seed of its noise, and its class.
-struct Beginning {
+// What a sample comes from: the seed of its noise, and its class.
+struct SampleSpec {
     uint32_t seed;
     int label;
 };
 
-// What changes from step to step. As StepState it lives on the device.
+// The part of the sampler that changes with each step. It lives in device memory, so that one captured graph
+// serves all steps.
 struct SamplerState {
     int done;          // steps
     SamplerStep step;  // the one under way
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second answer
-// behind the first, without the class, and answer = weak + guidance (told - weak): Ho and Salimans,
+// Samples that are made at the same time, and the network's answers. With guidance there is a second answer
+// behind the first, without the class, and answer = without + guidance (with - without): Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022).
-template <typename T> struct Drawing {
-    TensorOf<T> input;        // x for the network; guided, as much follows for the second answer
-    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    int channels;             // of a picture
+template <typename T> struct SampleBatch {
+    TensorOf<T> input;        // x for the network; with guidance as much follows for the second answer
+    const T* out;             // (B, H, W, PIXEL): the network's answer
+    int channels;             // of a sample
     bool clamps;              // x0 to [-1, 1]
     float guidance;           // 1: there is one answer
     float *x, *saved;         // (B, H, W, PIXEL)
-    const Beginning* begins;  // (B)
+    const SampleSpec* specs;  // (B)
     SamplerState* state;      // how far they are
 
-    HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
+    HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float answer = (float)out[at];
         if (guidance != 1) {
-            float weak = (float)out[input.count() + at];
-            answer = fmaf(guidance, answer - weak, weak);
+            float without = (float)out[input.count() + at];
+            answer = fmaf(guidance, answer - without, without);
         }
-        float x0 = fmaf(s.from_x, x[at], s.from_out * answer);
+        float x0 = fmaf(step.x0_from_x, x[at], step.x0_from_out * answer);
         if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
         return x0;
     }
 };
 
-// fmaf says how each sum is rounded, so that every compiler draws the same bits.
-// x and what is saved become what SamplerStep says, of each picture by its Beginning alone: the step is done.
-template <typename T> struct UpdatePictures {
-    Drawing<T> drawing;
+// A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
+// fmaf says how each sum is rounded, so that every compiler makes the same bits.
+template <typename T> struct UpdateSamples {
+    SampleBatch<T> batch;
 
-    size_t items() const { return FourPixels::count(drawing.input); }
+    size_t items() const { return FourPixels::count(batch.input); }
     HOST_DEVICE void operator()(size_t item) const {
-        const SamplerStep step = drawing.state->step;
-        if (item == 0) drawing.state->done++;
-        FourPixels four(item, drawing.input.T());
-        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
+        const SamplerStep step = batch.state->step;
+        const SampleUpdate update = step.update;
+        if (item == 0) batch.state->done++;
+        FourPixels four(item, batch.input.T());
+        UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < batch.channels; c++) {
             float normal[4] = {};
-            if (step.sigma > 0)
-                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+            if (update.noise > 0)
+                random_normals_at(normal, batch.specs[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
                                   step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
-                float x0 = drawing.predicted_x0(step, at);
-                float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
-                if (step.widest > 0)
-                    sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float next = fmaf(step.to_saved, saved, fmaf(step.to_x0, x0, step.to_x * x));
+                float x0 = batch.predicted_x0(step, at);
+                float x = batch.x[at], saved = batch.saved[at], sigma = update.noise;
+                if (step.max_log_sigma_ratio > 0)
+                    sigma *=
+                        expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
+
+                float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
-                drawing.x[at] = next, drawing.input.data[at] = (T)next;
-                if (drawing.guidance != 1) drawing.input.data[drawing.input.count() + at] = (T)next;
-                drawing.saved[at] = fmaf(step.save_x0, x0, step.save_x * x);
+                batch.x[at] = next;
+                batch.saved[at] = fmaf(update.save_x0, x0, update.save_x * x);
+                batch.input.data[at] = (T)next;
+                if (batch.guidance != 1) batch.input.data[batch.input.count() + at] = (T)next;
             }
         }
     }
 };
 
-// A sampler's next step begins. What the network is told in its call, of so many rows, some without a class.
-struct TellNetwork {
+// A sampler's next step begins: the timestep of each row of the network's call, and its class or none.
+struct SetModelInputs {
     SamplerState* state;
     int *timesteps, *labels;  // (rows); labels null: the network knows no classes
     const SamplerStep* sampler;
-    const Beginning* begins;
-    int rows, pictures, no_class;  // the latter for rows from `pictures` on
+    const SampleSpec* specs;
+    int rows, samples, no_class;  // rows from `samples` on have no class
 
     size_t items() const { return rows; }
     HOST_DEVICE void operator()(size_t i) const {
         const SamplerStep& step = sampler[state->done];
         if (i == 0) state->step = step;
         timesteps[i] = step.timestep;
-        if (labels) labels[i] = (int)i < pictures ? begins[i].label : no_class;
+        if (labels) labels[i] = (int)i < samples ? specs[i].label : no_class;
     }
 };
 
@@ -2436,11 +2524,11 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (label_rows(c)) place(whole, m->labels);
     place(1, m->state, m->sampler_state);
     place(world.size, m->stops);
-    place(c.diffusion_steps, m->chain);
+    place(c.diffusion_steps, m->schedule);
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
-    place(B, m->begins);
+    place(B, m->specs);
     return arena.used;
 }
 
@@ -2484,7 +2572,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
         if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
         bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
-        if (!m.plan.training) fits = std::max(1, pictures_at_a_time(m.config, fits));
+        if (!m.plan.training) fits = std::max(1, samples_at_a_time(m.config, fits));
         fail("%s; %s--batch_size %d would fit", why.c_str(),
              in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
              fits * m.ranks);
@@ -2503,8 +2591,8 @@ static void allocate_model(Model* m) {
     allocate_workspace();
     backend_zero(m->memory.get(), m->bytes);
     lay_out_model(m, m->memory.get());
-    std::vector<Timestep> chain = make_chain(m->config);
-    backend_upload(m->chain, chain.data(), chain.size() * sizeof(Timestep));
+    std::vector<Timestep> schedule = make_timesteps(m->config);
+    backend_upload(m->schedule, schedule.data(), schedule.size() * sizeof(Timestep));
 }
 
 // to = from, (n), rounded to the layers' precision.
@@ -2580,7 +2668,7 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // The model's images as a batch of B samples, of which each counts for what its timestep does.
 static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
-    return {m->losses,     m->timesteps,      m->chain,          B, c.image_size * c.image_size,
+    return {m->losses,     m->timesteps,      m->schedule,       B, c.image_size * c.image_size,
             c.in_channels, c.diffusion_steps, m->variance_losses};
 }
 
@@ -2663,7 +2751,7 @@ struct FinishStep {
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.chain[t].weight * loss.parts[i];
+            sums[WEIGHTED] += loss.schedule[t].weight * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
@@ -2763,7 +2851,7 @@ static void prepare_steps(Trainer* t) {
 // Noises the model's B images, samples of the batch from `first` on.
 static void add_noise(Model* m, int B, int first, const int* timesteps, const int64_t* step) {
     const Config& c = m->config;
-    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, m->chain, timesteps, step, first, c.predict,
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, m->schedule, timesteps, step, first, 
                          c.in_channels, c.offset_noise, c.seed});
 }
 
@@ -2974,24 +3062,26 @@ static double validation_loss(Trainer* t) {
     return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
 }
 
-// ---- drawing pictures -------------------------------------------------------------------------------------
-static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
-    std::vector<Beginning> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0});
-    return begins;
+// ---- sampling ---------------------------------------------------------------------------------------------
+static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
+    std::vector<SampleSpec> specs;
+    for (uint32_t seed : seeds) specs.push_back({seed, 0});
+    return specs;
 }
-// The pictures' classes. Returns how many there are; 0 where not equally many pictures are of each.
-static int set_classes(std::vector<Beginning>* begins, const std::vector<uint32_t>& classes) {
-    size_t n = begins->size(), k = classes.size();
-    for (size_t i = 0; i < n && k; i++) (*begins)[i].label = (int)classes[i * k / n];
+
+// Gives each sample its class. Returns how many classes there are; 0 where not equally many samples are of
+// each.
+static int set_classes(std::vector<SampleSpec>* specs, const std::vector<uint32_t>& classes) {
+    size_t n = specs->size(), k = classes.size();
+    for (size_t i = 0; i < n && k; i++) (*specs)[i].label = (int)classes[i * k / n];
     return k > 1 && n % k == 0 ? (int)k : 0;
 }
 
-// How many of the pictures hold a number that is none.
-static long count_broken(const std::vector<float>& pictures, size_t count) {
+// How many of the samples hold a NaN or an infinity.
+static long count_broken(const std::vector<float>& samples, size_t count) {
     long broken = 0;
-    for (size_t n = 0, size = pictures.size() / count; n < count; n++)
-        broken += !all_finite(pictures.data() + n * size, size);
+    for (size_t n = 0, size = samples.size() / count; n < count; n++)
+        broken += !all_finite(samples.data() + n * size, size);
     return broken;
 }
 
@@ -3011,58 +3101,73 @@ struct Progress {
     }
 };
 
-// pictures (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank draws some of the batches, and rank 0 has
-// them all in the end. A step reads nothing from the host, and is recorded for each size of batch, and apart
-// where it calls nothing. While nothing is trained target and images are free for x and what the sampler saves.
-static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
-                          bool show_progress) {
+// Makes B samples: after it batch.x holds them, unless it was stopped. No step reads anything from the host,
+// so that a graph of it, one for each B and one for the step that calls nothing, serves all steps.
+typedef std::map<std::pair<int, bool>, Graph> SamplerGraphs;
+static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
+                         SamplerGraphs* graphs, Progress* progress) {
+    int B = batch.input.B, rows = is_guided(m->config) ? 2 * B : B, begun = 0;
+    size_t values = batch.input.count();
+    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
+        backend_zero(held, values * sizeof(float));
+    backend_zero(unet_output(m), rows / B * values * sizeof(floatX));
+    backend_zero(m->sampler_state, sizeof(SamplerState));
+
+    for (const SamplerStep& step : steps) {
+        synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
+        if (stop_asked) return;
+        bool calls = step.timestep >= 0;
+        launch_graph(&(*graphs)[{B, calls}], [&] {
+            run(SetModelInputs{.state = m->sampler_state,
+                               .timesteps = m->timesteps,
+                               .labels = m->labels,
+                               .sampler = m->sampler,
+                               .specs = m->specs,
+                               .rows = rows,
+                               .samples = B,
+                               .no_class = m->config.num_classes});
+            if (calls) unet_forward(m, rows);
+            run(UpdateSamples<floatX>{batch});
+        });
+        record_event(begun++ % STEPS_IN_FLIGHT);
+        if (calls) progress->count();
+    }
+}
+
+// samples (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank makes some of the batches, and rank 0 has
+// them all in the end. While nothing is trained target and images are free for x and what the sampler saves.
+static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
+                   bool show_progress) {
     const Config& c = m->config;
-    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
+    size_t elements = (size_t)PIXEL * c.image_size * c.image_size;
+    size_t most = samples_at_a_time(c, m->plan.batch);
     std::vector<SamplerStep> steps = make_sampler(c);
     backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
-    pictures->resize((size_t)count * elements);
     use_weights(m, chosen_weights(m));
-    float *x = m->target, *saved = m->images;
-    size_t most = pictures_at_a_time(c, m->plan.batch);
-    auto [begin, end] = share_of(count, world.rank, most);
+    samples->resize(specs.size() * elements);
+
+    auto [begin, end] = share_of((int)specs.size(), world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    std::map<std::pair<int, bool>, Graph> graphs;
+    SamplerGraphs graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first), begun = 0, rows = is_guided(c) ? 2 * B : B;
-        size_t bytes = (size_t)B * elements * sizeof(float);
-        backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
-        Tensor input = unet_input(m, B);
-        floatX* out = unet_output(m);
-        Drawing<floatX> drawing = {.input = input,
-                                   .out = out,
-                                   .channels = c.in_channels,
-                                   .clamps = c.threshold == THRESHOLD_CLAMP,
-                                   .guidance = c.guidance_scale,
-                                   .x = x,
-                                   .saved = saved,
-                                   .begins = m->begins,
-                                   .state = m->sampler_state};
-        for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
-        backend_zero(out, rows * elements * sizeof(floatX));       // which may hold a NaN
-        backend_zero(m->sampler_state, sizeof(SamplerState));
-        for (const SamplerStep& s : steps) {
-            synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
-            if (stop_asked) break;
-            bool calls = s.timestep >= 0;
-            launch_graph(&graphs[{B, calls}], [&] {
-                run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, rows, B,
-                                c.num_classes});
-                if (calls) unet_forward(m, rows);
-                run(UpdatePictures<floatX>{drawing});
-            });
-            record_event(begun++ % STEPS_IN_FLIGHT);
-            if (calls) progress.count();
-        }
-        backend_download(pictures->data() + first * elements, x, bytes);
+        int B = (int)std::min(most, end - first);
+        backend_upload(m->specs, &specs[first], B * sizeof(SampleSpec));
+        SampleBatch<floatX> batch = {.input = unet_input(m, B),
+                                     .out = unet_output(m),
+                                     .channels = c.in_channels,
+                                     .clamps = c.threshold == THRESHOLD_CLAMP,
+                                     .guidance = c.guidance_scale,
+                                     .x = m->target,
+                                     .saved = m->images,
+                                     .specs = m->specs,
+                                     .state = m->sampler_state};
+        sample_batch(m, batch, steps, &graphs, &progress);
+        backend_download(&(*samples)[first * elements], batch.x, B * elements * sizeof(float));
     }
+
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
-    collect(pictures, m, most * elements);
+    collect(samples, m, most * elements);
     return true;
 }
 
@@ -3379,7 +3484,7 @@ static void leave_ranks() {
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
 // Which pictures --generate, --seed and --seeds ask for.
-static std::vector<Beginning> wanted_pictures(const Config& c) {
+static std::vector<SampleSpec> wanted_samples(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
@@ -3388,7 +3493,7 @@ static std::vector<Beginning> wanted_pictures(const Config& c) {
     if (c.generate && c.generate != (int)seeds.size())
         fail("--generate %d contradicts --seeds, which asks for %s; leave --generate out", c.generate,
              counted((long)seeds.size(), "picture").c_str());
-    return begin_with(seeds);
+    return specs_of(seeds);
 }
 
 static std::string sampler_text(const Config& c) {
@@ -3403,7 +3508,7 @@ static std::string sampler_text(const Config& c) {
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, and these.
-static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag>& given) {
+static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_given(given, "seed");
     if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
@@ -3411,7 +3516,7 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
-    take_from_file(&config, given, file, TO_DRAW);
+    take_from_file(&config, given, file, TO_SAMPLE);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
@@ -3426,30 +3531,30 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
 }
 
 // The grid or arrays, and what --output_dir asks for. rows: see rows_text.
-static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& pictures, double seconds) {
-    int count = (int)begins.size();
+static void write_samples(const Config& c, const std::vector<SampleSpec>& specs, const GridLayout& layout,
+                           const std::string& rows, const std::vector<float>& samples, double seconds) {
+    int count = (int)specs.size();
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::vector<int> classes;
-    for (const Beginning& begin : begins) classes.push_back(begin.label);
-    if (as_arrays) write_arrays(c.output_name, pictures, classes, c);
-    else write_grid(c.output_name, pictures, layout, c);
+    for (const SampleSpec& spec : specs) classes.push_back(spec.label);
+    if (as_arrays) write_arrays(c.output_name, samples, classes, c);
+    else write_grid(c.output_name, samples, layout, c);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
     if (!*c.output_dir) return;
-    size_t elements = pictures.size() / count;
+    size_t elements = samples.size() / count;
     for (int n = 0; n < count; n++)
-        write_grid(text("%s/%06u.png", c.output_dir, begins[n].seed),
-                   std::span(pictures).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+        write_grid(text("%s/%06u.png", c.output_dir, specs[n].seed),
+                   std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
     say("%s: each picture on its own", c.output_dir);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
-    auto [config, file] = drawing_config(given);
-    std::vector<Beginning> begins = wanted_pictures(config);
+    auto [config, file] = sampling_config(given);
+    std::vector<SampleSpec> specs = wanted_samples(config);
     std::vector<std::string> names = shown_names(config, file.class_names);
     std::vector<uint32_t> classes = wanted_classes(config, names);
-    int count = (int)begins.size(), groups = set_classes(&begins, classes);
+    int count = (int)specs.size(), groups = set_classes(&specs, classes);
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
@@ -3460,12 +3565,12 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
-    std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
+    std::string seeds = *config.seeds ? config.seeds : text("%u to %u", specs[0].seed, specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
-    std::vector<float> pictures;
+    std::vector<float> samples;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true)) {
+    if (!sample(&m, &samples, specs, true)) {
         if (!world.rank) fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
@@ -3473,8 +3578,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     if (world.rank) return;
     GridLayout layout = grid_layout(count, groups, config.image_size);
     std::string rows = rows_text(names, classes, groups, layout);
-    write_pictures(config, begins, layout, rows, pictures, seconds_now() - start);
-    if (long broken = count_broken(pictures, count))
+    write_samples(config, specs, layout, rows, samples, seconds_now() - start);
+    if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
 }
@@ -3591,7 +3696,7 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
-    if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
+    if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS)
         if (std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
@@ -3714,21 +3819,21 @@ static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     t->sampled = t->step;
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
-    std::vector<float> pictures;
+    std::vector<float> samples;
     double start = seconds_now();
-    auto begins = begin_with(consecutive(c.seed, c.num_samples));
+    auto specs = specs_of(consecutive(c.seed, c.num_samples));
     const std::vector<std::string>& names = t->model.class_names;
     std::vector<uint32_t> classes = wanted_classes(c, names);
-    int groups = set_classes(&begins, classes);
+    int groups = set_classes(&specs, classes);
     GridLayout layout = grid_layout(c.num_samples, groups, c.image_size);
-    if (!draw_pictures(&t->model, &pictures, begins, false) || world.rank) return;
+    if (!sample(&t->model, &samples, specs, false) || world.rank) return;
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, pictures, layout, c); });
+    std::string failure = failure_of([&] { write_grid(path, samples, layout, c); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
         rows_text(names, classes, groups, layout).c_str());
-    if (long broken = count_broken(pictures, c.num_samples))
+    if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
 

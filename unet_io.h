@@ -674,7 +674,8 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     if (value.starts_with('=')) value = trimmed(value.substr(1));
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
-    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard)) return {};
+    const MovedFlag* moved = moved_flag(name);
+    if (moved && (value.empty() || value == moved->standard)) return {};
     refuse_moved(name);
     const Flag& flag = flag_named(name);
     if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
@@ -1417,7 +1418,7 @@ static void write_arrays(const std::string& path, const std::vector<float>& pict
 // ---- the model of a file, and lists -----------------------------------------------------------------------
 // The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
 // starts from a file's weights may have other classes.
-enum Taking { TO_DRAW, TO_START, TO_RESUME };
+enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
                            Taking taking) {
     for (const Flag& flag : FLAGS) {

@@ -1,5 +1,5 @@
 // Mean squared error of B samples of n elements and its gradient: dx = 2 w_b (x - target) / (B n), where w_b
-// = chain[t_b].weight is what the sample's timestep counts for, and of each sample's sum of squares the
+// = schedule[t_b].weight is what the sample's timestep counts for, and of each sample's sum of squares the
 // parts, 4096 elements each, whose weighted sum over B n is the loss.
 //
 //   make mse && ./mse        every version: against PyTorch, then timed
@@ -38,9 +38,9 @@ __global__ void mse_losses_kernel1(float* losses, const float* x, const float* t
 }
 template <typename T>
 __global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, const int* t,
-                                     const Timestep* chain, size_t count, int n) {
+                                     const Timestep* schedule, size_t count, int n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) dx[i] = (T)(2.0f / (float)count * chain[t[i / n]].weight * ((float)x[i] - target[i]));
+    if (i < count) dx[i] = (T)(2.0f / (float)count * schedule[t[i / n]].weight * ((float)x[i] - target[i]));
 }
 template <typename T>
 static void mse_gradient1(Problem& p) {

@@ -269,19 +269,19 @@ static void prepare_drawing(Model* m, Config config, int B) {
     check_memory(*m);
     allocate_model(m);
     initialise_weights(m, config.seed);
-    auto begins = begin_with(consecutive(config.seed, B));
-    backend_upload(m->begins, begins.data(), B * sizeof(Beginning));
-    SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .sigma = 1};
+    auto specs = specs_of(consecutive(config.seed, B));
+    backend_upload(m->specs, specs.data(), B * sizeof(SampleSpec));
+    SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
     backend_upload(m->sampler, &halfway, sizeof halfway);
-    run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, B, B, 0});
-    run(UpdatePictures<floatX>{{.input = unet_input(m, B),
+    run(SetModelInputs{m->sampler_state, m->timesteps, m->labels, m->sampler, m->specs, B, B, 0});
+    run(UpdateSamples<floatX>{{.input = unet_input(m, B),
                                 .out = unet_output(m),
                                 .channels = config.in_channels,
                                 .clamps = false,
                                 .guidance = 1,
                                 .x = m->target,
                                 .saved = m->images,
-                                .begins = m->begins,
+                                .specs = m->specs,
                                 .state = m->sampler_state}});
 }
 
