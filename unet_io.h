@@ -310,7 +310,18 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
-enum FlagResume { FREE, FIXED };  // typed with --resume, a FIXED one must equal the checkpoint's value
+// What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
+// value, a FIXED one only with the checkpoint's.
+enum FlagResume { FORGOTTEN, FREE, FIXED };
+
+// What a flag takes: numbers in a range, as a list each of them; or words, separated by |.
+struct Range {
+    double least = 0, most = 1;
+    const char* choices = nullptr;
+    Range() = default;
+    Range(double least, double most) : least(least), most(most) {}
+    Range(const char* choices) : choices(choices) {}
+};
 
 struct Flag {
     const char* name;
@@ -318,150 +329,159 @@ struct Flag {
     FlagKind kind;
     FlagGroup group;
     FlagResume on_resume;
-    int field;             // of the .bin header: the first int32 that stores it; 0: not stored, -1: a section
     const char* standard;  // the default, as it would be typed
-    double least, most;    // range of a number or of a list's elements
     const char* help;
-    const char* choices = nullptr;  // of a CHOICE, separated by |
+    Range range = {};
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static std::vector<Flag> FLAGS = {
-    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
-    {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
-    {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
-    {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
-    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0,
+    {FIELD(preset), PATH, FILES, FORGOTTEN, "", "a named set of defaults, listed below"},
+    {FIELD(data_file), PATH, FILES, FREE, "data/emoji.bin", "training images of prepare_data.py"},
+    {FIELD(val_file), PATH, FILES, FREE, "", "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
+    {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, samples and the log"},
+    {FIELD(output_name), PATH, FILES, FORGOTTEN, "samples.png",
      "PNG grid that --generate writes, or X.npz: arrays"},
-    {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
+    {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
-    {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
-    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "channel_mult's unit, a multiple of 32"},
-    {FIELD(channel_mult), FLOAT, MODEL, FIXED, 24, "1,2,3,4", 0.125, 64,
-     "width of each level in units of num_channels, such as 0.5; each level halves the image"},
-    {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
-    {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
-     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
-    {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
-    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
-    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
-    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
-    {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
-    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
+    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Range(4, 1024)},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Range(1, 4)},
+    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Range(32, 1024)},
+    {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
+     "width of each level in units of num_channels, such as 0.5; each level halves the image",
+     Range(0.125, 64)},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Range(1, 16)},
+    {FIELD(attention_resolutions), INT, MODEL, FIXED, "16,8",
+     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)",
+     Range(0, 1024)},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Range(1, 1024)},
+    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "of a norm, each of two channels or more", Range(1, 1024)},
+    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the embedding", Range(2, 100000000)},
+    {FIELD(num_heads), INT, MODEL, FIXED, "0", "of every attention; 0: by --num_head_channels",
+     Range(0, 1024)},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "the decoder's; 0: --num_heads", Range(0, 1024)},
+    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, "0",
      "timestep and class scale and shift what is normed, instead of being added"},
-    {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
-    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
-    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1, "up- and down-sample in residual blocks"},
-    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1, "learn the resampling, by convolutions"},
-    {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
-    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
+    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Range(0, 0.99)},
+    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, "0", "tell timesteps as if they were 1000"},
+    {FIELD(resblock_updown), BOOL, MODEL, FIXED, "0", "up- and down-sample in residual blocks"},
+    {FIELD(conv_resample), BOOL, MODEL, FIXED, "0", "learn the resampling, by convolutions"},
+    {FIELD(learn_sigma), BOOL, MODEL, FIXED, "0", "learn the variance of DDPM's noise too"},
+    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, "1",
      "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
-    {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
-    {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
-    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
-     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs"},
+    {FIELD(class_cond), BOOL, MODEL, FIXED, "0", "tell the network each image's class"},
+    {FIELD(num_classes), INT, MODEL, FIXED, "0", "of --class_cond; 0: those of --data_file", Range(0, 1e6)},
+    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, "0",
+     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs",
+     Range(0, 0.999)},
 
-    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000, "timesteps of the noising chain"},
-    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
+    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
+     Range(2, 100000)},
+    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear", "how fast the chain adds noise",
      "linear|cosine"},
-    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0, "what the network predicts", "eps|v|x0"},
-    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, 90, "0", 0, 1,
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps", "what the network predicts", "eps|v|x0"},
+    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
-    {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
-    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
-     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
-    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
-    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
+    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Range(1, 65536)},
+    {FIELD(microbatch), INT, TRAINING, FREE, "0",
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once",
+     Range(0, 65536)},
+    {FIELD(steps), INT, TRAINING, FREE, "20000",
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Range(0, 99999999)},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Range(0, 1e3)},
+    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1, "part of --lr at the end"},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9, "steps over which --lr is reached"},
-    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, 55, "0", 0, 1e3,
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, 56, "0.9", 0, 0.99999, "AdamW's first moment"},
-    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, 57, "0.999", 0, 0.9999999, "AdamW's second moment"},
-    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, 58, "1e-8", 1e-20, 1, "AdamW's epsilon"},
-    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, 78, "0", 0, 1e9,
-     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, 80, "0", 0, 1e9,
-     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, 59, "0.999", 0, 0.9999999,
-     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
-    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, 71, "0", 0, 1e6,
-     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
-    {FIELD(flip), BOOL, TRAINING, FIXED, 50, "0", 0, 1, "mirror half of the images left to right"},
-    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, 91, "0", 0, 10,
-     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0, "of weights, order, noise, first picture"},
-    {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
-    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
-    {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
-    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
-    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
-    {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Range(0, 1)},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Range(0, 1e9)},
+    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Range(0, 1e3)},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Range(0, 0.99999)},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Range(0, 0.9999999)},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Range(1e-20, 1)},
+    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
+     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
+     Range(0, 1e9)},
+    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
+     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
+     Range(0, 1e9)},
+    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none", Range(0, 0.9999999)},
+    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
+     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
+     Range(0, 1e6)},
+    {FIELD(flip), BOOL, TRAINING, FIXED, "0", "mirror half of the images left to right"},
+    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures",
+     Range(0, 10)},
+    {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
+     Range(0, 4294967295.0)},
+    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Range(1, 1e9)},
+    {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
+     Range(0, 1e9)},
+    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Range(1, 1e9)},
+    {FIELD(keep_every), INT, TRAINING, FREE, "0",
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Range(0, 1e9)},
+    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Range(0, 1e9)},
+    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Range(1, 1e9)},
 
-    {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
-    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
-    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(generate), INT, SAMPLING, FORGOTTEN, "0",
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint", Range(0, 1e6)},
+    {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
-    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(class_names), PATH, SAMPLING, FORGOTTEN, "",
      "a text, a line a class: names of a model's classes that has none, or others for --class"},
-    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
-     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
+    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
+     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual",
+     Range(0, 1000)},
+    {FIELD(guidance_interval), PATH, SAMPLING, FREE, "",
      "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
-    {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(guide_weights), PATH, SAMPLING, FORGOTTEN, "",
      "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
-    {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(init_image), PATH, SAMPLING, FORGOTTEN, "",
      "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
-    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "", 0, 1,
-     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1"},
-    {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(strength), FLOAT, SAMPLING, FORGOTTEN, "",
+     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1", Range(0, 1)},
+    {FIELD(mask), PATH, SAMPLING, FORGOTTEN, "",
      "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
-    {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
-    {FIELD(jump_n_sample), INT, SAMPLING, FREE, 0, "10", 1, 1e3,
-     "how often it draws them; 1: it never goes back"},
-    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
-    {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
-     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
-    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6, "of a grid while training; 0: no grids"},
-    {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
+    {FIELD(jump_length), INT, SAMPLING, FORGOTTEN, "10", "steps that --mask goes back at a time",
+     Range(1, 1e5)},
+    {FIELD(jump_n_sample), INT, SAMPLING, FORGOTTEN, "10", "how often it draws them; 1: it never goes back",
+     Range(1, 1e3)},
+    {FIELD(interpolate), INT, SAMPLING, FORGOTTEN, "0", "pictures between two --seeds, and exit",
+     Range(0, 1e6)},
+    {FIELD(strip), INT, SAMPLING, FORGOTTEN, "0",
+     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture",
+     Range(0, 1000)},
+    {FIELD(num_samples), INT, SAMPLING, FREE, "16", "of a grid while training; 0: no grids", Range(0, 1e6)},
+    {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
-    {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
-    {FIELD(spacing), CHOICE, SAMPLING, FREE, 94, "auto", 0, 0,
+    {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice",
+     Range(0, 100000)},
+    {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
      "auto|uniform|trailing|karras"},
-    {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
-    {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
+    {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step", Range(0, 1)},
+    {FIELD(threshold), CHOICE, SAMPLING, FREE, "clamp",
      "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
-    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
-     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, "1",
+     "sample and validate with this one of the running means where there is one; 0: the raw weights",
+     Range(0, 4)},
 
-    {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, 64, "of this machine, to train or draw with"},
-    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, 64, "likewise, where there is no GPU"},
-    {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
+    {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
+    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "of this machine, to train or draw with", Range(1, 64)},
+    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "likewise, where there is no GPU", Range(1, 64)},
+    {FIELD(config), PATH, OTHER, FORGOTTEN, "",
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
-    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
-    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1, "print plan, memory, a step's time; needs no data"},
-    {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
+    {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
+    {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
+    {FIELD(help), BOOL, OTHER, FORGOTTEN, "0", "print this text, and exit"},
 };
-enum {
-    FIELD_MULTS = 24,        // channel_mult: see as_stored
-    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
-    FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
-};
-
 // What guided-diffusion's models of ImageNet share.
 #define OF_IMAGENET                                                                                   \
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
@@ -542,27 +562,31 @@ static std::string trimmed(const std::string& line) {
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
-    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.range.choices, '|').size();
+    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX))
+        return number >= flag.range.least && number <= flag.range.most;
     float value = (float)number;
-    return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
+    return value >= (float)flag.range.least && value <= (float)flag.range.most &&
+           (number == 0 || std::isnormal(value));
 }
 
 // The number that `value` is, or of words which of them, counted from 0.
 static double parse_number(const Flag& flag, const std::string& value) {
     bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
     if (yes_or_no || flag.kind == CHOICE) {
-        std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
+        std::vector<std::string> words =
+            split(yes_or_no ? "0|1|false|true|False|True" : flag.range.choices, '|');
         for (size_t i = 0; i < words.size(); i++)
             if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
         fail_usage("--%s is %s, not '%s'", flag.name,
-                   yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+                   yes_or_no ? "0 or 1" : text("one of %s", flag.range.choices).c_str(), value.c_str());
     }
     char* end;
     double number = strtod(value.c_str(), &end);
     if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
+                   real ? "number (a float)" : "whole number", flag.range.least, flag.range.most,
+                   value.c_str());
     return number;
 }
 
@@ -604,7 +628,7 @@ static std::string flag_text(const Config& config, const Flag& flag) {
         if (std::isnan(number)) return "";          // it was not told
         if (!joined.empty() && number == 0) break;  // the list ends
         joined += joined.empty() ? "" : ",";
-        joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
+        joined += flag.kind == CHOICE  ? split(flag.range.choices, '|')[(size_t)number]
                   : flag.kind == FLOAT ? float_text((float)number)
                                        : text("%.0f", number);
     }
@@ -629,7 +653,7 @@ static void print_help() {
         PROGRAM, NETWORK);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
-        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.range.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
@@ -669,8 +693,6 @@ static GivenFlag parse_config_line(const std::string& line, const std::string& o
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
                 value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
-    if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
-        value = value.substr(1, value.size() - 2);
     const Flag& flag = flag_named(name);
     if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
@@ -699,14 +721,17 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     return given;
 }
 
+static std::string config_line(const Flag& flag, const std::string& value) {
+    return std::string(flag.name) + " = " + value + "\n";
+}
+
 // Every setting as a file that --config reads, under the titles of --help.
 static std::string config_text(const Config& config) {
     std::string lines =
         "# Flags of " PROGRAM ", read with --config FILE; flags typed beside it come over these.\n";
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (flag.group != OTHER && !is_preset(flag))
-            lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
+        if (flag.group != OTHER && !is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
     }
     return lines;
 }
@@ -968,13 +993,25 @@ static std::string match_classes(Dataset* data, const char* file, const std::vec
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
-enum { UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
-enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
-enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
+// The header is 256 int32: these fields, and from SECTION_TABLE on the name and the length of each section.
+enum HeaderField {
+    FIELD_MAGIC,
+    FIELD_VERSION,
+    FIELD_CHECKSUM,
+    FIELD_SECTIONS,
+    FIELD_STEP,
+    FIELD_PARAMETERS,
+    FIELD_TENSORS,
+    FIELD_SMOOTHED,  // the bits of a float
+    FIELD_LR_STEPS,  // the length of the learning rate's schedule, which has no flag
+    FIELD_SECTION_TABLE = 128
+};
+enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
+
 // What --skip_outliers goes by; the section `state` of a checkpoint.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
 struct History {
@@ -987,7 +1024,7 @@ struct Section {
     size_t offset, bytes;
 };
 
-// What a weights file says of itself, everything checked against its length; the sections are read later.
+// What a weights file says of itself, checked against its length. The parameters are read later.
 struct WeightsFile {
     std::string path;
     Config config;  // the default one with what the file stores
@@ -999,41 +1036,33 @@ struct WeightsFile {
     std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
-static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+// The text of the section `config`: the flags that a checkpoint stores, a line each as in config.txt, by name.
+static std::string stored_config(const Config& config) {
+    std::set<std::string> lines;
+    for (const Flag& flag : FLAGS) {
+        std::string value = flag_text(config, flag);
+        if (flag.on_resume != FORGOTTEN && !value.empty()) lines.insert(config_line(flag, value));
+    }
+
+    std::string joined;
+    for (const std::string& line : lines) joined += line;
+    return joined;
 }
 
-// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it
-// is off: a file from before there was such a flag says 0. A channel_mult that is whole is stored as an
-// integer, as all once were: the bits of no float in range.
-static int32_t as_stored(const Flag& flag, int32_t bits) {
-    if (flag.field != FIELD_MULTS) return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
-    if (bits > 0 && bits <= flag.most) return std::bit_cast<int32_t>((float)bits);
-    float mult = std::bit_cast<float>(bits);
-    return mult >= 1 && mult <= flag.most && mult == floorf(mult) ? (int32_t)mult : bits;
-}
-static void flags_to_fields(int32_t* header, const Config& config) {
-    for (const Flag& flag : FLAGS)
-        for (int i = 0; flag.field > 0 && i < (int)numbers_of(config, flag).size(); i++)
-            header[field_of(flag, i)] = as_stored(flag, numbers_of(config, flag)[i]);
-    header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
-}
-static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
-    for (const Flag& flag : FLAGS) {
-        if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        std::span<int32_t> numbers = numbers_of(*config, flag);
-        for (int i = 0; flag.field > 0 && i < (int)numbers.size(); i++) {
-            numbers[i] = as_stored(flag, header[field_of(flag, i)]);
-            if (!(i && numbers[i] == 0) && !in_range(flag, number_of(flag, numbers[i])))  // a 0 ends a list
-                fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-        }
+static void read_stored_config(Config* config, const std::string& lines, const std::string& path) {
+    for (const std::string& line : split(lines, '\n')) {
+        if (line.empty()) continue;
+        std::string why = failure_of([&] {
+            GivenFlag given = parse_config_line(line, path);
+            if (given.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", given.flag->name);
+            set_flag(config, *given.flag, given.value);
+        });
+        if (!why.empty()) fail("%s has a setting that can't be used: %s", path.c_str(), why.c_str());
     }
-    if (!config->num_heads) config->num_heads_upsample = 0;  // as files from before it was refused mean it
-    config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
 // Where each section lies: they follow the header and each other up to the file's end.
-static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
+static void read_section_table(WeightsFile* file, const int32_t* header, size_t size) {
     int count = header[FIELD_SECTIONS];
     bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
@@ -1041,8 +1070,11 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
-        memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        fits = bytes <= size - offset && file->sections.insert({name, {offset, (size_t)bytes}}).second;
+        memcpy(name, entry, SECTION_NAME_BYTES);
+        memcpy(&bytes, entry + SECTION_NAME_BYTES / sizeof *entry, sizeof bytes);
+
+        bool is_new = file->sections.insert({name, {offset, (size_t)bytes}}).second;
+        fits = is_new && bytes <= size - offset;
         offset += bytes;
     }
     if (!fits || offset != size)
@@ -1050,74 +1082,92 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
              file->path.c_str(), size);
 }
 
-// What the sections besides the parameters hold: texts, of which some are flags, and a run's history.
-static void read_texts_and_history(WeightsFile* file, Reader* in) {
-    for (const Flag& flag : FLAGS) {
-        if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
-        auto [offset, bytes] = file->sections[flag.name];
-        in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
-        std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
-        if (value.empty()) continue;
-        std::string why = failure_of([&] { set_flag(&file->config, flag, value); });
-        if (!why.empty())
-            fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
-    }
-    auto text_of = [&](const char* name) {
-        if (!file->sections.contains(name)) return std::string();
-        auto [offset, bytes] = file->sections[name];
-        in->seek(offset);
-        return in->take<std::string>(bytes);
-    };
-    size_t classes = file->config.class_cond ? file->config.num_classes : 0;
-    file->class_names = parse_class_names(text_of("class_names"), file->path.c_str(), 0, classes);
-    file->data_checksum = text_of("data_checksum");
-    bool known = !file->data_checksum.empty();
-    if (known && (file->data_checksum.size() != 8 ||
-                  file->data_checksum.find_first_not_of("0123456789abcdef") != std::string::npos))
-        fail("%s is damaged: its section data_checksum is no checksum", file->path.c_str());
-    if (!file->sections.contains("state")) return;
-    auto [offset, bytes] = file->sections["state"];
+static std::string section_text(const WeightsFile& file, Reader* in, const char* name) {
+    auto found = file.sections.find(name);
+    if (found == file.sections.end()) return "";
+    in->seek(found->second.offset);
+    return in->take<std::string>(found->second.bytes);
+}
+
+static void read_history(WeightsFile* file, Reader* in) {
+    std::string state = section_text(*file, in, "state");
+    if (state.empty()) return;
     History* h = &file->history;
-    in->seek(offset);
-    in->read(h, std::min(bytes, sizeof *h));
-    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+    bool whole = state.size() == sizeof *h;
+    if (whole) memcpy(h, state.data(), sizeof *h);
+    if (!whole || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
         !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
+}
+
+static std::string read_data_checksum(const WeightsFile& file, Reader* in) {
+    std::string checksum = section_text(file, in, "data_checksum");
+    bool is_hexadecimal = checksum.find_first_not_of("0123456789abcdef") == checksum.npos;
+    if (!checksum.empty() && (checksum.size() != 8 || !is_hexadecimal))
+        fail("%s is damaged: its section data_checksum is no checksum", file.path.c_str());
+    return checksum;
+}
+
+static bool has_earlier_format(const Reader& in) {
+    int version = in.header[FIELD_VERSION];
+    bool is_of_network = in.header[FIELD_MAGIC] == NETWORK_MAGIC;
+    return in.header[FIELD_MAGIC] == OLD_WEIGHTS_MAGIC ||
+           (is_of_network && version >= 1 && version < WEIGHTS_VERSION);
+}
+
+// Refuses what is no weights file of this program's network and of today's format.
+static void check_format(const Reader& in) {
+    const char* name = in.path.c_str();
+    std::string word = shell_word(in.path);
+    int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
+    if (magic == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (magic == OLD_WEIGHTS_MAGIC)
+        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
+             word.c_str());
+    if (has_earlier_format(in))
+        fail(
+            "%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
+            "and keeps all that it holds",
+            name, version, word.c_str(), word.c_str());
+    if (in.size < HEADER_BYTES || magic != NETWORK_MAGIC)
+        fail("%s is no weights file of a " NETWORK " (of .pt or .safetensors, " IMPORTER " makes one)", name);
+    if (version != WEIGHTS_VERSION)
+        fail("%s has version %d of the weights format; this program reads version %d", name, version,
+             WEIGHTS_VERSION);
 }
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
-    const int32_t* header = in.header;
-    float smoothed = std::bit_cast<float>(header[FIELD_SMOOTHED]);
-    WeightsFile file = {path, default_config(), header[FIELD_STEP], smoothed};
-    if (header[0] == IMAGES_MAGIC)
-        fail("%s holds images; weights were expected (images go to --data_file)", name);
-    if (header[0] == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
-             name, shell_word(path).c_str());
-    if (in.size < HEADER_BYTES || header[0] != NETWORK_MAGIC)
-        fail("%s is no weights file of a " NETWORK " (of .pt or .safetensors, " IMPORTER " makes one)", name);
-    if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
-        fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
-             header[FIELD_VERSION], UNET_VERSION);
-    read_sections(&file, header, in.size);
+    check_format(in);
+    float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
+    WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
+    read_section_table(&file, in.header, in.size);
     if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
-    fields_to_flags(&file.config, header, path);
+    for (const char* needed : {"weights", "config"})
+        if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
+    if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
+    read_stored_config(&file.config, section_text(file, &in, "config"), path);
+    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
+
     size_t parameters = 0;
     std::string why = failure_of([&] {
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
     if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
-    if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
+    if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
-             header[FIELD_PARAMETERS], file.step, file.smoothed);
-    if (!file.sections.contains("weights")) fail("%s holds no weights", name);
+             in.header[FIELD_PARAMETERS], file.step, smoothed);
     for (const char* section : ARRAY_SECTIONS)
         if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
-    read_texts_and_history(&file, &in);
+
+    size_t classes = file.config.class_cond ? file.config.num_classes : 0;
+    file.class_names = parse_class_names(section_text(file, &in, "class_names"), name, 0, classes);
+    file.data_checksum = read_data_checksum(file, &in);
+    read_history(&file, &in);
     return file;
 }
 
@@ -1140,14 +1190,21 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     return steps;
 }
 
-// The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
+// The newest checkpoint of a folder that is whole; a damaged one is named and passed over. One of an earlier
+// format is refused: it may be the newest, and the command that converts it is told.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
+        std::string path = checkpoint_path(folder, step);
+        bool is_earlier = false;
         WeightsFile file;
-        std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
-        if (damage.empty()) return file;
-        note("passed over: " + damage);
+        std::string why = failure_of([&] {
+            is_earlier = has_earlier_format(Reader(path));
+            file = open_weights(path);
+        });
+        if (why.empty()) return file;
+        if (is_earlier) fail("%s", why.c_str());
+        note("passed over: " + why);
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -1574,7 +1631,6 @@ struct Metrics {
     bool warned = false;
     ~Metrics();  // after a last attempt at what the file lacks
 };
-
 
 // Keeps what steps up to resumed_step logged, and their validation losses.
 static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,

@@ -299,14 +299,16 @@ def test_control_bytes(tmp_path, images8):
         assert not CONTROL.search(text) and "\\x1B" in text
     # a checkpoint from elsewhere that names such a file
     checkpoint = unet_io.read_checkpoint(str(checkpoint_in(folder / "run", 2)))
-    checkpoint.sections["data_file"] = HOSTILE
+    checkpoint.run["data_file"] = HOSTILE
     (tmp_path / "sent").mkdir()
     unet_io.write_checkpoint(checkpoint_in(tmp_path / "sent", 2), checkpoint)
     assert not CONTROL.search(refused(TRAIN, "--resume", tmp_path / "sent", says="\\x1B"))
-    for name in ("two\nlines", "end\0of it"):
-        checkpoint.sections["data_file"] = name
-        unet_io.write_checkpoint(tmp_path / "sent.bin", checkpoint)
-        refused(TRAIN, "--model_weights", tmp_path / "sent.bin", "--dry_run", says=["sent.bin", "data_file"])
+    checkpoint.run["data_file"] = "end\0of it"
+    unet_io.write_checkpoint(tmp_path / "sent.bin", checkpoint)
+    refused(TRAIN, "--model_weights", tmp_path / "sent.bin", "--dry_run", says=["sent.bin", "data_file"])
+    checkpoint.run["data_file"] = "two\nlines"  # which a line of text can't hold
+    unet_io.write_checkpoint(tmp_path / "sent.bin", checkpoint)
+    assert "data_file" not in unet_io.read_checkpoint(str(tmp_path / "sent.bin")).run
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--print_config"], ["--dry_run"], ["--steps", 1],
