@@ -22,7 +22,7 @@
 //
 //   1  HARNESS
 //   2  RANDOM NUMBERS, CHECKSUM
-//   3  MATRIX PRODUCT
+//   3  THE CPU'S MATRIX PRODUCT AND LAYERS
 //   4  GRADIENTS BY FINITE DIFFERENCES
 //   5  PLAN
 //   6  THREADS AND BATCHES
@@ -176,14 +176,13 @@ static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
 static void append(std::vector<double>* numbers, const Beginning& p) {
-    numbers->insert(numbers->end(),
-                    {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
     numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
-    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x, s.guidance});
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x});
 }
 static void append(std::vector<double>* numbers, const SamplerState& s) {
     numbers->push_back(s.done);
@@ -235,7 +234,7 @@ template <typename T> struct Pair : AnyBuffer {
         for (size_t i = 0; i < host.size(); i++) host[i] = (Host)values[i];
         backend_upload(device, values.data(), bytes());
     }
-    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_lane.stream)); }
+    void poison() override { CUDA_CHECK(cudaMemsetAsync(device, 255, bytes(), main_stream.handle)); }
     std::vector<T> download() const {
         std::vector<T> values(host.size());
         backend_download(values.data(), device, bytes());
@@ -259,21 +258,27 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, of_weight_gradient)                                                                \
+#define LAYERS_OF(side, launched)                                                                               \
     typedef side::Tensor Tensor;                                                                           \
     typedef side::Joined Joined;                                                                           \
     template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    template <int TAPS>                                                                                    \
-    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options, Nothing());                                          \
+    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
+        side::conv3x3_forward(out, x, layer, options);                                                     \
     }                                                                                                      \
-    template <int TAPS>                                                                                    \
-    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options, Nothing());                                         \
+    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
+        side::conv1x1_forward(out, x, layer, options);                                                     \
     }                                                                                                      \
-    template <int TAPS>                                                                                    \
-    static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
-        side::of_weight_gradient(layer, dout, x, demb);                                                    \
+    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
+        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
+    }                                                                                                      \
+    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
+        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
+    }                                                                                                      \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
+    }                                                                                                      \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
     }                                                                                                      \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
     static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
@@ -283,8 +288,10 @@ typedef Pair<float> Floats;
     static constexpr auto attention_backward = side::attention_backward;                                   \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
+static void at_once(auto launches) { launches(); }
+
 struct OnDevice {
-    LAYERS_OF(gpu, weight_gradient)
+    LAYERS_OF(gpu, on_side_stream_deferred)
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -293,7 +300,7 @@ struct OnDevice {
     template <typename Layer> void run(Layer layer) const { gpu::run(layer); }
 };
 struct OnHost {
-    LAYERS_OF(cpu, launch_weight_gradient)
+    LAYERS_OF(cpu, at_once)
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -334,10 +341,10 @@ static void check(const std::string& layer, const std::string& shape, const std:
             o.buffer->upload();
             if (o.before == WRITTEN) o.buffer->poison();
         }
-        for (const Lane* l : {&main_lane, &side_lane})
-            CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
+        for (const Stream* each : {&main_stream, &side_stream})
+            CUDA_CHECK(cudaMemsetAsync(each->workspace.base, 255, GPU_WORKSPACE_BYTES, main_stream.handle));
         call(OnDevice());
-        backend_join();
+        wait_for(newest_event);
         for (const Output& o : outputs) of_run.push_back(o.buffer->bits());
     }
     call(OnHost());
@@ -906,23 +913,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
 
     Output input_output = {&input, KEPT, "input", LIMIT};
     std::vector<Beginning> noises = begin_with(consecutive(41, B));
-    noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
+    noises.back() = {4000000000u, 0};
     Pair<Beginning> begins(noises);
-    Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
+    Floats saved(n);
     Pair<SamplerState> sampler(std::vector<SamplerState>(1));
-    bool keeps = predict != PREDICT_EPS;
+    bool clamps = true;
+    float guidance = 2.5f;
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
-                                                 on(out),
-                                                 on(input) + n,
-                                                 on(out) + n,
-                                                 channels,
-                                                 on(x),
-                                                 on(saved),
-                                                 on(begins),
-                                                 on(limits),
-                                                 on(sampler),
-                                                 on(known, keeps)};
+        return Drawing<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
+                                                 .out = on(out),
+                                                 .channels = channels,
+                                                 .clamps = clamps,
+                                                 .guidance = guidance,
+                                                 .x = on(x),
+                                                 .saved = on(saved),
+                                                 .begins = on(begins),
+                                                 .state = on(sampler)};
     };
     auto check_update = [&](const char* name) {
         check(name, shape,
@@ -936,16 +942,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
-        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
-            s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
-            s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
+        for (bool within : {true, false}) {
+            SamplerStep s = {9, 500, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            clamps = within;
+            guidance = within ? 2.5f : 1;
+            s.widest = within && channels <= PIXEL / 2 ? 0.7f : 0;
             sampler.host[0] = {.done = 6, .step = s};
             x.upload(), sampler.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
-                  [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
-            limits.upload();
             check_update("update pictures");
         }
     for (bool training : {true, false}) {
@@ -992,7 +995,7 @@ static void test_philox(int n) {
     Pair<uint32_t> ours(std::vector<uint32_t>(4 * n)), curand(std::vector<uint32_t>(4 * n));
     Floats normals(4 * n);
     auto gpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
-        philox_kernel<<<ceil_div(n, 128), 128, 0, main_lane.stream>>>(ours, curand, normals, n);
+        philox_kernel<<<ceil_div(n, 128), 128, 0, main_stream.handle>>>(ours, curand, normals, n);
         LAUNCH_CHECK();
     };
     auto cpu = [=](uint32_t* ours, uint32_t* curand, float* normals) {
@@ -1485,7 +1488,7 @@ void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 
 #pragma GCC diagnostic ignored "-Wunused-function"  // main's own helpers have no caller here
 #define TESTING
-#define LATE_SIDE_LANE
+#define LATE_SIDE_STREAM
 #include "train_unet.cu"
 
 #include "tests/cases.h"
@@ -1785,7 +1788,7 @@ static void test_checksum() {
 }
 
 // ===========================================================================================================
-// 3  MATRIX PRODUCT
+// 3  THE CPU'S MATRIX PRODUCT AND LAYERS
 // ===========================================================================================================
 
 static void test_matmul() {
@@ -1834,6 +1837,195 @@ static void test_matmul() {
     report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
 }
 
+// ---- the fast layers against their specification ----------------------------------------------------------
+
+struct PlainLayers {
+    static constexpr auto conv3x3_forward = cpu::plain::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::plain::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::plain::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::plain::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::plain::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::plain::conv1x1_backward_weight;
+    static constexpr auto groupnorm_silu_forward = cpu::plain::groupnorm_silu_forward;
+    static constexpr auto groupnorm_silu_backward = cpu::plain::groupnorm_silu_backward;
+    static constexpr auto attention_forward = cpu::plain::attention_forward;
+    static constexpr auto attention_backward = cpu::plain::attention_backward;
+};
+struct FastLayers {
+    static constexpr auto conv3x3_forward = cpu::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::conv1x1_backward_weight;
+    static constexpr auto attention_forward = cpu::attention_forward;
+    static constexpr auto attention_backward = cpu::attention_backward;
+
+    static void groupnorm_silu_forward(Tensor out, const Norm& norm) {
+        cpu::channel_moments(norm.x.first);
+        if (norm.x.second) cpu::channel_moments(norm.x.second);
+        cpu::groupnorm_forward(out, norm);
+    }
+    static void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+        std::vector<float> dy(dout.count()), normed(dout.count());
+        Tensor dy_tensor = dout, normed_tensor = dout;
+        dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
+        cpu::groupnorm_backward_sums(dy_tensor, dout, norm);
+        if (norm.dmodulation.data) cpu::run(ModulationBackward<float>{norm});
+        cpu::groupnorm_backward(dx, normed_tensor, dy_tensor, norm, options);
+    }
+};
+
+// The tensors that a layer writes, by name.
+typedef std::map<std::string, std::vector<float>> Written;
+static std::vector<float> unwritten(size_t n) { return std::vector<float>(n, NAN); }
+
+// call(layers, written) calls a layer, plain and fast, each over the same numbers. The fast one finds NaN in its
+// workspace.
+static void compare(Verdict* verdict, const std::string& name, const Written& before, auto call) {
+    Written expected = before, found = before;
+    memset(cpu::cpu_workspace, 255, cpu::cpu_workspace_bytes());
+    call(PlainLayers(), expected);
+    call(FastLayers(), found);
+    for (auto& [tensor, values] : expected)
+        if (values.size()) verdict->note(name + " " + tensor, error_of(found[tensor], values));
+}
+
+struct LayerShape {
+    int B, H, W, C, C2, O;  // C2: channels of a second input, or 0
+    std::string name() const { return text("B%d %dx%d C%d+%d O%d", B, H, W, C, C2, O); }
+    std::vector<float> normals(uint32_t seed, int channels) const {
+        return normals_of(seed, (size_t)B * H * W * channels);
+    }
+    Tensor tensor(std::vector<float>& values) const {
+        int channels = (int)(values.size() / ((size_t)B * H * W));
+        return {values.data(), B, H, W, channels};
+    }
+    Joined joined(std::vector<float>& first, std::vector<float>& second) const {
+        return {tensor(first), C2 ? tensor(second) : Tensor()};
+    }
+};
+
+// adds: a row of an embedding, the residual, and to what dx holds
+static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), dout = s.normals(2, s.O), residual = s.normals(3, s.O),
+                       w = normals_of(4, (size_t)s.O * 9 * s.C), bias = normals_of(5, s.O),
+                       emb = normals_of(6, (size_t)s.B * s.O);
+    Conv layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options = {.emb = {emb.data(), s.O}, .residual = s.tensor(residual)};
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_forward(s.tensor(to["out"]), s.tensor(x), layer, options);
+    });
+    compare(verdict, s.name(), {{"dx", adds ? x : unwritten(x.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_backward_input(s.tensor(to["dx"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    Written gradients = {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}, {"demb", unwritten(emb.size())}};
+    compare(verdict, s.name(), gradients, [&](auto layers, Written& to) {
+        Conv trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+        layers.conv3x3_backward_weight(trained, s.tensor(dout), s.tensor(x), {to["demb"].data(), s.O});
+    });
+}
+
+static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, s.O),
+                       residual = s.normals(4, s.O), w = normals_of(5, (size_t)s.O * (s.C + s.C2)),
+                       bias = normals_of(6, s.O);
+    Linear layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options.residual = s.tensor(residual);
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv1x1_forward(s.tensor(to["out"]), s.joined(x, x2), layer, options);
+    });
+    Written dx = {{"dx", adds ? x : unwritten(x.size())}, {"dx2", adds ? x2 : unwritten(x2.size())}};
+    compare(verdict, s.name(), dx, [&](auto layers, Written& to) {
+        layers.conv1x1_backward_input(s.joined(to["dx"], to["dx2"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    compare(verdict, s.name(), {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}},
+            [&](auto layers, Written& to) {
+                Linear trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+                layers.conv1x1_backward_weight(trained, s.tensor(dout), s.joined(x, x2));
+            });
+}
+
+// adds: modulated, to what dx holds, and where the norm has one input the gradient of a branch around it
+static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool silu, bool adds) {
+    const int C = s.C + s.C2;
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, C),
+                       branch = s.normals(4, s.C), w = normals_of(5, C), bias = normals_of(6, C),
+                       modulation = normals_of(7, (size_t)s.B * 2 * C);
+    for (float& value : x) value += 3;
+    std::vector<float2> statistics((size_t)s.B * C), affine(statistics),
+        sums(statistics.size() * norm_parts(s.H * s.W)), moments(sums), moments2(sums);
+    Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
+    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
+    norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
+    if (adds) norm.modulation = {modulation.data(), 2 * C};
+    std::string name = s.name() + text(" G%d%s%s", groups, silu ? " SiLU" : "", adds ? " adds" : "");
+
+    compare(verdict, name, {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.groupnorm_silu_forward(s.tensor(to["out"]), norm);
+    });
+    Written gradients = {{"dx", adds ? x : unwritten(x.size())},
+                         {"dx2", adds ? x2 : unwritten(x2.size())},
+                         {"dw", unwritten(C)},
+                         {"dbias", unwritten(C)},
+                         {"dmodulation", unwritten(adds ? modulation.size() : 0)}};
+    Backward options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
+    compare(verdict, name, gradients, [&](auto layers, Written& to) {
+        Norm trained = norm;
+        trained.dw = to["dw"].data(), trained.dbias = to["dbias"].data();
+        if (adds) trained.dmodulation = {to["dmodulation"].data(), 2 * C};
+        layers.groupnorm_silu_backward(s.joined(to["dx"], to["dx2"]), s.tensor(dout), trained, options);
+    });
+}
+
+static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
+    std::vector<float> qkv = s.normals(1, 3 * s.C), dout = s.normals(2, s.C), out = unwritten(dout.size()),
+                       lse = unwritten((size_t)s.B * heads * s.H * s.W);
+    cpu::plain::attention_forward(s.tensor(out), lse.data(), s.tensor(qkv), heads);
+    std::string name = s.name() + text(" heads %d", heads);
+
+    Written forward = {{"out", unwritten(out.size())}, {"lse", unwritten(lse.size())}};
+    compare(verdict, name, forward, [&](auto layers, Written& to) {
+        layers.attention_forward(s.tensor(to["out"]), to["lse"].data(), s.tensor(qkv), heads);
+    });
+    compare(verdict, name, {{"dqkv", unwritten(qkv.size())}}, [&](auto layers, Written& to) {
+        layers.attention_backward(s.tensor(to["dqkv"]), s.tensor(dout), s.tensor(out), lse.data(), s.tensor(qkv),
+                                  heads);
+    });
+}
+
+static void test_plain_layers() {
+    Verdict conv3x3(5e-6), conv1x1(1e-6), groupnorm(2e-6), attention(3e-6);
+    // the last shapes need two passes, tasks of many outputs and of many tiles, and a norm's second tile
+    const LayerShape shapes[] = {{1, 1, 1, 1, 0, 1},    {2, 1, 5, 3, 5, 2},    {1, 7, 2, 8, 16, 40},
+                                 {3, 5, 3, 40, 24, 17}, {2, 9, 11, 32, 64, 8}, {1, 3, 3, 520, 8, 24},
+                                 {1, 4, 5, 24, 0, 150}, {5, 15, 17, 16, 8, 8}};
+    for (const LayerShape& s : shapes)
+        for (bool adds : {false, true}) {
+            compare_conv3x3(&conv3x3, s, adds);
+            compare_conv1x1(&conv1x1, s, adds);
+        }
+    for (bool silu : {false, true})
+        for (bool adds : {false, true}) {
+            compare_groupnorm(&groupnorm, {1, 1, 3, 8, 0, 0}, 1, silu, adds);
+            compare_groupnorm(&groupnorm, {2, 5, 3, 24, 0, 0}, 3, silu, adds);
+            compare_groupnorm(&groupnorm, {3, 15, 17, 40, 56, 0}, 2, silu, adds);
+            compare_groupnorm(&groupnorm, {1, 16, 16, 136, 0, 0}, 34, silu, adds);
+        }
+    compare_attention(&attention, {1, 1, 1, 8, 0, 0}, 1);
+    compare_attention(&attention, {2, 3, 5, 40, 0, 0}, 5);
+    compare_attention(&attention, {1, 9, 9, 48, 0, 0}, 2);
+    compare_attention(&attention, {1, 64, 65, 4, 0, 0}, 1);
+    conv3x3.line("conv3x3, plain and fast");
+    conv1x1.line("conv1x1, plain and fast");
+    groupnorm.line("groupnorm_silu, plain and fast");
+    attention.line("attention, plain and fast");
+}
+
 // ===========================================================================================================
 // 4  GRADIENTS BY FINITE DIFFERENCES
 // ===========================================================================================================
@@ -1863,7 +2055,7 @@ static void test_finite_differences() {
     std::vector<float> weights = downloaded(m.master, P), direction(P);
     backend_zero(m.gradients, P * sizeof(float));
     forward_loss(&m, B);
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
     std::vector<float> gradient = gradients_of(&m);
 
     double worst = 0, norm = 0;
@@ -2058,7 +2250,7 @@ static void test_configurations() {
             if (k == 2) continue;
             memset(m->gradients, k ? 255 : 0,
                    m->plan.num_floats * sizeof(float));  // what is there is overwritten
-            unet_backward(m, used);
+            unet_backward(m, used, m->gradients);
             gradient[k] = gradients_of(m);
             double sum = 0;
             for (float g : gradient[k]) sum += fabs(g);
@@ -2067,18 +2259,18 @@ static void test_configurations() {
         if (output[0] != output[1] || gradient[0] != gradient[1])
             bad = described + ": poisoned memory or a larger plan changes the result";
         if (output[0] != output[2]) bad = described + ": an inference plan changes the output";
-        // What the side lane reads late is still there; not so where the plan forgets that it does.
-        auto same_with = [&](SideLane when) {
+        // What the side stream reads late is still there; not so where the plan forgets that it does.
+        auto same_with = [&](SideStream when) {
             poison(&exact);
             backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
-            side_lane = when;
+            side_stream = when;
             forward_loss(&exact, used);
-            unet_backward(&exact, used);
-            side_lane = AT_ONCE;
+            unet_backward(&exact, used, exact.gradients);
+            side_stream = AT_ONCE;
             return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
         };
         if (!same_with(LATE) || !same_with(ANY_TIME))
-            bad = described + ": a late side lane changes the result";
+            bad = described + ": a late side stream changes the result";
         for (bool hidden : {true, false}) {  // first those of h alone, then also what comes late
             for (Block& block : exact.plan.blocks) {
                 (hidden ? block.hidden : block.late).last -= !hidden || block.kind == BLOCK_RES;
@@ -2301,7 +2493,7 @@ static void test_batches() {
         unet_forward(&m, n);
         backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
                        n * image * sizeof(float));
-        unet_backward(&m, n);
+        unet_backward(&m, n, m.gradients);
         return output_values(&m, n);
     };
     std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
@@ -2329,26 +2521,22 @@ static void test_sampling() {
     bool same = true;
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
-                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(with(
-            with(toy_flags(), {{"sample_steps", "5"}, {"strip", "3"}, {"predict", "v"}, {"ema_rate", "0"}}),
-            how));
+                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
+        Config config =
+            config_of(with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip) &&
+            std::vector<float> pictures, one;
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false) &&
                     draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
-            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
-                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
-                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
         }
         double error = error_of(drawn[0], drawn[1]);
@@ -3290,9 +3478,9 @@ static void linear_case(const Case& c, Verdict* v) {
            gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
     Tensor upstream = tensor_of(dout, M, 1, 1, O);
     Linear layer = {w.data(), b.data(), dw.data(), db.data()};
-    product_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
-    weight_gradient(layer, upstream, joined);
-    if (wants_dx) input_gradient(gradient, upstream, layer, {.accumulate = accumulate});
+    conv1x1_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
+    conv1x1_backward_weight(layer, upstream, joined);
+    if (wants_dx) conv1x1_backward_input(gradient, upstream, layer, {.accumulate = accumulate});
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3309,11 +3497,11 @@ static void conv_case(const Case& c, Verdict* v) {
     Conv layer = {w.data(), b.data(), dw.data(), db.data()};
     Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O),
            upstream = tensor_of(dout, B, H, W, O);
-    product_forward(
+    conv3x3_forward(
         output, input, layer,
         {.emb = {pointer(emb), O}, .residual = in_place ? output : tensor_of(residual, B, H, W, O)});
-    weight_gradient(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
-    if (wants_dx) input_gradient(tensor_of(dx, B, H, W, C), upstream, layer);
+    conv3x3_backward_weight(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
+    if (wants_dx) conv3x3_backward_input(tensor_of(dx, B, H, W, C), upstream, layer);
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3390,12 +3578,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        run(Resample<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
-        run(Resample<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
+        upsample_forward(to, from);
+        upsample_backward(gradient, upstream, accumulate);
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        run(Resample<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
-        run(Resample<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
+        downsample_forward(to, from);
+        downsample_backward(gradient, upstream, accumulate);
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
@@ -3491,7 +3679,7 @@ static void test_model(const char* weights, const char* state) {
     }
     double loss = forward_loss(&m, B);
     backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
 
     Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
     output.compare("out", output_values(&m, B), interleaved("out"));
@@ -3625,18 +3813,17 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         config.spacing = c.arg(8);
         std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
-        std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        std::vector<float> x(B * image), input(x), out(x), saved(x);
         SamplerState state = {};
-        Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
-                                  out.data(),
-                                  nullptr,
-                                  nullptr,
-                                  3,
-                                  x.data(),
-                                  saved.data(),
-                                  begins.data(),
-                                  limits.data(),
-                                  &state};
+        Drawing<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                  .out = out.data(),
+                                  .channels = 3,
+                                  .clamps = config.threshold == THRESHOLD_CLAMP,
+                                  .guidance = 1,
+                                  .x = x.data(),
+                                  .saved = saved.data(),
+                                  .begins = begins.data(),
+                                  .state = &state};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
@@ -3649,7 +3836,6 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0[i]);
             }
             state.step = s;
-            cpu::run(ThresholdLimits<float>{drawing});
             cpu::run(UpdatePictures<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
@@ -3736,6 +3922,7 @@ static const struct {
              {"random", test_random},
              {"checksum", test_checksum},
              {"matmul", test_matmul},
+             {"plain layers", test_plain_layers},
              {"differences", test_finite_differences},
              {"plan", test_plan},
              {"plan configurations", test_configurations},
@@ -3860,7 +4047,7 @@ static void test_microbatch(double limit) {
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
             for (int part = 0; part <= 5; part++) {
-                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5, [](int) {});
+                tree_gradient(&t, part % 5, part < 5 ? 1 : 5, m->gradients);
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

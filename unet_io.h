@@ -315,12 +315,12 @@ static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Train
 enum FlagResume { FORGOTTEN, FREE, FIXED };
 
 // What a flag takes: numbers in a range, as a list each of them; or words, separated by |.
-struct Range {
+struct Limits {
     double least = 0, most = 1;
     const char* choices = nullptr;
-    Range() = default;
-    Range(double least, double most) : least(least), most(most) {}
-    Range(const char* choices) : choices(choices) {}
+    Limits() = default;
+    Limits(double least, double most) : least(least), most(most) {}
+    Limits(const char* choices) : choices(choices) {}
 };
 
 struct Flag {
@@ -331,7 +331,7 @@ struct Flag {
     FlagResume on_resume;
     const char* standard;  // the default, as it would be typed
     const char* help;
-    Range range = {};
+    Limits limits = {};
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
@@ -347,25 +347,25 @@ static std::vector<Flag> FLAGS = {
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Range(4, 1024)},
-    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Range(1, 4)},
-    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Range(32, 1024)},
+    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Limits(4, 1024)},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Limits(1, 4)},
+    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Limits(32, 1024)},
     {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
      "width of each level in units of num_channels, such as 0.5; each level halves the image",
-     Range(0.125, 64)},
-    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Range(1, 16)},
+     Limits(0.125, 64)},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Limits(1, 16)},
     {FIELD(attention_resolutions), INT, MODEL, FIXED, "16,8",
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)",
-     Range(0, 1024)},
-    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Range(1, 1024)},
-    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "of a norm, each of two channels or more", Range(1, 1024)},
-    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the embedding", Range(2, 100000000)},
+     Limits(0, 1024)},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Limits(1, 1024)},
+    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "of a norm, each of two channels or more", Limits(1, 1024)},
+    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the embedding", Limits(2, 100000000)},
     {FIELD(num_heads), INT, MODEL, FIXED, "0", "of every attention; 0: by --num_head_channels",
-     Range(0, 1024)},
-    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "the decoder's; 0: --num_heads", Range(0, 1024)},
+     Limits(0, 1024)},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "the decoder's; 0: --num_heads", Limits(0, 1024)},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, "0",
      "timestep and class scale and shift what is normed, instead of being added"},
-    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Range(0, 0.99)},
+    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Limits(0, 0.99)},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, "0", "tell timesteps as if they were 1000"},
     {FIELD(resblock_updown), BOOL, MODEL, FIXED, "0", "up- and down-sample in residual blocks"},
     {FIELD(conv_resample), BOOL, MODEL, FIXED, "0", "learn the resampling, by convolutions"},
@@ -373,63 +373,63 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, "1",
      "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, "0", "tell the network each image's class"},
-    {FIELD(num_classes), INT, MODEL, FIXED, "0", "of --class_cond; 0: those of --data_file", Range(0, 1e6)},
+    {FIELD(num_classes), INT, MODEL, FIXED, "0", "of --class_cond; 0: those of --data_file", Limits(0, 1e6)},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, "0",
      "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs",
-     Range(0, 0.999)},
+     Limits(0, 0.999)},
 
     {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
-     Range(2, 100000)},
+     Limits(2, 100000)},
     {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear", "how fast the chain adds noise",
      "linear|cosine"},
     {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps", "what the network predicts", "eps|v|x0"},
     {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
-    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Range(1, 65536)},
+    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Limits(1, 65536)},
     {FIELD(microbatch), INT, TRAINING, FREE, "0",
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once",
-     Range(0, 65536)},
+     Limits(0, 65536)},
     {FIELD(steps), INT, TRAINING, FREE, "20000",
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Range(0, 99999999)},
-    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Range(0, 1e3)},
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Limits(0, 99999999)},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Limits(0, 1e3)},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Range(0, 1)},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Range(0, 1e9)},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Limits(0, 1)},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Limits(0, 1e9)},
     {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Range(0, 1e3)},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Range(0, 0.99999)},
-    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Range(0, 0.9999999)},
-    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Range(1e-20, 1)},
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Limits(0, 1e3)},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Limits(0, 0.99999)},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Limits(0, 0.9999999)},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Limits(1e-20, 1)},
     {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
-     Range(0, 1e9)},
+     Limits(0, 1e9)},
     {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
-     Range(0, 1e9)},
+     Limits(0, 1e9)},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
-     "running means of the weights, up to 4 rates; see --use_ema; 0: none", Range(0, 0.9999999)},
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none", Limits(0, 0.9999999)},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
-     Range(0, 1e6)},
+     Limits(0, 1e6)},
     {FIELD(flip), BOOL, TRAINING, FIXED, "0", "mirror half of the images left to right"},
     {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
      "add to the training noise this much of one normal a channel, for very dark and bright pictures",
-     Range(0, 10)},
+     Limits(0, 10)},
     {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
-     Range(0, 4294967295.0)},
-    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Range(1, 1e9)},
+     Limits(0, 4294967295.0)},
+    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Limits(1, 1e9)},
     {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
-     Range(0, 1e9)},
-    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Range(1, 1e9)},
+     Limits(0, 1e9)},
+    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Limits(1, 1e9)},
     {FIELD(keep_every), INT, TRAINING, FREE, "0",
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Range(0, 1e9)},
-    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Range(0, 1e9)},
-    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Range(1, 1e9)},
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Limits(0, 1e9)},
+    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Limits(0, 1e9)},
+    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Limits(1, 1e9)},
 
     {FIELD(generate), INT, SAMPLING, FORGOTTEN, "0",
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint", Range(0, 1e6)},
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint", Limits(0, 1e6)},
     {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
@@ -437,51 +437,34 @@ static std::vector<Flag> FLAGS = {
      "a text, a line a class: names of a model's classes that has none, or others for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual",
-     Range(0, 1000)},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, "",
-     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
-    {FIELD(guide_weights), PATH, SAMPLING, FORGOTTEN, "",
-     "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
-    {FIELD(init_image), PATH, SAMPLING, FORGOTTEN, "",
-     "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
-    {FIELD(strength), FLOAT, SAMPLING, FORGOTTEN, "",
-     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1", Range(0, 1)},
-    {FIELD(mask), PATH, SAMPLING, FORGOTTEN, "",
-     "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
-    {FIELD(jump_length), INT, SAMPLING, FORGOTTEN, "10", "steps that --mask goes back at a time",
-     Range(1, 1e5)},
-    {FIELD(jump_n_sample), INT, SAMPLING, FORGOTTEN, "10", "how often it draws them; 1: it never goes back",
-     Range(1, 1e3)},
-    {FIELD(interpolate), INT, SAMPLING, FORGOTTEN, "0", "pictures between two --seeds, and exit",
-     Range(0, 1e6)},
-    {FIELD(strip), INT, SAMPLING, FORGOTTEN, "0",
-     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture",
-     Range(0, 1000)},
-    {FIELD(num_samples), INT, SAMPLING, FREE, "16", "of a grid while training; 0: no grids", Range(0, 1e6)},
+     Limits(0, 1000)},
+    {FIELD(num_samples), INT, SAMPLING, FREE, "16", "of a grid while training; 0: no grids", Limits(0, 1e6)},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice",
-     Range(0, 100000)},
+     Limits(0, 100000)},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
      "auto|uniform|trailing|karras"},
-    {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step", Range(0, 1)},
+    {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
+     Limits(0, 1)},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, "clamp",
-     "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
+     "how steps keep pictures in [-1, 1]; dynamic is generate.py's", "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
-     Range(0, 4)},
+     Limits(0, 4)},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "of this machine, to train or draw with", Range(1, 64)},
-    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "likewise, where there is no GPU", Range(1, 64)},
+    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "of this machine, to train or draw with", Limits(1, 64)},
+    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "likewise, where there is no GPU", Limits(1, 64)},
     {FIELD(config), PATH, OTHER, FORGOTTEN, "",
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
     {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
     {FIELD(help), BOOL, OTHER, FORGOTTEN, "0", "print this text, and exit"},
 };
+
 // What guided-diffusion's models of ImageNet share.
 #define OF_IMAGENET                                                                                   \
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
@@ -562,11 +545,11 @@ static std::string trimmed(const std::string& line) {
 
 // Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.range.choices, '|').size();
+    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.limits.choices, '|').size();
     if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX))
-        return number >= flag.range.least && number <= flag.range.most;
+        return number >= flag.limits.least && number <= flag.limits.most;
     float value = (float)number;
-    return value >= (float)flag.range.least && value <= (float)flag.range.most &&
+    return value >= (float)flag.limits.least && value <= (float)flag.limits.most &&
            (number == 0 || std::isnormal(value));
 }
 
@@ -575,17 +558,17 @@ static double parse_number(const Flag& flag, const std::string& value) {
     bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
     if (yes_or_no || flag.kind == CHOICE) {
         std::vector<std::string> words =
-            split(yes_or_no ? "0|1|false|true|False|True" : flag.range.choices, '|');
+            split(yes_or_no ? "0|1|false|true|False|True" : flag.limits.choices, '|');
         for (size_t i = 0; i < words.size(); i++)
             if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
         fail_usage("--%s is %s, not '%s'", flag.name,
-                   yes_or_no ? "0 or 1" : text("one of %s", flag.range.choices).c_str(), value.c_str());
+                   yes_or_no ? "0 or 1" : text("one of %s", flag.limits.choices).c_str(), value.c_str());
     }
     char* end;
     double number = strtod(value.c_str(), &end);
     if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "number (a float)" : "whole number", flag.range.least, flag.range.most,
+                   real ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
                    value.c_str());
     return number;
 }
@@ -603,10 +586,6 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         return;
     }
     std::span<int32_t> numbers = numbers_of(*config, flag);
-    if (flag.kind == FLOAT && value.empty() && !*flag.standard) {  // not told
-        numbers[0] = std::bit_cast<int32_t>(NAN);
-        return;
-    }
     std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > numbers.size())
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
@@ -625,10 +604,9 @@ static std::string flag_text(const Config& config, const Flag& flag) {
     std::string joined;
     for (int32_t bits : numbers_of(config, flag)) {
         double number = number_of(flag, bits);
-        if (std::isnan(number)) return "";          // it was not told
         if (!joined.empty() && number == 0) break;  // the list ends
         joined += joined.empty() ? "" : ",";
-        joined += flag.kind == CHOICE  ? split(flag.range.choices, '|')[(size_t)number]
+        joined += flag.kind == CHOICE  ? split(flag.limits.choices, '|')[(size_t)number]
                   : flag.kind == FLOAT ? float_text((float)number)
                                        : text("%.0f", number);
     }
@@ -653,7 +631,7 @@ static void print_help() {
         PROGRAM, NETWORK);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
-        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.range.choices : "");
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.limits.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
@@ -672,15 +650,8 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
     return last == given.rend() ? nullptr : &*last;
 }
 
-// What a file of an earlier version lists where nothing was told.
-static bool is_earlier_default(const GivenFlag& g) {
-    return !g.origin.empty() && is_named(*g.flag, "strength") && g.value == "0";
-}
 // Whether it was given by more than a file that lists its default.
-static bool is_asked(const GivenFlag* g) {
-    if (!g || g->origin.empty()) return g;
-    return g->value != g->flag->standard && !is_earlier_default(*g);
-}
+static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
@@ -688,11 +659,43 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
-// One line of a configuration file: NAME VALUE or NAME = VALUE.
+// What only generate.py does, how it is typed there, and the value that asks for nothing, which config.txt of an
+// earlier run lists.
+struct MovedFlag {
+    const char *name, *example, *standard;
+};
+static const MovedFlag MOVED_FLAGS[] = {
+    {"init_image", "--init_image cat.png", ""},
+    {"strength", "--init_image cat.png --strength 0.5", "0"},
+    {"mask", "--init_image cat.png --mask known.png", ""},
+    {"jump_length", "--init_image cat.png --mask known.png --jump_length 10", "10"},
+    {"jump_n_sample", "--init_image cat.png --mask known.png --jump_n_sample 10", "10"},
+    {"interpolate", "--seeds 3,9 --interpolate 8", "0"},
+    {"strip", "--strip 8", "0"},
+    {"guide_weights", "--guidance_scale 2 --guide_weights EARLIER.bin", ""},
+    {"guidance_interval", "--guidance_scale 2 --guidance_interval 0.2,0.8", ""},
+    {"threshold dynamic", "--threshold dynamic", ""},
+};
+
+static const MovedFlag* moved_flag(const std::string& name) {
+    auto moved = std::ranges::find(MOVED_FLAGS, name, &MovedFlag::name);
+    return moved == std::end(MOVED_FLAGS) ? nullptr : moved;
+}
+
+static void refuse_moved(const std::string& name) {
+    if (const MovedFlag* moved = moved_flag(name))
+        fail_usage("--%s is generate.py's: python generate.py --model_filename CHECKPOINT.bin %s",
+                   moved->name, moved->example);
+}
+
+// One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
                 value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
+    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard))
+        return {};
+    refuse_moved(name);
     const Flag& flag = flag_named(name);
     if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
@@ -712,7 +715,9 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
         std::string origin = text("%s, line %d", path.c_str(), ++number);
         if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
         std::string why = failure_of([&] {
-            given.push_back(parse_config_line(line, origin));
+            GivenFlag parsed = parse_config_line(line, origin);
+            if (!parsed.flag) return;
+            given.push_back(parsed);
             set_flag(&scratch, *given.back().flag, given.back().value);
             if (is_preset(*given.back().flag)) preset_flags(given.back().value);
         });
@@ -736,12 +741,6 @@ static std::string config_text(const Config& config) {
     return lines;
 }
 
-// An empty value is typed by a script whose variable is unset, and would mean that the flag was left out. But it
-// takes back what a checkpoint tells.
-static bool may_be_emptied(const Flag& flag) {
-    return is_named(flag, "val_file") || is_named(flag, "guidance_interval");
-}
-
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
 static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
                                           const std::string& origin = "") {
@@ -752,6 +751,7 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        refuse_moved(name);
         const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume";
@@ -759,7 +759,8 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
         else if (!optional) fail_usage("--%s needs a value", name.c_str());
-        if (value.empty() && !optional && !may_be_emptied(flag))
+        // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
+        if (value.empty() && !optional && name != "val_file")
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         given.push_back({&flag, value, origin});
     }
@@ -773,17 +774,6 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
 }
 
 // ---- what is refused --------------------------------------------------------------------------------------
-// In which part of the chain, from 0, the least noise, to 1, pictures are guided.
-static std::pair<double, double> guidance_interval(const Config& c) {
-    std::pair<double, double> part = {0, 1};
-    char more;
-    if (!*c.guidance_interval) return part;
-    int numbers = sscanf(c.guidance_interval, "%lf,%lf%c", &part.first, &part.second, &more);
-    if (numbers != 2 || !(part.first >= 0 && part.first <= part.second && part.second <= 1))
-        fail("--guidance_interval '%s' is not two numbers from 0 to 1 such as 0.2,0.8", c.guidance_interval);
-    return part;
-}
-
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
@@ -818,19 +808,11 @@ static void check_config(const Config& c) {
     }
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
-    if (calls_twice(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob, or --guide_weights",
-             c.guidance_scale);
-    if (*c.guide_weights && !is_guided(c))
-        fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
-    if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
-        fail("--mask needs --sampler ddim or ddpm");
-    if (*c.mask && (double)sampler_steps(c) * c.jump_n_sample > 1e6)
-        fail("--jump_n_sample %d times %d steps are more than a million; use a smaller one", c.jump_n_sample,
-             sampler_steps(c));
-    if (*c.init_image && c.strip)
-        fail("--strip shows the way from noise alone: leave out it or --init_image");
-    guidance_interval(c);
+    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
+        fail(
+            "--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
+            "others by --guide_weights",
+            c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
@@ -1054,6 +1036,7 @@ static void read_stored_config(Config* config, const std::string& lines, const s
         if (line.empty()) continue;
         std::string why = failure_of([&] {
             GivenFlag given = parse_config_line(line, path);
+            if (!given.flag) return;
             if (given.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", given.flag->name);
             set_flag(config, *given.flag, given.value);
         });

@@ -331,13 +331,13 @@ struct Measured {
 };
 static void run_version(Problem* p, const Version& version) {
 #ifdef __CUDACC__
-    for (const Lane* l : {&main_lane, &side_lane})
-        CUDA_CHECK(cudaMemsetAsync(l->workspace.base, 255, GPU_WORKSPACE_BYTES, main_lane.stream));
+    for (const Stream* each : {&main_stream, &side_stream})
+        CUDA_CHECK(cudaMemsetAsync(each->workspace.base, 255, GPU_WORKSPACE_BYTES, main_stream.handle));
 #endif
     version.function(*p);
-    backend_join();
+    wait_for(newest_event);
 #ifdef __CUDACC__
-    CUDA_CHECK(cudaStreamSynchronize(main_lane.stream));
+    CUDA_CHECK(cudaStreamSynchronize(main_stream.handle));
 #endif
 }
 // Runs the version once; of its outputs the error that is nearest to its limit, or past it.
@@ -410,7 +410,7 @@ static double time_version(Problem* p, const Version& version) {
     auto all = [&] {
         for (p->turn = 0; p->turn < launches; p->turn++) {
             version.function(*p);
-            backend_join();
+            wait_for(newest_event);
         }
     };
     double us = 0;

@@ -14,7 +14,7 @@ static cublasHandle_t cublas_handle() {
     if (!handle) {
         size_t bytes = (size_t)32 << 20;
         CUBLAS_CHECK(cublasCreate(&handle));
-        CUBLAS_CHECK(cublasSetStream(handle, main_lane.stream));
+        CUBLAS_CHECK(cublasSetStream(handle, main_stream.handle));
         CUBLAS_CHECK(cublasSetWorkspace(handle, backend_allocate(bytes), bytes));
     }
     return handle;

@@ -53,7 +53,7 @@ static void mse_step1(Problem& p) {
     int n = p.dim("n"), parts = loss_parts(n / PIXEL);
     size_t count = (size_t)p.dim("B") * n;
     float* losses = p.out<float>("losses");
-    CUDA_CHECK(cudaMemsetAsync(losses, 0, (size_t)p.dim("B") * parts * sizeof(float), main_lane.stream));
+    CUDA_CHECK(cudaMemsetAsync(losses, 0, (size_t)p.dim("B") * parts * sizeof(float), main_stream.handle));
     launch(mse_losses_kernel1, ceil_div(count, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"),
            count, n, parts);
     mse_gradient1<float>(p);

@@ -3,7 +3,7 @@
 //   make profile                            in the folder above: builds and runs this
 //   make profile FLAGS="--batch_size 1"     with flags of the program
 //   make profile FLAGS="--profile_trace step.json"
-//                                           also writes one step's timeline, a row a lane, in Chrome's trace
+//                                           also writes one step's timeline, a row a stream, in Chrome's trace
 //                                           format: chrome://tracing and ui.perfetto.dev open it. The events
 //                                           make the step longer: on an H100 8.3 ms instead of 6.1
 //   make profile FLAGS="--profile_calls 1,2,4"
@@ -42,10 +42,10 @@ static void run_program(int argc, char** argv);
 typedef cudaEvent_t Stamp;
 static void take_stamp(Stamp* stamp) {
     cudaStreamCaptureStatus capturing;
-    CUDA_CHECK(cudaStreamIsCapturing(lane->stream, &capturing));
+    CUDA_CHECK(cudaStreamIsCapturing(stream->handle, &capturing));
     if (!*stamp) CUDA_CHECK(cudaEventCreate(stamp));
     CUDA_CHECK(cudaEventRecordWithFlags(
-        *stamp, lane->stream,
+        *stamp, stream->handle,
         capturing == cudaStreamCaptureStatusNone ? cudaEventRecordDefault : cudaEventRecordExternal));
 }
 static double milliseconds_between(Stamp begin, Stamp end) {
@@ -53,19 +53,19 @@ static double milliseconds_between(Stamp begin, Stamp end) {
     CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
     return ms;
 }
-static bool is_side_lane() { return lane == &side_lane; }
+static bool is_side_stream() { return stream == &side_stream; }
 #else
 typedef double Stamp;
 static void take_stamp(Stamp* stamp) { *stamp = seconds_now(); }
 static double milliseconds_between(Stamp begin, Stamp end) { return 1e3 * (end - begin); }
-static bool is_side_lane() { return false; }
+static bool is_side_stream() { return false; }
 #endif
 
 struct Entry {
     std::string kind, block;
     Work work;
     int launches;
-    bool side;  // launched on the side lane
+    bool side;  // launched on the side stream
     Stamp begin, end;
     std::vector<float> ms;  // of each repetition
 };
@@ -77,7 +77,7 @@ static int depth = 0, uncounted = 0;  // scopes open; launches outside of any
 
 static LauncherScope open_scope(const char* kind, const Work& work) {
     if (measuring && depth++ == 0) {
-        if (opened == entries.size()) entries.push_back({kind, block, work, 0, is_side_lane(), {}, {}, {}});
+        if (opened == entries.size()) entries.push_back({kind, block, work, 0, is_side_stream(), {}, {}, {}});
         Entry* entry = &entries[opened++];
         entry->launches = 0;
         take_stamp(&entry->begin);
@@ -87,7 +87,7 @@ static LauncherScope open_scope(const char* kind, const Work& work) {
 LauncherScope::~LauncherScope() {
     if (measuring && --depth == 0) take_stamp(&entries[opened - 1].end);
 #ifdef __CUDACC__
-    if (depth == 0) launch_side_waiting();  // a scope of its own
+    if (depth == 0) flush_deferred();  // a scope of its own
 #endif
 }
 static BlockScope open_scope(const char* name) {
@@ -96,7 +96,7 @@ static BlockScope open_scope(const char* name) {
 }
 BlockScope::~BlockScope() {
 #ifdef __CUDACC__
-    if (measuring) launch_side_waiting();  // counted for this block; otherwise when the program would
+    if (measuring) flush_deferred();  // counted for this block; otherwise when the program would
 #endif
     block = "step";
 }
@@ -205,16 +205,16 @@ static LauncherScope open_scope(const Layer& layer) {
 static void measure_entries(Trainer* t) {
     entries.clear();
     const int WARMUP = STEPS_IN_FLIGHT, RUNS = 20;  // on the GPU the second is recorded
-    Recording recording;
+    Graph graph;
     double start = seconds_now();
     for (int n = 0; n < WARMUP + RUNS && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
-        backend_replay(&recording, [&] {
+        launch_graph(&graph, [&] {
             measuring = true, opened = 0, uncounted = 0;
             enqueue_step(t);
             measuring = false;
         });
-        backend_mark(0);
-        backend_await(0);
+        record_event(0);
+        synchronize_event(0);
         if (n < WARMUP) continue;
         for (Entry& entry : entries) entry.ms.push_back((float)milliseconds_between(entry.begin, entry.end));
     }
@@ -225,7 +225,7 @@ static void write_trace(const std::string& path) {
     std::string events;
     for (int tid : {0, 1})
         events += text("{\"ph\": \"M\", \"name\": \"thread_name\", \"pid\": 0, \"tid\": %d, "
-                       "\"args\": {\"name\": \"%s lane\"}},\n", tid, tid ? "side" : "main");
+                       "\"args\": {\"name\": \"%s stream\"}},\n", tid, tid ? "side" : "main");
     for (const Entry& e : entries)
         events += text("{\"ph\": \"X\", \"name\": \"%s\", \"cat\": \"%s\", \"pid\": 0, \"tid\": %d, "
                        "\"ts\": %.2f, \"dur\": %.2f},\n", e.kind.c_str(), e.block.c_str(), (int)e.side,
@@ -274,8 +274,15 @@ static void prepare_drawing(Model* m, Config config, int B) {
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .sigma = 1};
     backend_upload(m->sampler, &halfway, sizeof halfway);
     run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, B, B, 0});
-    run(UpdatePictures<floatX>{{unet_input(m, B), unet_output(m), nullptr, nullptr, config.in_channels,
-                                m->target, m->images, m->begins, m->limits, m->sampler_state}});
+    run(UpdatePictures<floatX>{{.input = unet_input(m, B),
+                                .out = unet_output(m),
+                                .channels = config.in_channels,
+                                .clamps = false,
+                                .guidance = 1,
+                                .x = m->target,
+                                .saved = m->images,
+                                .begins = m->begins,
+                                .state = m->sampler_state}});
 }
 
 // Milliseconds of a call of the network, a line for each number of images. A graph on a GPU holds ten calls,
@@ -342,7 +349,7 @@ static void run_program(int argc, char** argv) {
         write_trace(trace);
     }
 #ifdef __CUDACC__
-    side_lane.stream = main_lane.stream;  // from now on launches run one after another
+    side_stream.handle = main_stream.handle;  // from now on launches run one after another
 #endif
     measure_entries(&t);
     const Plan& plan = t.model.plan;

@@ -38,7 +38,7 @@ struct Moment {
     cudaEvent_t event;
     Moment() { CUDA_CHECK(cudaEventCreate(&event)); }
     ~Moment() { cudaEventDestroy(event); }
-    void take() { CUDA_CHECK(cudaEventRecord(event, main_lane.stream)); }
+    void take() { CUDA_CHECK(cudaEventRecord(event, main_stream.handle)); }
     float ms_until(const Moment& end) const {  // waits for the end
         float ms = 0;
         CUDA_CHECK(cudaEventSynchronize(end.event));
@@ -56,13 +56,13 @@ struct Moment {
 template <typename Launches>
 static double time_replays(Launches launches) {
     const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
-    Recording recording;
+    Graph graph;
     Moment begin, end;
     std::vector<float> ms;
     double start = seconds_now();
     for (int n = 0; n < WARMUP + 20 && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
         begin.take();
-        backend_replay(&recording, launches);
+        launch_graph(&graph, launches);
         end.take();
         float taken = begin.ms_until(end);
         if (n >= WARMUP) ms.push_back(taken);

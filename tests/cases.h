@@ -1,5 +1,5 @@
 // cases.h: what test_unet.cu and dit_layers.cu share, behind the program that either includes: reports and errors,
-// files of tensors, and a side lane whose calls wait. Comparisons are written so that a NaN fails.
+// files of tensors, and a side stream whose calls wait. Comparisons are written so that a NaN fails.
 #include <cstdarg>
 
 #include <deque>
@@ -146,22 +146,23 @@ struct Verdict {
     }
 };
 
-// ---- the side lane ------------------------------------------------------------------------------------------
+// ---- the side stream ----------------------------------------------------------------------------------------
 
-#ifdef LATE_SIDE_LANE
-// Each call is done at once; as late as a join permits; or at any time between.
-enum SideLane { AT_ONCE, LATE, ANY_TIME };
-static SideLane side_lane = AT_ONCE;
-static std::deque<std::function<void()>> side_lane_calls;  // that are not done
-static void do_side_lane(size_t left) {
-    for (; side_lane_calls.size() > left; side_lane_calls.pop_front()) side_lane_calls.front()();
+#ifdef LATE_SIDE_STREAM
+// What the side stream is given is done at once; as late as the waits permit; or at any time between.
+enum SideStream { AT_ONCE, LATE, ANY_TIME };
+static SideStream side_stream = AT_ONCE;
+static std::deque<std::function<void()>> side_stream_calls;  // that are not done
+static void do_side_stream(size_t left) {
+    for (; side_stream_calls.size() > left; side_stream_calls.pop_front()) side_stream_calls.front()();
 }
-static void on_side_lane(auto launches, bool) {
-    side_calls++;
-    side_lane_calls.push_back(launches);
-    uint32_t waiting = (uint32_t)side_lane_calls.size(), draw = (uint32_t)side_calls;
+static Event on_side_stream(auto launches) {
+    newest_event.number++;
+    side_stream_calls.push_back(launches);
+    uint32_t waiting = (uint32_t)side_stream_calls.size(), draw = (uint32_t)newest_event.number;
     uint32_t some = random_below(waiting + 1, 1, STREAM_PERTURB, draw, 0, 0);
-    do_side_lane(side_lane == AT_ONCE ? 0 : side_lane == LATE ? SIZE_MAX : some);
+    do_side_stream(side_stream == AT_ONCE ? 0 : side_stream == LATE ? SIZE_MAX : some);
+    return newest_event;
 }
-static void backend_join(int call) { do_side_lane(call >= side_calls ? 0 : side_calls - call); }
+static void wait_for(Event event) { do_side_stream(newest_event.number - event.number); }
 #endif

@@ -62,8 +62,9 @@ def faults(tmp_path_factory):
 def cpp(record_property):
     """cpp(binary, *arguments) runs test_unet; its tests count instead of the function that asked for them."""
     def call(binary, *arguments):
+        # detect_stack_use_after_return is g++ 13's default, and not g++ 12's
         environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1",
-                           ASAN_OPTIONS="allocator_may_return_null=1")
+                           ASAN_OPTIONS="allocator_may_return_null=1:detect_stack_use_after_return=1")
         if os.path.isdir("/dev/shm"):
             environment["TMPDIR"] = "/dev/shm"  # its thousands of damaged files need no disk
         result = subprocess.run([binary, *map(str, arguments)], stdout=subprocess.PIPE,

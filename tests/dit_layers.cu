@@ -1,11 +1,11 @@
-// The layers of dev/train_dit.cu against PyTorch, and the program with its side lane as late as may be:
+// The layers of dev/train_dit.cu against PyTorch, and the program with its side stream as late as may be:
 //
 //   dit_layers --layers FILE   FILE: what tests/test_dit.py writes, inputs and PyTorch's outputs in float64
-//   dit_layers --late FLAGS    train_dit in which each call of the side lane is done only where it is waited for
+//   dit_layers --late FLAGS    train_dit in which each call of the side stream is done only where it is waited for
 //
 // Built by nvcc, the former tests the kernels; the latter is for the CPU.
 #ifndef __CUDACC__
-#define LATE_SIDE_LANE
+#define LATE_SIDE_STREAM
 #endif
 #define main train_dit_main
 #include "../dev/train_dit.cu"
@@ -55,10 +55,10 @@ static void test_linear(LayerCase& c) {
     auto gradients = allocate<float>(found.size());
     backend_upload(gradients.get(), found.data(), found.size() * sizeof(float));
     Linear layer = {c.tensor("w").data, c.tensor("bias").data, gradients.get(), gradients.get() + outputs * inputs};
-    linear_forward(out, x, layer, Nothing());
-    linear_backward(dx, dout, layer, Nothing());
-    linear_weights(layer, dout, x);
-    backend_join();
+    dit_linear_forward(out, x, layer);
+    dit_linear_backward(dx, dout, layer);
+    dit_linear_weights(layer, dout, x);
+    wait_for(newest_event);
     backend_download(found.data(), gradients.get(), found.size() * sizeof(float));
     c.compare("out", out), c.compare("dx", dx);
     c.verdict.compare("dw", {found.begin(), found.end() - outputs}, c.at("dw"));
@@ -66,10 +66,10 @@ static void test_linear(LayerCase& c) {
 
     Tensor hidden = c.tensor("hidden"), out2 = c.out("out"), dhidden = c.out("dx");
     Tensor active = c.out("out"), active2 = c.out("out"), again = c.out("dx"), again2 = c.out("dx");
-    linear_forward(out2, x, layer, GeluForward<floatX>{active, out2});
+    dit_linear_forward(out2, x, layer, GeluForward<floatX>{active, out2});
     run(GeluForward<floatX>{active2, out});
     c.same("out before GELU", out2, out), c.same("GELU", active, active2);
-    linear_backward(dhidden, dout, layer, GeluBackward<floatX, true>{dhidden, dhidden, hidden, again});
+    dit_linear_backward(dhidden, dout, layer, GeluBackward<floatX, true>{dhidden, dhidden, hidden, again});
     run(GeluBackward<floatX, true>{dx, dx, hidden, again2});
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
 }
@@ -190,10 +190,10 @@ static void test_layer(LayerCase c) {
 }
 
 int main(int argc, char** argv) {
-#ifdef LATE_SIDE_LANE
+#ifdef LATE_SIDE_STREAM
     if (argc > 1 && !strcmp(argv[1], "--late")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);  // or the program would begin again, without our word
-        side_lane = LATE;
+        side_stream = LATE;
         return train_dit_main(argc - 1, argv + 1);
     }
 #endif

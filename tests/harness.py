@@ -316,7 +316,8 @@ def write_earlier_version(path, checkpoint, version=2):
     header[:2] = [checkpoint.config.magic, version]
     header[4:7] = [checkpoint.step, sections["weights"].size, checkpoint.tensors]
     floats[unet_io.OLD_LOSS], header[unet_io.OLD_LR_STEPS] = checkpoint.smoothed_loss, checkpoint.config.lr_steps
-    files = {name: checkpoint.run[name] for name in ("data_file", "val_file", "model_weights") if name in checkpoint.run}
+    files = {name: checkpoint.run[name] for name in ("data_file", "val_file", "model_weights", "guidance_interval")
+             if name in checkpoint.run}
     blocks = {name: value.pack() if name == "state" else value.encode() if isinstance(value, str) else value.tobytes()
               for name, value in (sections | files).items()}
     for i, (name, block) in enumerate(blocks.items()):
@@ -429,7 +430,7 @@ def stored_flags():
     """The rows of FLAGS in unet_io.h that a checkpoint stores, but names of files: {name: (kind, freedom, most, choices)}.
     """
     rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED),\s+"[^"]*",\s+"[^"]*"'
-                      r'(?:,\s+Range\([-\w.]+, ([-\w.]+)\))?(?:,\s+"([^"]*)")?\}', source_of_the_program())
+                      r'(?:,\s+Limits\([-\w.]+, ([-\w.]+)\))?(?:,\s+"([^"]*)")?\}', source_of_the_program())
     return {name: (kind, freedom, float(most or 1), choices.split("|"))
             for name, kind, freedom, most, choices in rows if kind != "PATH"}
 

@@ -93,7 +93,7 @@ def profile_tables(text):
 
 def test_profile(tmp_path):
     """Both tables add up and agree; the operations of a step are those that PyTorch counts. The timeline has
-    the same kinds and blocks, and on a lane one after another."""
+    the same kinds and blocks, and on a stream one after another."""
     result = run(variant("profile"), "--batch_size", 1, "--profile_trace", tmp_path / "step.json")
     assert re.match(r"train_unet on .+, batch 1\n", result.stdout) and "no line counts" not in result.stdout
     kinds, blocks = profile_tables(result.stdout)
@@ -105,12 +105,12 @@ def test_profile(tmp_path):
         assert abs(sum(row[2] for row in table.values()) - 100) < 0.05 * len(table) + 1e-6
     assert {f"{size} {what}" for size in ("3x3", "1x1") for what in ("forward", "dX", "dW")} < kinds.keys()
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    streams = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     timed = [e for e in events if e["ph"] == "X"]
     assert {e["name"] for e in timed} == set(kinds) and {e["cat"] for e in timed} == set(blocks)
-    assert lanes == {0: "main lane", 1: "side lane"} and len(events) == len(timed) + 2
-    for lane in lanes:
-        spans = [(e["ts"], e["ts"] + e["dur"]) for e in timed if e["tid"] == lane]
+    assert streams == {0: "main stream", 1: "side stream"} and len(events) == len(timed) + 2
+    for stream in streams:
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in timed if e["tid"] == stream]
         assert all(begin >= end - 0.1 for (_, end), (begin, _) in zip(spans, spans[1:]))  # in their order
     plan = re.findall(r"^\d+ +(\S+) +\w+ +\d+ \d+ ", run(TRAIN, "--dry_run").stdout, re.M)
     assert [name for name in blocks if name != "step"] == plan and len(plan) > 40

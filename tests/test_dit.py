@@ -312,8 +312,8 @@ def test_microbatch(tmp_path, toy_images):
     assert len(losses[0]) == 10 and np.abs(losses[1] / losses[0] - 1).max() < 1e-5
 
 
-def test_side_lane(tmp_path, toy_images, dit_layers):
-    """With every call of the side lane done as late as it may be, nothing has been overwritten that it reads."""
+def test_side_stream(tmp_path, toy_images, dit_layers):
+    """With every call of the side stream done as late as it may be, nothing has been overwritten that it reads."""
     flags = start_flags(RESUMED, toy_images(RESUMED), "run", 6, save_every=0)
     for name, program in (("soon", [DIT]), ("late", [dit_layers, "--late"])):
         (tmp_path / name).mkdir()
