@@ -14,14 +14,17 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
-// Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
+// Bytes as a message may show them: a control byte becomes \x1B, so that no file's name can drive the terminal.
+// The control characters of UTF-8 have two bytes, of which the first is 0xC2.
 static std::string printable(const std::string& bytes) {
     std::string shown;
     for (uint8_t byte : bytes) {
         bool ends_pair = shown.ends_with('\xC2') && byte >= 0x80 && byte < 0xA0;
         if (ends_pair) shown.replace(shown.size() - 1, 1, "\\xC2");
-        shown += ends_pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : std::string(1, (char)byte);
+
+        bool is_control = ends_pair || byte < ' ' || byte == 127;
+        if (is_control) shown += text("\\x%02X", byte);
+        else shown += (char)byte;
     }
     return shown;
 }
@@ -92,12 +95,14 @@ static std::string listed(const std::vector<std::string>& names, size_t most = 8
 
 // Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
 static bool is_utf8(const std::string& bytes) {
-    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // that needs so many bytes behind the first
+    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // the first letter of 1, 2, 3 and 4 bytes
     for (size_t i = 0; i < bytes.size();) {
         uint8_t first = (uint8_t)bytes[i++];
-        int more = first < 0x80 ? 0 : std::countl_one(first) - 1;
-        if (more < (first < 0x80 ? 0 : 1) || more > 3) return false;
-        uint32_t letter = more ? first & (0x3F >> more) : first;
+        if (first < 0x80) continue;
+        int more = std::countl_one(first) - 1;  // bytes behind the first
+        if (more < 1 || more > 3) return false;
+
+        uint32_t letter = first & (0x3F >> more);
         for (int k = 0; k < more; k++) {
             uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
             if (next >> 6 != 2) return false;
@@ -126,9 +131,9 @@ static bool has_ending(const std::string& path, const char* ending) {
 static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 static std::string human_bytes(double bytes) {
-    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
-           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
-                          : text("%.1f kB", bytes / 1e3);
+    if (bytes >= 1e9) return text("%.2f GB", bytes / 1e9);
+    if (bytes >= 1e6) return text("%.1f MB", bytes / 1e6);
+    return text("%.1f kB", bytes / 1e3);
 }
 
 static std::string human_time(double seconds) {
@@ -148,15 +153,17 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
     for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
         uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
-        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        for (int bit = 0; bit < 8; bit++) c = (c >> 1) ^ (c & 1) * 0xEDB88320u;
         table[i / 256][i % 256] = c;
     }
+
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 16; bytes -= 16, p += 16) {
         uint64_t words[2];
         memcpy(words, p, 16);
-        words[0] ^= crc, crc = 0;
+        words[0] ^= crc;
+        crc = 0;
         for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
     }
     while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
@@ -178,29 +185,36 @@ struct Reader {
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
-        read(header, std::min(size, sizeof header)), seek(0);
+        read(header, std::min(size, sizeof header));
+        seek(0);
     }
+
     void check(bool ok) {
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
         if (!ok) fail("could not read %s: %s", path.c_str(), why);
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
-    template <typename Values> Values take(size_t count) {  // the next so many
+
+    // The next `count` values.
+    template <typename Values> Values take(size_t count) {
         Values values(count, 0);
         read(values.data(), count * sizeof values[0]);
         return values;
     }
 };
 
-// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
-// writer stream: data first, then the header with a 0 in that field, which stays there.
+// Whether a file's checksum is the one in this field of its header. It runs over the data and then over the
+// header with a 0 in that field, which stays there: in this order a writer can stream.
 static bool checksum_matches(Reader* in, int field) {
-    uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
+    uint32_t stored = (uint32_t)std::exchange(in->header[field], 0);
+    uint32_t crc = 0;
     in->seek(HEADER_BYTES);
-    for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
-        bytes = std::min(left, (size_t)1 << 20);
+    size_t left = in->size - HEADER_BYTES;
+    while (left) {
+        size_t bytes = std::min(left, (size_t)1 << 20);
         crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
+        left -= bytes;
     }
     return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
@@ -247,10 +261,12 @@ struct Writer {
         if (!target.empty()) path = target;
         if (!target.empty() && !fs::is_regular_file(target, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
+
         folder = path.substr(0, path.rfind('/') + 1);
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
+
         for (int number = 1; !file; number++) {
             temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
             file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
@@ -262,8 +278,11 @@ struct Writer {
     }
     Writer(const Writer&) = delete;
     ~Writer() {
-        if (file) fclose(file), unlink(temporary.c_str());
+        if (!file) return;
+        fclose(file);
+        unlink(temporary.c_str());
     }
+
     void check(bool ok) {
         if (!ok)
             fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
@@ -277,7 +296,9 @@ struct Writer {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
-        check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
+        check(fflush(file) == 0);
+        check(fsync(fileno(file)) == 0);
+        check(rename(temporary.c_str(), path.c_str()) == 0);
         fclose(std::exchange(file, nullptr));  // and with it goes the lock
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
@@ -543,58 +564,69 @@ static std::string trimmed(const std::string& line) {
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
-// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
+// Whether the flag takes this number. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.limits.choices, '|').size();
-    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX))
-        return number >= flag.limits.least && number <= flag.limits.most;
+    auto [least, most, choices] = flag.limits;
+    bool is_float = flag.kind == FLOAT && fabs(number) <= FLT_MAX;
+    if (!is_float) return number >= least && number <= most;
     float value = (float)number;
-    return value >= (float)flag.limits.least && value <= (float)flag.limits.most &&
-           (number == 0 || std::isnormal(value));
+    return value >= (float)least && value <= (float)most && (number == 0 || std::isnormal(value));
 }
 
-// The number that `value` is, or of words which of them, counted from 0.
+// The number that `value` stands for: of a word, its place among the choices.
 static double parse_number(const Flag& flag, const std::string& value) {
-    bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
-    if (yes_or_no || flag.kind == CHOICE) {
-        std::vector<std::string> words =
-            split(yes_or_no ? "0|1|false|true|False|True" : flag.limits.choices, '|');
-        for (size_t i = 0; i < words.size(); i++)
-            if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
-        fail_usage("--%s is %s, not '%s'", flag.name,
-                   yes_or_no ? "0 or 1" : text("one of %s", flag.limits.choices).c_str(), value.c_str());
+    if (flag.kind == BOOL) {
+        if (value == "0" || value == "false" || value == "False") return 0;
+        if (value == "1" || value == "true" || value == "True") return 1;
+        fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
     }
+    if (flag.kind == CHOICE) {
+        std::vector<std::string> words = split(flag.limits.choices, '|');
+        auto found = std::ranges::find(words, value);
+        if (found != words.end()) return (double)(found - words.begin());
+        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.limits.choices, value.c_str());
+    }
+
     char* end;
     double number = strtod(value.c_str(), &end);
-    if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
+    bool real = flag.kind == FLOAT;
+    bool is_number = !value.empty() && !*end && (real || number == floor(number));
+    if (!is_number || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    real ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
                    value.c_str());
     return number;
 }
 
+// A path must have room in Config, and in a line of a configuration file.
+static void check_path(const Flag& flag, const std::string& value) {
+    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+    bool is_broken = value.find_first_of("\r\n\0", 0, 3) != value.npos;
+    if (is_broken || value.starts_with('"') || value != trimmed(value))
+        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                   flag.name);
+}
+
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
-        if (value.size() >= flag.size)
-            fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
-        if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-        if (value != trimmed(value) || value.starts_with('"') ||
-            value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
-            fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
-                       flag.name);
+    if (flag.kind == PATH) {
+        check_path(flag, value);
         strcpy((char*)config + flag.offset, value.c_str());
         return;
     }
+
     std::span<int32_t> numbers = numbers_of(*config, flag);
     std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > numbers.size())
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+
     std::ranges::fill(numbers, 0);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        numbers[i] = flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
+        if (flag.kind == FLOAT) numbers[i] = std::bit_cast<int32_t>((float)number);
+        else numbers[i] = (int32_t)(uint32_t)number;
     }
 }
 
@@ -605,10 +637,10 @@ static std::string flag_text(const Config& config, const Flag& flag) {
     for (int32_t bits : numbers_of(config, flag)) {
         double number = number_of(flag, bits);
         if (!joined.empty() && number == 0) break;  // the list ends
-        joined += joined.empty() ? "" : ",";
-        joined += flag.kind == CHOICE  ? split(flag.limits.choices, '|')[(size_t)number]
-                  : flag.kind == FLOAT ? float_text((float)number)
-                                       : text("%.0f", number);
+        if (!joined.empty()) joined += ",";
+        if (flag.kind == CHOICE) joined += split(flag.limits.choices, '|')[(size_t)number];
+        else if (flag.kind == FLOAT) joined += float_text((float)number);
+        else joined += text("%.0f", number);
     }
     return joined;
 }
@@ -690,8 +722,9 @@ static void refuse_moved(const std::string& name) {
 
 // One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
-                value = trimmed(words.substr(name.size()));
+    std::string words = trimmed(line);
+    std::string name = words.substr(0, words.find_first_of(" \t="));
+    std::string value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
     if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard))
         return {};
@@ -749,11 +782,13 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+
         size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        std::string name = argument.substr(2, equals == argument.npos ? equals : equals - 2);
         refuse_moved(name);
         const Flag& flag = flag_named(name);
-        // of --flip and --resume the value may be left out
+
+        // the value may be left out of a flag that says yes or no, such as --flip, and of --resume
         bool optional = flag.kind == BOOL || name == "resume";
         std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos) value = argument.substr(equals + 1);
@@ -764,48 +799,64 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         given.push_back({&flag, value, origin});
     }
+
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
-    for (const Flag& flag : FLAGS)
-        if (const GivenFlag* preset = was_given(given, flag.name); preset && is_preset(flag))
-            put_first(parse_flags(split(preset_flags(preset->value), ' '),
-                                  text("--%s %s", flag.name, preset->value.c_str())));
+    for (const Flag& flag : FLAGS) {
+        const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
+        if (!preset) continue;
+        std::string source = text("--%s %s", flag.name, preset->value.c_str());
+        put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
+    }
     return given;
 }
 
 // ---- what is refused --------------------------------------------------------------------------------------
-// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
-static void check_config(const Config& c) {
+static void check_attention(const Config& c, int width, int size) {
+    if (size > MAX_ATTENTION_SIZE)
+        fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions", size);
+    for (bool decoder : {false, true}) {
+        int heads = heads_of(c, width, decoder);
+        int divisor = c.num_heads ? heads : c.num_head_channels;
+        if (width % divisor)
+            fail("--%s %d does not divide the %d channels of the attention at %dx%d",
+                 c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
+
+        auto [multiple, most] = head_channels();
+        int channels = width / heads;
+        if (channels % multiple || channels > most)
+            fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", channels,
+                 multiple, most, most < 256 ? " in fp32, here" : "");
+    }
+}
+
+static void check_levels(const Config& c) {
     int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
-    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
-    if (int multiple = 1 << levels >> 1; levels && c.image_size % multiple)
+    int multiple = 1 << levels >> 1;
+    if (levels && c.image_size % multiple)
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, multiple);
     if (c.num_heads_upsample && !c.num_heads)
         fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
+
     for (int i = 0; i < levels; i++) {
-        int width = level_width(c, i), size = c.image_size >> i;
+        int width = level_width(c, i);
+        int size = c.image_size >> i;
         if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)
             fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
                  float_text(c.channel_mult[i]).c_str(), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
-        if (!attends(c, size) && i < levels - 1) continue;  // the middle block always has attention
-        if (size > MAX_ATTENTION_SIZE)
-            fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
-                 size);
-        for (bool decoder : {false, true}) {
-            int heads = heads_of(c, width, decoder), divisor = c.num_heads ? heads : c.num_head_channels;
-            if (width % divisor)
-                fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                     c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
-            auto [multiple, most] = head_channels();
-            if (int d = width / heads; d % multiple || d > most)
-                fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
-                     most, most < 256 ? " in fp32, here" : "");
-        }
+        bool is_middle = i == levels - 1;  // which always has attention
+        if (is_middle || attends(c, size)) check_attention(c, width, size);
     }
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    check_levels(c);
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
     if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
@@ -841,7 +892,7 @@ struct Dataset {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// Averages the images, of this width, over factor x factor pixels.
+// Averages images of this width over squares of factor x factor pixels.
 static void shrink(Dataset* data, int width, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
@@ -896,23 +947,29 @@ static Dataset read_images(const std::string& path, const Config& c) {
     const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
-            type = version ? header[6] : IMAGES_FLOAT,  // this and what follows are new in version 1
-        classes = version ? header[7] : 0, names = version ? header[8] : 0;
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4];
+    int32_t version = header[5];
+    int32_t type = version ? header[6] : IMAGES_FLOAT;  // this field and the next two are new in version 1
+    int32_t classes = version ? header[7] : 0;
+    int32_t names = version ? header[8] : 0;  // bytes
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
         fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-    // what 64 bits could not hold, a double tells well enough to refuse it
-    double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+
+    // a double can hold what 64 bits can't, and is exact enough to refuse it
+    double pixels = (double)N * C * H * W * (bytes ? 1 : 4);
+    double claimed = HEADER_BYTES + pixels + (classes ? 4.0 * N + names : 0);
     if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
         claimed != (double)in.size)
         fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
              N, C, H, W, claimed, in.size);
+
     if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = c.image_size, factor = H / wanted;
+    int wanted = c.image_size;
+    int factor = H / wanted;
     if (H != W || H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
              name, H, W, wanted);
@@ -928,6 +985,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     for (float value : data.floats)
         if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
+
     data.labels = in.take<std::vector<int>>(classes ? N : 0);
     for (int label : data.labels)
         if (label < 0 || label >= classes)
@@ -1213,11 +1271,15 @@ static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t chann
         filtered[0] = 4;
         for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
         for (size_t i = 1 + channels; i < pitch; i++) {
-            int left = line[i - channels], up = above[i], corner = above[i - channels];
-            int to_left = abs(up - corner), to_up = abs(left - corner);
+            int left = line[i - channels];
+            int up = above[i];
+            int corner = above[i - channels];
+            int to_left = abs(up - corner);
+            int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
+
             int nearest = to_up <= to_corner ? up : corner;
-            nearest = to_left <= std::min(to_up, to_corner) ? left : nearest;
+            if (to_left <= std::min(to_up, to_corner)) nearest = left;
             filtered[i] = (uint8_t)(line[i] - nearest);
         }
         std::ranges::copy(filtered, line);
@@ -1362,7 +1424,7 @@ static uint8_t byte_of(float value) {
     return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
 }
 
-// Where N pictures lie in a grid: in so many columns, and a new row begins with every group of so many.
+// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
 struct GridLayout {
     int N, columns, group;
     int rows_of(int count) const { return (count + columns - 1) / columns; }
@@ -1389,16 +1451,18 @@ static GridLayout grid_layout(int N, int groups, int image_size) {
 static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
                        const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap, height = layout.rows() * (H + gap) + gap;
+    int width = layout.columns * (H + gap) + gap;
+    int height = layout.rows() * (H + gap) + gap;
     size_t pitch = 1 + (size_t)width * C;
     std::vector<uint8_t> lines(pitch * height, 255);
     for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
         int n = (int)(i / H / H);
-        size_t y = layout.row(n) * (H + gap) + gap + i / H % H,
-               x = layout.column(n) * (H + gap) + gap + i % H;
+        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
+        size_t x = layout.column(n) * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) lines[y * pitch + 1 + x * C + k] = byte_of(pictures[i * PIXEL + k]);
     }
     write_png(path, std::move(lines), width, height);
+
     if (std::max(width, height) > 4000 && layout.N > 1)
         say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
             path.c_str(), width, height);
@@ -1639,17 +1703,21 @@ static void open_metrics(Metrics* m, const std::string& path, const std::string&
 static void add_metrics(Metrics* m, const std::string& lines) {
     if (world.rank) return;
     std::string& waiting = m->waiting;
-    size_t written = 0;
-    ssize_t n = 0;
     waiting += lines;
-    while (written < waiting.size() && (n = write(m->file, &waiting[written], waiting.size() - written)) > 0)
+
+    size_t written = 0;
+    while (written < waiting.size()) {
+        ssize_t n = write(m->file, &waiting[written], waiting.size() - written);
+        if (n <= 0) break;
         written += (size_t)n;
+    }
     if (written < waiting.size()) {
         if (!std::exchange(m->warned, true))
             note("could not write " + m->path + ": " + strerror(errno) +
                  "; what is missing there follows later");
+        // half a line is taken back, or else the next attempt continues it
         off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
-        if (!ftruncate(m->file, before)) written = 0;  // otherwise the next attempt continues the line
+        if (!ftruncate(m->file, before)) written = 0;
     }
     waiting.erase(0, written);
 }
