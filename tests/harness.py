@@ -329,6 +329,23 @@ def write_earlier_version(path, checkpoint, version=2):
     pathlib.Path(path).write_bytes(header.tobytes() + data)
 
 
+def write_setting(path, name, value):
+    """Write another value into the section config of a weights file, whose length and checksum are right again."""
+    data = path.read_bytes()
+    header = np.frombuffer(data, "<i4", 256).copy()
+    block = data[1024:]
+    changed, count = re.subn(rb"\b%s = .*" % name.encode(), f"{name} = {value}".encode(), block)
+    assert count == 1
+    table = header[128:].tobytes()
+    entry = 512 + table.index(b"config\0") + 24
+    whole = bytearray(header.tobytes())
+    length = int.from_bytes(whole[entry:entry + 8], "little") + len(changed) - len(block)
+    whole[entry:entry + 8] = length.to_bytes(8, "little")
+    whole[8:12] = bytes(4)
+    whole[8:12] = zlib.crc32(whole, zlib.crc32(changed)).to_bytes(4, "little")
+    path.write_bytes(bytes(whole) + changed)
+
+
 def metrics_in(folder):
     """The lines of metrics.jsonl that hold a loss."""
     lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
