@@ -194,7 +194,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
                                      a.correction1, a.correction2});
     numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
     numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm});
-    numbers->insert(numbers->end(), s.quartiles, s.quartiles + 8);
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
     numbers->insert(numbers->end(), {(double)s.history.skipped, (double)s.history.seen});
     numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
     numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
@@ -258,40 +259,57 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, launched)                                                                               \
-    typedef side::Tensor Tensor;                                                                           \
-    typedef side::Joined Joined;                                                                           \
-    template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
-        side::conv3x3_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
-        side::conv1x1_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
-        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
-        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
-        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
-    }                                                                                                      \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
-        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
-    }                                                                                                      \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
-    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
-    static constexpr auto attention_forward = side::attention_forward;                                     \
-    static constexpr auto attention_backward = side::attention_backward;                                   \
+#define LAYERS_OF(side, launched)                                                                \
+    typedef side::Tensor Tensor;                                                                 \
+    typedef side::Joined Joined;                                                                 \
+    template <int TAPS> using Product = side::Product<TAPS>;                                     \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
+    }                                                                                            \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
+    }                                                                                            \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
+    static constexpr auto attention_forward = side::attention_forward;                           \
+    static constexpr auto attention_backward = side::attention_backward;                         \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
+
+// A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
+// splits there are.
+static int forced_tile = -1, forced_splits = 0;
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
+    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
+    if (forces && choice.kernel != gpu::PORTABLE_128x16) {
+        const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+    }
+    gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
+}
 
 static void at_once(auto launches) { launches(); }
 
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+        launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+        launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
+    }
+    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+        gpu::groupnorm_forward(normed, norm);
+        return normed;
+    }
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -301,6 +319,19 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
+    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+        cpu::conv3x3_forward(out, x, layer, options);
+    }
+    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+        cpu::conv1x1_forward(out, x, layer, options);
+    }
+    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
+        cpu::conv3x3_backward_input(dx, dout, layer, options);
+    }
+    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+        cpu::conv1x1_backward_input(dx, dout, layer, options);
+    }
+    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -373,10 +404,6 @@ static void check(const std::string& layer, const std::string& shape, const std:
 
 // ---- matrix products --------------------------------------------------------------------------------------
 
-static std::string forced() {
-    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
-}
-
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS> struct Weights {
     Layer w, bias;
@@ -413,27 +440,15 @@ static void test_conv(const ConvTest& s) {
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
-#pragma omp parallel for
-        for (int o = 0; o < O; o++) {
-            std::vector<double> sums(9 * C);
-            for (int p = 0; p < (int)M; p++)
-                for (int tap = 0; tap < 9; tap++) {
-                    int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
-                    if (py < 0 || py >= H || px < 0 || px >= W) continue;
-                    const float* pixel = &x.host[(size_t)(p + dy * W + dx) * C];
-                    double d = dout.host[(size_t)p * O + o];
-                    for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
-                }
-            std::copy(sums.begin(), sums.end(), &weights.dw.host[(size_t)o * 9 * C]);
-        }
-    };
     check("conv3x3 backward", shape, outputs, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(dout), B, H, W, O};
         on.weight_gradient(weights(on), from, Tensor{on(x), B, H, W, C}, {on(ge, s.demb), pitch});
         if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
-        if (on.here && M >= 300000) sum_in_double();
+        if constexpr (on.here)
+            if (M >= 300000)  // for which sums in fp32 are no measure
+                cpu::plain::conv3x3_backward_weight(weights(on), from, {on(x), B, H, W, C},
+                                                    {on(ge, s.demb), pitch});
     });
 }
 
@@ -3615,10 +3630,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
-        const float* sums = state.quartiles;
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state.quartiles[4 + q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -4039,9 +4054,9 @@ static void test_microbatch(double limit) {
             };
             worse(&losses, fabs(last.loss / whole.loss - 1));
             worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
-            std::vector<double> sums(whole.quartiles, whole.quartiles + 4);
-            worse(&quartiles, error_of(last.quartiles, sums.data(), 4));
-            for (int q = 0; q < 4; q++) less &= last.quartiles[4 + q] == whole.quartiles[4 + q];
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time

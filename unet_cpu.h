@@ -62,25 +62,24 @@ inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward 
 inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
 #pragma omp parallel for
     for (int o = 0; o < dout.C; o++) {
+        std::vector<double> dw(9 * x.C);
         double dbias = 0;
         for (int b = 0; b < x.B; b++) {
             double sum = 0;
-            for (int p = 0; p < x.T(); p++) sum += dout.data[((size_t)b * x.T() + p) * dout.C + o];
+            for (int h = 0; h < x.H; h++)
+                for (int w = 0; w < x.W; w++) {
+                    double d = at(dout, b, h, w, o);
+                    sum += d;
+                    for (int i = 0; i < 3; i++)
+                        for (int j = 0; j < 3; j++)
+                            for (int c = 0; c < x.C; c++)
+                                dw[tap(0, i, j, c, x.C)] += d * padded(x, b, h + i - 1, w + j - 1, c);
+                }
             if (demb.data) demb.row(b)[o] = (float)sum;
             dbias += sum;
         }
         layer.dbias[o] = (float)dbias;
-
-        for (int i = 0; i < 3; i++)
-            for (int j = 0; j < 3; j++)
-                for (int c = 0; c < x.C; c++) {
-                    double sum = 0;
-                    for (int b = 0; b < x.B; b++)
-                        for (int h = 0; h < x.H; h++)
-                            for (int w = 0; w < x.W; w++)
-                                sum += at(dout, b, h, w, o) * padded(x, b, h + i - 1, w + j - 1, c);
-                    layer.dw[tap(o, i, j, c, x.C)] = (float)sum;
-                }
+        std::copy(dw.begin(), dw.end(), layer.dw + tap(o, 0, 0, 0, x.C));
     }
 }
 
