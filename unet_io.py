@@ -5,7 +5,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, spaced_timesteps
-4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
+4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
