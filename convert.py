@@ -30,7 +30,7 @@ from torch import nn
 from train_unet import (DIFFUSION, AttentionBlock, Downsample, ResBlock, Upsample, file_order, first_line,
                         refuse_contradictions, timestep_embedding, to_numpy, unet_without_memory,
                         with_old_attention)
-from unet_io import THRESHOLDS, Checkpoint, Config, UserError
+from unet_io import Checkpoint, Config, UserError
 
 
 def read(path, overrides=None, use_ema=1, free=()):
@@ -615,7 +615,7 @@ def scheduler_config(config, run):
     sample_max_value 1 it is the same. timestep_spacing is `trailing`, whatever --spacing was, since DDIMScheduler
     steps from t to t - T / N whatever the spacing, and goes wrong with `linspace`.
     """
-    T, threshold = config.diffusion_steps, THRESHOLDS[run.get("threshold", 0)]
+    T, threshold = config.diffusion_steps, run.get("threshold", "clamp")
     return dict(
         _class_name="DDPMScheduler", num_train_timesteps=T, beta_start=1e-4 * 1000 / T,
         beta_end=0.02 * 1000 / T, rescale_betas_zero_snr=bool(config.zero_terminal_snr),
@@ -1004,7 +1004,7 @@ def _told_by_scheduler(path, file):
         note(path, f"has a scheduler with variance_type {values['variance_type']}: --sampler ddpm here adds the least"
              f" noise, as fixed_small does")
     return dict(diffusion_steps=T, noise_schedule=names[schedule], predict=predictions[values["prediction_type"]],
-                zero_terminal_snr=bool(values["rescale_betas_zero_snr"]), run=dict(threshold=THRESHOLDS.index(threshold)))
+                zero_terminal_snr=bool(values["rescale_betas_zero_snr"]), run=dict(threshold=threshold))
 
 
 def _from_diffusers(path, model, tensors):

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device, sample,
-                        sampler_steps, seed_noise)
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
+                        refuse_contradictions, sample, sampler_steps, seed_noise)
 from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -133,16 +133,38 @@ def parse_classes(text, names, num_classes):
     return classes
 
 
+def beginning(path):
+    """The first 8 bytes of a file; fewer where there are no more, or where it can't be read."""
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        return b""  # load_model says what is wrong
+    with open(path, "rb") as file:
+        return file.read(8)
+
+
 def load_weights(path, use_ema=1, overrides=None):
     """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/dit/train_dit.py.
     """
-    is_dit = False
-    if os.path.isfile(path) and os.access(path, os.R_OK):  # otherwise load_model says what is wrong
-        with open(path, "rb") as file:
-            is_dit = file.read(4) == b"DiT\0"
-    if not is_dit:
+    if not beginning(path).startswith(b"DiT\0"):
         return load_model(path, use_ema, overrides)
     return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, overrides)
+
+
+def has_earlier_format(path):
+    """Whether it is a .bin of version 1 or 2 of the format, of either network."""
+    begins = beginning(path)
+    return begins[:4] in (b"UNET", b"DiT\0") and begins[4:] in (b"\1\0\0\0", b"\2\0\0\0")
+
+
+def renew(path, target, overrides):
+    """Write all that a .bin of an earlier format holds as a .bin of today's. overrides: see load_model."""
+    is_dit = beginning(path).startswith(b"DiT\0")
+    checkpoint = unet_io.read_checkpoint(path, unet_io.import_from_dev("dit/train_dit").Config if is_dit else Config)
+    refuse_contradictions(overrides, checkpoint.config, path)
+    interval = checkpoint.run.pop("guidance_interval", "")
+    if interval:
+        unet_io.say(f"note: --guidance_interval {interval} is left out: it is generate.py's alone")
+    unet_io.write_checkpoint(target, checkpoint)
+    unet_io.say(f"wrote {target}: all that {path} held, of step {checkpoint.step}")
 
 
 def load_guide(path, config, names):
@@ -512,6 +534,8 @@ def name_of_import(path):
 
 def export_target(args):
     """Where the weights go, "" if nowhere. --import X is --model_filename X --export X with the ending .bin.
+
+    args.renews: whether all of a .bin goes there, of an earlier format, and so may take its place.
     """
     if args.imported:
         args.model_filename = args.imported
@@ -519,7 +543,10 @@ def export_target(args):
             args.export = name_of_import(args.imported)
             if os.path.exists(args.export):
                 raise UserError(f"{args.export} exists already: name another file with --export FILE.bin")
-    if args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename):
+    args.renews = bool(args.imported and args.export.endswith(".bin") and args.use_ema is None
+                       and not args.class_names and has_earlier_format(args.imported))
+    is_same = args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename)
+    if is_same and not args.renews:
         raise UserError(f"--export {args.export} is the file that the weights come from: name another")
     return args.export
 
@@ -579,7 +606,7 @@ def main():
         help="how each step keeps its picture in [-1, 1] (default: clamp); dynamic: scaled by the 99.5th percentile."
              " With --export FOLDER/: what it tells diffusers (default: the run's)")
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
-    add("--use_ema", type=int, choices=range(5), default=1, metavar="N",
+    add("--use_ema", type=int, choices=range(5), metavar="N",
         help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
     add("--output_name", "--output_filename", default="samples.png", metavar="FILE",
         help="all pictures in a grid (default: samples.png); .npz: as an array of bytes, (N, H, W, C), with"
@@ -596,7 +623,8 @@ def main():
         help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending, or FOLDER/ for"
              " diffusers; see --use_ema")
     source.add_argument("--import", dest="imported", metavar="FILE",
-                        help="short for --model_filename FILE --export STEM.bin, for ./train_unet")
+                        help="short for --model_filename FILE --export STEM.bin, for ./train_unet; of a .bin of an"
+                             " earlier format everything is kept, so that a run can be resumed")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     model_flags.add_argument("--preset", choices=list(unet_io.PRESETS), help="a known model's")
     kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
@@ -652,6 +680,10 @@ def main():
     given = {name: value for name, value in vars(args).items() if value is not None}
     preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
     overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
+    if args.renews:
+        renew(args.imported, target, overrides)
+        return
+    args.use_ema = 1 if args.use_ema is None else args.use_ema
     model, checkpoint = load_weights(args.model_filename, args.use_ema, overrides)
     if target:
         if not isinstance(model, UNet):
@@ -663,7 +695,7 @@ def main():
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
             checkpoint.sections |= unet_io.class_section(names)
         if target.endswith("/") or os.path.isdir(target):
-            checkpoint.run |= dict(threshold=THRESHOLDS.index(args.threshold)) if args.threshold else {}
+            checkpoint.run |= dict(threshold=args.threshold) if args.threshold else {}
             save_diffusers(target, model, checkpoint)
         else:
             save_weights(target, model, checkpoint)

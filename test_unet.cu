@@ -2591,7 +2591,8 @@ struct Victim {
     int image_size;  // asked for when reading images; 0: theirs
     int fd;
     size_t size;
-    std::vector<char> content;  // all of it; of the old weights, whose data are a hole, the first bytes
+    std::vector<char> content;
+    Section settings;  // of weights, the section config
     uint32_t data_checksum;
     int checksum_field() const {
         return kind == NEW_IMAGES || kind == LABELLED_IMAGES ? (int)IMAGES_CHECKSUM_FIELD
@@ -2713,6 +2714,7 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
         std::string written = file_text(v.path);
         content.assign(written.begin(), written.end());
+        v.settings = open_weights(v.path).sections["config"];
     }
     if (!v.size) v.size = content.size();
     v.data_checksum = crc32(content.data() + HEADER_BYTES, content.size() - HEADER_BYTES);
@@ -2742,16 +2744,11 @@ static std::string use_file(const Victim& v, bool read_data) {
     WeightsFile file = open_weights(v.path);
     std::string bad = refusal([&] { check_config(file.config); });
     if (!bad.empty()) return "a configuration that is refused: " + bad;
-    int32_t header[HEADER_INTS];
-    Reader(v.path).read(header, sizeof header);
-    int32_t fields[HEADER_INTS];
-    flags_to_fields(fields, file.config);
-    const Flag &heads = flag_named("num_heads"), &upsample = flag_named("num_heads_upsample");
-    if (!header[heads.field]) header[upsample.field] = 0;  // without the former the latter means nothing
-    for (const Flag& flag : FLAGS)  // the model is the one that the file describes, not a default
-        if (header[0] == network.magic && (flag.group == MODEL || flag.group == DIFFUSION) &&
-            memcmp(header + flag.field, fields + flag.field, flag.size))
-            return text("another %s than the file's", flag.name);
+    Config stored = default_config();
+    read_stored_config(&stored, stored_config(file.config), v.path);
+    for (const Flag& flag : FLAGS)
+        if (flag.on_resume != FORGOTTEN && flag_text(stored, flag) != flag_text(file.config, flag))
+            return text("another %s when it is stored again", flag.name);
     Plan plan = make_plan(file.config, 1, false);
     if (!file.sections.contains("weights") || file.step < 0) return "no weights or a negative step";
     for (const SamplerStep& s : make_sampler(file.config))
@@ -2842,7 +2839,7 @@ static void test_valid_files(std::vector<Victim>* victims) {
     Config expected = smallest_config();
     std::string differing;
     for (const Flag& flag : FLAGS)
-        if (flag.field && flag_text(file.config, flag) != flag_text(expected, flag))
+        if (flag.on_resume != FORGOTTEN && flag_text(file.config, flag) != flag_text(expected, flag))
             differing += std::string(" ") + flag.name;
     Model m = Model();
     build_model(&m, file.config, 1, true);
@@ -2940,7 +2937,6 @@ static void test_config_files() {
                  {"\tlr\t=\t1e-3\r", "lr", "0.001"},
                  {"out_dir = my run # 2", "out_dir", "my run # 2"},
                  {"out_dir the \"run\" ", "out_dir", "the \"run\""},
-                 {"out_dir = \"quoted # before\"", "out_dir", "quoted # before"},
                  {"val_file =", "val_file", ""},
                  {"val_file", "val_file", ""},
                  {"data_file = =x", "data_file", "=x"},
@@ -2994,7 +2990,7 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
             int tried = 0;
             for (int32_t changed : values) {
                 // three values will do for a field of a long file that means nothing
-                if (v.kind >= WEIGHTS && !value && field > 80 && ++tried > 3) break;
+                if (v.kind >= WEIGHTS && !value && field > FIELD_LR_STEPS && ++tried > 3) break;
                 if (changed == value) continue;
                 std::string what = text("field %d = %d", field, changed);
                 for (bool sealed : {false, true}) {
@@ -3091,8 +3087,14 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
         for (int edit = 1 + dice.below(4); edit > 0; edit--) switch (dice.below(8)) {
                 case 0:
                 case 1:
-                case 2: {  // a field that means something
-                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : 107);
+                case 2: {  // a field that means something, or a letter of a setting
+                    if (v.settings.bytes && !dice.one_in(3)) {
+                        static const char letters[] = "0123456789.,- =\nex";
+                        size_t at = v.settings.offset + dice.below((uint32_t)v.settings.bytes);
+                        bytes.push_back({at, letters[dice.below(sizeof letters - 1)]});
+                        break;
+                    }
+                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : FIELD_LR_STEPS + 1);
                     header[field] = odd_value(&dice, header[field]);
                     break;
                 }
@@ -3180,6 +3182,12 @@ static std::vector<char> sealed_weights(const int32_t* fields, const Sections& s
     return content;
 }
 
+// Another line in the section config.
+static void add_setting(Sections* sections, const std::string& name, const std::string& value) {
+    for (auto& [section, data] : *sections)
+        if (section == "config") data += name + " = " + value + "\n";
+}
+
 // Images whose header, labels, names and length fit each other or nearly do.
 static std::vector<char> sealed_images(Dice* dice) {
     static const int32_t sizes[] = {1, 2, 4, 8, 9, 16};
@@ -3214,9 +3222,7 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
                                  "ema_2",
                                  "adam_m",
                                  "state",
-                                 "data_file",
-                                 "val_file",
-                                 "model_weights",
+                                 "config",
                                  "",
                                  "more",
                                  "class_names",
@@ -3250,7 +3256,8 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
                         std::string hostile;
                         for (int k = dice.below(dice.one_in(4) ? 2 * MAX_PATH_LENGTH : 20); k > 0; k--)
                             hostile += dice.one_in(3) ? (char)dice.next() : (char)(32 + dice.below(95));
-                        sections.back() = {names[5 + dice.below(3)], hostile};
+                        static const char* const files[] = {"data_file", "val_file", "model_weights"};
+                        add_setting(&sections, files[dice.below(3)], hostile);
                         break;
                     }
                     case 5: {
@@ -3263,8 +3270,10 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
                         if (!data.empty()) data[dice.below((uint32_t)data.size())] = (char)dice.next();
                         break;
                     case 7: {
-                        int field = dice.below(107);
-                        header[field] = odd_value(&dice, header[field]);
+                        static const char* const values[] = {"0", "1", "2", "-1", "64", "0.5", "1e-9", "1e39", "",
+                                                             "1,2,3", "0,0", "nan", "v", "ddim", "1 1"};
+                        const Flag& flag = FLAGS[dice.below((uint32_t)FLAGS.size())];
+                        add_setting(&sections, flag.name, values[dice.below(15)]);
                         break;
                     }
                 }
@@ -3339,8 +3348,9 @@ static void test_class_names() {
                 perturbed_weights(&m, 5);
                 write_checkpoint(path, m, 40, 0.25f, some_history());
                 WeightsFile file = open_weights(path);
-                Sections sections = {{"weights", file_text(path).substr(file.sections["weights"].offset,
-                                                                        file.sections["weights"].bytes)},
+                Section weights = file.sections["weights"];
+                Sections sections = {{"weights", file_text(path).substr(weights.offset, weights.bytes)},
+                                     {"config", stored_config(config)},
                                      {"class_names", c.names}};
                 std::vector<char> content = sealed_weights(Reader(path).header, sections);
                 write_whole(path, content, content.size());
@@ -3370,7 +3380,7 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
     const Victim& v = victims[CHECKPOINT];
     int32_t header[HEADER_INTS];
     uint64_t whole = make_plan(smallest_config(), 1, false).num_parameters * sizeof(float),
-             rest = v.size - HEADER_BYTES, text_bytes = rest - 5 * whole - sizeof(History);
+             texts = v.settings.bytes + strlen("0123abcd"), rest = v.size - HEADER_BYTES - texts;
     typedef std::vector<std::pair<std::string, uint64_t>> Table;
     const Table tables[] = {
         // lengths that sum up to the file's only because 64 bits overflow
@@ -3382,10 +3392,9 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         {{"weights", whole}, {"ema", whole + 4}, {"more", rest - 2 * whole - 4}},
         {{"weights", whole}, {"adam_m", 0}, {"adam_v", 0}, {"more", rest - whole}},
         {{"weights", rest}},
-        // two of a name; none of weights; a path as long as weights; too short a sum
+        // two of a name; none of weights; too short a sum
         {{"weights", whole}, {"weights", whole}, {"more", rest - 2 * whole}},
         {{"ema", whole}, {"adam_m", whole}, {"more", rest - 2 * whole}},
-        {{"weights", whole}, {"data_file", rest - whole}},
         {{"weights", whole}, {"more", rest - whole - 4}},
         {{"weights", whole}, {"ema_4", whole + 4}, {"more", rest - 2 * whole - 4}},
         {{"weights", whole}, {"state", rest - whole}},
@@ -3398,7 +3407,9 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         if (is_sentence(message)) refused++;
         else bad += text("; file %d: '%s' %s", count, message.c_str(), wrong.c_str());
     };
-    for (const Table& table : tables) {
+    for (Table table : tables) {
+        table.push_back({"config", v.settings.bytes});
+        table.push_back({"data_checksum", strlen("0123abcd")});
         memcpy(header, v.content.data(), sizeof header);
         memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
         header[FIELD_SECTIONS] = (int32_t)table.size();
@@ -3425,8 +3436,7 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         expect_refusal(v);
         put(v, at, &v.content[at], sizeof value), put(v, 0, v.content.data(), HEADER_BYTES);
     }
-    // the tables above were made for this file: a path and a checksum
-    bool sound = text_bytes == strlen("some/images.bin") + strlen("0123abcd");
+    bool sound = rest == 5 * whole + sizeof(History);  // the tables above were made for this file
     const Victim& images = victims[OLD_IMAGES];
     for (float pixel : {NAN, INFINITY, -INFINITY, 2.0f, -1.5f, 1e-3f}) {
         size_t at = images.size - sizeof pixel;

@@ -3232,12 +3232,12 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
         for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
         return;
     }
-    int32_t header[HEADER_INTS] = {network.magic, UNET_VERSION};
+    int32_t header[HEADER_INTS] = {network.magic, WEIGHTS_VERSION};
     header[FIELD_STEP] = (int32_t)step;
-    header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters,
+    header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters;
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     header[FIELD_SMOOTHED] = std::bit_cast<int32_t>(smoothed);
-    flags_to_fields(header, m.config);
+    header[FIELD_LR_STEPS] = m.config.optimiser.lr_steps;
     auto declare = [&](const char* name, uint64_t bytes) {
         int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
         strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
@@ -3249,15 +3249,17 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
         declare(section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, whole_of(&m, parameters), m.plan);
     }
-    if (m.adam_m) declare("state", sizeof history), out.write(&history, sizeof history);
-    for (const Flag& flag : FLAGS)
-        if (std::string value = flag_text(m.config, flag); flag.field < 0 && !value.empty())
-            declare(flag.name, value.size()), out.write(value);
+    auto add_text = [&](const char* name, const std::string& contents) {
+        if (contents.empty()) return;
+        declare(name, contents.size());
+        out.write(contents);
+    };
     std::string names;
     for (const std::string& name : m.class_names) names += name + "\n";
-    if (!names.empty()) declare("class_names", names.size()), out.write(names);
-    if (!m.data_checksum.empty())
-        declare("data_checksum", m.data_checksum.size()), out.write(m.data_checksum);
+    if (m.adam_m) add_text("state", std::string((const char*)&history, sizeof history));
+    add_text("config", stored_config(m.config));
+    add_text("class_names", names);
+    add_text("data_checksum", m.data_checksum);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3599,9 +3601,6 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     *config = file.config;
     apply_flags(config, given);
     t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
-    if (file.sections.contains("guidance_interval"))
-        t->notes.push_back(file.path +
-                           " has a --guidance_interval, which is generate.py's: grids are guided throughout");
 }
 
 // Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
@@ -3700,7 +3699,7 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS)
         if (std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-            config.resume_given && flag.field && was != now)
+            config.resume_given && flag.on_resume != FORGOTTEN && was != now)
             t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;

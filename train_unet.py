@@ -911,7 +911,7 @@ class Trainer:
         return total / len(images)
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
-        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_FIELDS, texts: TEXT_SECTIONS."""
+        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_SETTINGS, texts: TEXT_SECTIONS."""
         def moments(key):
             return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
 
@@ -1181,11 +1181,8 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        for name in unet_io.FLAG_SECTIONS:
-            if name not in given and name in checkpoint.sections:
-                setattr(run, name, checkpoint.sections[name])
-        for name in ("steps", "log_every", "save_every", "sample_every"):
-            if name not in given:
+        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every"):
+            if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
     if not run.model_weights:
@@ -1340,11 +1337,10 @@ def train(config, run, given):
 
     def save():
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
-        settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_FIELDS}
-        state = trainer.checkpoint(smoothed or 0.0, settings, data_file=os.path.abspath(images.path),
-                                   val_file=run.val_file and os.path.abspath(run.val_file),
-                                   model_weights=run.model_weights and os.path.abspath(run.model_weights),
-                                   data_checksum=images.checksum, **unet_io.class_section(names))
+        settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
+        files = {"data_file": images.path, "val_file": run.val_file, "model_weights": run.model_weights}
+        settings |= {name: path and os.path.abspath(path) for name, path in files.items()}
+        state = trainer.checkpoint(smoothed or 0.0, settings, data_checksum=images.checksum, **unet_io.class_section(names))
         unet_io.write_checkpoint(name, state)
         unet_io.say(f"saved {name}")
         return name

@@ -14,14 +14,17 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     return buffer;
 }
 
-// Bytes as a message may show them: a control byte as \x1B, so that no file's name can drive the terminal.
-// Those of UTF-8 have two bytes, the first of them 0xC2; other letters stay.
+// Bytes as a message may show them: a control byte becomes \x1B, so that no file's name can drive the terminal.
+// The control characters of UTF-8 have two bytes, of which the first is 0xC2.
 static std::string printable(const std::string& bytes) {
     std::string shown;
     for (uint8_t byte : bytes) {
         bool ends_pair = shown.ends_with('\xC2') && byte >= 0x80 && byte < 0xA0;
         if (ends_pair) shown.replace(shown.size() - 1, 1, "\\xC2");
-        shown += ends_pair || byte < ' ' || byte == 127 ? text("\\x%02X", byte) : std::string(1, (char)byte);
+
+        bool is_control = ends_pair || byte < ' ' || byte == 127;
+        if (is_control) shown += text("\\x%02X", byte);
+        else shown += (char)byte;
     }
     return shown;
 }
@@ -92,12 +95,14 @@ static std::string listed(const std::vector<std::string>& names, size_t most = 8
 
 // Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
 static bool is_utf8(const std::string& bytes) {
-    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // that needs so many bytes behind the first
+    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // the first letter of 1, 2, 3 and 4 bytes
     for (size_t i = 0; i < bytes.size();) {
         uint8_t first = (uint8_t)bytes[i++];
-        int more = first < 0x80 ? 0 : std::countl_one(first) - 1;
-        if (more < (first < 0x80 ? 0 : 1) || more > 3) return false;
-        uint32_t letter = more ? first & (0x3F >> more) : first;
+        if (first < 0x80) continue;
+        int more = std::countl_one(first) - 1;  // bytes behind the first
+        if (more < 1 || more > 3) return false;
+
+        uint32_t letter = first & (0x3F >> more);
         for (int k = 0; k < more; k++) {
             uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
             if (next >> 6 != 2) return false;
@@ -126,9 +131,9 @@ static bool has_ending(const std::string& path, const char* ending) {
 static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 static std::string human_bytes(double bytes) {
-    return bytes >= 1e9   ? text("%.2f GB", bytes / 1e9)
-           : bytes >= 1e6 ? text("%.1f MB", bytes / 1e6)
-                          : text("%.1f kB", bytes / 1e3);
+    if (bytes >= 1e9) return text("%.2f GB", bytes / 1e9);
+    if (bytes >= 1e6) return text("%.1f MB", bytes / 1e6);
+    return text("%.1f kB", bytes / 1e3);
 }
 
 static std::string human_time(double seconds) {
@@ -148,15 +153,17 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
     static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
     for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
         uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
-        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        for (int bit = 0; bit < 8; bit++) c = (c >> 1) ^ (c & 1) * 0xEDB88320u;
         table[i / 256][i % 256] = c;
     }
+
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
     for (; bytes >= 16; bytes -= 16, p += 16) {
         uint64_t words[2];
         memcpy(words, p, 16);
-        words[0] ^= crc, crc = 0;
+        words[0] ^= crc;
+        crc = 0;
         for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
     }
     while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
@@ -178,29 +185,36 @@ struct Reader {
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name.c_str());
         size = (size_t)info.st_size;
-        read(header, std::min(size, sizeof header)), seek(0);
+        read(header, std::min(size, sizeof header));
+        seek(0);
     }
+
     void check(bool ok) {
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
         if (!ok) fail("could not read %s: %s", path.c_str(), why);
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
-    template <typename Values> Values take(size_t count) {  // the next so many
+
+    // The next `count` values.
+    template <typename Values> Values take(size_t count) {
         Values values(count, 0);
         read(values.data(), count * sizeof values[0]);
         return values;
     }
 };
 
-// Whether a file's checksum is the one in this field of its header. It is taken in the order that lets a
-// writer stream: data first, then the header with a 0 in that field, which stays there.
+// Whether a file's checksum is the one in this field of its header. It runs over the data and then over the
+// header with a 0 in that field, which stays there: in this order a writer can stream.
 static bool checksum_matches(Reader* in, int field) {
-    uint32_t crc = 0, stored = (uint32_t)std::exchange(in->header[field], 0);
+    uint32_t stored = (uint32_t)std::exchange(in->header[field], 0);
+    uint32_t crc = 0;
     in->seek(HEADER_BYTES);
-    for (size_t left = in->size - HEADER_BYTES, bytes; left; left -= bytes) {
-        bytes = std::min(left, (size_t)1 << 20);
+    size_t left = in->size - HEADER_BYTES;
+    while (left) {
+        size_t bytes = std::min(left, (size_t)1 << 20);
         crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
+        left -= bytes;
     }
     return crc32(in->header, HEADER_BYTES, crc) == stored;
 }
@@ -247,10 +261,12 @@ struct Writer {
         if (!target.empty()) path = target;
         if (!target.empty() && !fs::is_regular_file(target, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
+
         folder = path.substr(0, path.rfind('/') + 1);
         if (folder.empty()) folder = "./";
         static std::set<std::string> tidied;
         if (tidied.insert(folder).second) remove_stale_temporaries(folder);
+
         for (int number = 1; !file; number++) {
             temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
             file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
@@ -262,8 +278,11 @@ struct Writer {
     }
     Writer(const Writer&) = delete;
     ~Writer() {
-        if (file) fclose(file), unlink(temporary.c_str());
+        if (!file) return;
+        fclose(file);
+        unlink(temporary.c_str());
     }
+
     void check(bool ok) {
         if (!ok)
             fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
@@ -277,7 +296,9 @@ struct Writer {
         check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
-        check(fflush(file) == 0 && fsync(fileno(file)) == 0 && rename(temporary.c_str(), path.c_str()) == 0);
+        check(fflush(file) == 0);
+        check(fsync(fileno(file)) == 0);
+        check(rename(temporary.c_str(), path.c_str()) == 0);
         fclose(std::exchange(file, nullptr));  // and with it goes the lock
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
@@ -310,7 +331,18 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
-enum FlagResume { FREE, FIXED };  // typed with --resume, a FIXED one must equal the checkpoint's value
+// What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
+// value, a FIXED one only with the checkpoint's.
+enum FlagResume { FORGOTTEN, FREE, FIXED };
+
+// What a flag takes: numbers in a range, as a list each of them; or words, separated by |.
+struct Bounds {
+    double least = 0, most = 1;
+    const char* choices = nullptr;
+    Bounds() = default;
+    Bounds(double least, double most) : least(least), most(most) {}
+    Bounds(const char* choices) : choices(choices) {}
+};
 
 struct Flag {
     const char* name;
@@ -318,132 +350,140 @@ struct Flag {
     FlagKind kind;
     FlagGroup group;
     FlagResume on_resume;
-    int field;             // of the .bin header: the first int32 that stores it; 0: not stored, -1: a section
     const char* standard;  // the default, as it would be typed
-    double least, most;    // range of a number or of a list's elements
     const char* help;
-    const char* choices = nullptr;  // of a CHOICE, separated by |
+    Bounds limits = {};
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static std::vector<Flag> FLAGS = {
-    {FIELD(preset), PATH, FILES, FREE, 0, "", 0, 0, "a named set of defaults, listed below"},
-    {FIELD(data_file), PATH, FILES, FREE, -1, "data/emoji.bin", 0, 0, "training images of prepare_data.py"},
-    {FIELD(val_file), PATH, FILES, FREE, -1, "", 0, 0, "validation images, for a loss every --val_every"},
-    {FIELD(model_weights), PATH, FILES, FIXED, -1, "", 0, 0, "start from or draw with this .bin's weights"},
-    {FIELD(out_dir), PATH, FILES, FREE, 0, "out", 0, 0, "folder for checkpoints, samples and the log"},
-    {FIELD(output_name), PATH, FILES, FREE, 0, "samples.png", 0, 0,
+    {FIELD(preset), PATH, FILES, FORGOTTEN, "", "a named set of defaults, listed below"},
+    {FIELD(data_file), PATH, FILES, FREE, "data/emoji.bin", "training images of prepare_data.py"},
+    {FIELD(val_file), PATH, FILES, FREE, "", "validation images, for a loss every --val_every"},
+    {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
+    {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, samples and the log"},
+    {FIELD(output_name), PATH, FILES, FORGOTTEN, "samples.png",
      "PNG grid that --generate writes, or X.npz: arrays"},
-    {FIELD(output_dir), PATH, FILES, FREE, 0, "", 0, 0,
+    {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {FIELD(image_size), INT, MODEL, FIXED, 16, "64", 4, 1024, "height and width in pixels"},
-    {FIELD(in_channels), INT, MODEL, FIXED, 17, "3", 1, 4, "of an image: 1 grey, 3 RGB, 4 RGBA"},
-    {FIELD(num_channels), INT, MODEL, FIXED, 18, "64", 32, 1024, "channel_mult's unit, a multiple of 32"},
-    {FIELD(channel_mult), FLOAT, MODEL, FIXED, 24, "1,2,3,4", 0.125, 64,
-     "width of each level in units of num_channels, such as 0.5; each level halves the image"},
-    {FIELD(num_res_blocks), INT, MODEL, FIXED, 19, "2", 1, 16, "residual blocks a level"},
-    {FIELD(attention_resolutions), INT, MODEL, FIXED, 32, "16,8", 0, 1024,
-     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)"},
-    {FIELD(num_head_channels), INT, MODEL, FIXED, 20, "32", 1, 1024, "channels of an attention head"},
-    {FIELD(norm_groups), INT, MODEL, FIXED, 21, "32", 1, 1024, "of a norm, each of two channels or more"},
-    {FIELD(max_period), INT, MODEL, FIXED, 22, "10000", 2, 100000000, "longest period of the embedding"},
-    {FIELD(num_heads), INT, MODEL, FIXED, 111, "0", 0, 1024, "of every attention; 0: by --num_head_channels"},
-    {FIELD(num_heads_upsample), INT, MODEL, FIXED, 112, "0", 0, 1024, "the decoder's; 0: --num_heads"},
-    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, 109, "0", 0, 1,
+    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Bounds(4, 1024)},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Bounds(1, 4)},
+    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Bounds(32, 1024)},
+    {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
+     "width of each level in units of num_channels, such as 0.5; each level halves the image",
+     Bounds(0.125, 64)},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Bounds(1, 16)},
+    {FIELD(attention_resolutions), INT, MODEL, FIXED, "16,8",
+     "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)",
+     Bounds(0, 1024)},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Bounds(1, 1024)},
+    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "of a norm, each of two channels or more", Bounds(1, 1024)},
+    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the embedding", Bounds(2, 100000000)},
+    {FIELD(num_heads), INT, MODEL, FIXED, "0", "of every attention; 0: by --num_head_channels",
+     Bounds(0, 1024)},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "the decoder's; 0: --num_heads", Bounds(0, 1024)},
+    {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, "0",
      "timestep and class scale and shift what is normed, instead of being added"},
-    {FIELD(dropout), FLOAT, MODEL, FIXED, 110, "0", 0, 0.99, "part of a block's inner values set to 0"},
-    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, 116, "0", 0, 1, "tell timesteps as if they were 1000"},
-    {FIELD(resblock_updown), BOOL, MODEL, FIXED, 113, "0", 0, 1, "up- and down-sample in residual blocks"},
-    {FIELD(conv_resample), BOOL, MODEL, FIXED, 114, "0", 0, 1, "learn the resampling, by convolutions"},
-    {FIELD(learn_sigma), BOOL, MODEL, FIXED, 115, "0", 0, 1, "learn the variance of DDPM's noise too"},
-    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, 117, "1", 0, 1,
+    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Bounds(0, 0.99)},
+    {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, "0", "tell timesteps as if they were 1000"},
+    {FIELD(resblock_updown), BOOL, MODEL, FIXED, "0", "up- and down-sample in residual blocks"},
+    {FIELD(conv_resample), BOOL, MODEL, FIXED, "0", "learn the resampling, by convolutions"},
+    {FIELD(learn_sigma), BOOL, MODEL, FIXED, "0", "learn the variance of DDPM's noise too"},
+    {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, "1",
      "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
-    {FIELD(class_cond), BOOL, MODEL, FIXED, 107, "0", 0, 1, "tell the network each image's class"},
-    {FIELD(num_classes), INT, MODEL, FIXED, 23, "0", 0, 1e6, "of --class_cond; 0: those of --data_file"},
-    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, 108, "0", 0, 0.999,
-     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs"},
+    {FIELD(class_cond), BOOL, MODEL, FIXED, "0", "tell the network each image's class"},
+    {FIELD(num_classes), INT, MODEL, FIXED, "0", "of --class_cond; 0: those of --data_file", Bounds(0, 1e6)},
+    {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, "0",
+     "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs",
+     Bounds(0, 0.999)},
 
-    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, 40, "1000", 2, 100000, "timesteps of the noising chain"},
-    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, 41, "linear", 0, 0, "how fast the chain adds noise",
+    {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
+     Bounds(2, 100000)},
+    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear", "how fast the chain adds noise",
      "linear|cosine"},
-    {FIELD(predict), CHOICE, DIFFUSION, FIXED, 42, "eps", 0, 0, "what the network predicts", "eps|v|x0"},
-    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, 90, "0", 0, 1,
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps", "what the network predicts", "eps|v|x0"},
+    {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
-    {FIELD(batch_size), INT, TRAINING, FIXED, 48, "32", 1, 65536, "images a step"},
-    {FIELD(microbatch), INT, TRAINING, FREE, 72, "0", 0, 65536,
-     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once"},
-    {FIELD(steps), INT, TRAINING, FREE, 61, "20000", 0, 99999999,
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights"},
-    {OPTIMISER(lr), FLOAT, TRAINING, FREE, 51, "1e-4", 0, 1e3, "learning rate"},
-    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, 52, "constant", 0, 0,
+    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Bounds(1, 65536)},
+    {FIELD(microbatch), INT, TRAINING, FREE, "0",
+     "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once",
+     Bounds(0, 65536)},
+    {FIELD(steps), INT, TRAINING, FREE, "20000",
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Bounds(0, 99999999)},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Bounds(0, 1e3)},
+    {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
      "how it falls over the --steps of the first start, whatever --steps is later", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, 79, "0", 0, 1, "part of --lr at the end"},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, 53, "0", 0, 1e9, "steps over which --lr is reached"},
-    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, 55, "0", 0, 1e3,
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms"},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, 56, "0.9", 0, 0.99999, "AdamW's first moment"},
-    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, 57, "0.999", 0, 0.9999999, "AdamW's second moment"},
-    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, 58, "1e-8", 1e-20, 1, "AdamW's epsilon"},
-    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, 78, "0", 0, 1e9,
-     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is"},
-    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, 80, "0", 0, 1e9,
-     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none"},
-    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, 59, "0.999", 0, 0.9999999,
-     "running means of the weights, up to 4 rates; see --use_ema; 0: none"},
-    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, 71, "0", 0, 1e6,
-     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted"},
-    {FIELD(flip), BOOL, TRAINING, FIXED, 50, "0", 0, 1, "mirror half of the images left to right"},
-    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, 91, "0", 0, 10,
-     "add to the training noise this much of one normal a channel, for very dark and bright pictures"},
-    {FIELD(seed), INT, TRAINING, FIXED, 49, "0", 0, 4294967295.0, "of weights, order, noise, first picture"},
-    {FIELD(log_every), INT, TRAINING, FREE, 62, "50", 1, 1e9, "steps between two log lines"},
-    {FIELD(save_every), INT, TRAINING, FREE, 63, "1000", 0, 1e9, "steps between checkpoints; 0: at the end"},
-    {FIELD(keep), INT, TRAINING, FREE, 64, "2", 1, 1e9, "newest checkpoints to keep"},
-    {FIELD(keep_every), INT, TRAINING, FREE, 106, "0", 0, 1e9,
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none"},
-    {FIELD(sample_every), INT, TRAINING, FREE, 65, "1000", 0, 1e9, "steps between grids; 0: at the end"},
-    {FIELD(val_every), INT, TRAINING, FREE, 66, "1000", 1, 1e9, "steps between two validation losses"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Bounds(0, 1)},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Bounds(0, 1e9)},
+    {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Bounds(0, 1e3)},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Bounds(0, 0.99999)},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Bounds(0, 0.9999999)},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Bounds(1e-20, 1)},
+    {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
+     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
+     Bounds(0, 1e9)},
+    {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
+     "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
+     Bounds(0, 1e9)},
+    {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
+     "running means of the weights, up to 4 rates; see --use_ema; 0: none", Bounds(0, 0.9999999)},
+    {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
+     "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
+     Bounds(0, 1e6)},
+    {FIELD(flip), BOOL, TRAINING, FIXED, "0", "mirror half of the images left to right"},
+    {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
+     "add to the training noise this much of one normal a channel, for very dark and bright pictures",
+     Bounds(0, 10)},
+    {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
+     Bounds(0, 4294967295.0)},
+    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Bounds(1, 1e9)},
+    {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
+     Bounds(0, 1e9)},
+    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Bounds(1, 1e9)},
+    {FIELD(keep_every), INT, TRAINING, FREE, "0",
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Bounds(0, 1e9)},
+    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Bounds(0, 1e9)},
+    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Bounds(1, 1e9)},
 
-    {FIELD(generate), INT, SAMPLING, FREE, 0, "0", 0, 1e6,
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint"},
-    {FIELD(seeds), PATH, SAMPLING, FREE, 0, "", 0, 0, "draw the seeds 0-63, or 3,7,10-12, and exit"},
-    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(generate), INT, SAMPLING, FORGOTTEN, "0",
+     "draw this many pictures and exit, with --model_weights or the newest checkpoint", Bounds(0, 1e6)},
+    {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
-    {FIELD(class_names), PATH, SAMPLING, FREE, 0, "", 0, 0,
+    {FIELD(class_names), PATH, SAMPLING, FORGOTTEN, "",
      "a text, a line a class: names of a model's classes that has none, or others for --class"},
-    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
-     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6, "of a grid while training; 0: no grids"},
-    {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
+    {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
+     "draw what differs so many times as much from pictures without a class; 2 to 4 are usual",
+     Bounds(0, 1000)},
+    {FIELD(num_samples), INT, SAMPLING, FREE, "16", "of a grid while training; 0: no grids", Bounds(0, 1e6)},
+    {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
-    {FIELD(sample_steps), INT, SAMPLING, FREE, 69, "0", 0, 100000,
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice"},
-    {FIELD(spacing), CHOICE, SAMPLING, FREE, 94, "auto", 0, 0,
+    {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice",
+     Bounds(0, 100000)},
+    {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
      "auto|uniform|trailing|karras"},
-    {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
-    {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
+    {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
+     Bounds(0, 1)},
+    {FIELD(threshold), CHOICE, SAMPLING, FREE, "clamp",
      "how steps keep pictures in [-1, 1]; dynamic is generate.py's", "clamp|dynamic|none"},
-    {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
-     "sample and validate with this one of the running means where there is one; 0: the raw weights"},
+    {FIELD(use_ema), INT, SAMPLING, FREE, "1",
+     "sample and validate with this one of the running means where there is one; 0: the raw weights",
+     Bounds(0, 4)},
 
-    {FIELD(resume), PATH, OTHER, FREE, 0, "", 0, 0, "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FREE, 0, "1", 1, 64, "of this machine, to train or draw with"},
-    {FIELD(processes), INT, OTHER, FREE, 0, "1", 1, 64, "likewise, where there is no GPU"},
-    {FIELD(config), PATH, OTHER, FREE, 0, "", 0, 0,
+    {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
+    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "of this machine, to train or draw with", Bounds(1, 64)},
+    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "likewise, where there is no GPU", Bounds(1, 64)},
+    {FIELD(config), PATH, OTHER, FORGOTTEN, "",
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
-    {FIELD(print_config), BOOL, OTHER, FREE, 0, "0", 0, 1, "print the flags as a --config file, and exit"},
-    {FIELD(dry_run), BOOL, OTHER, FREE, 0, "0", 0, 1, "print plan, memory, a step's time; needs no data"},
-    {FIELD(help), BOOL, OTHER, FREE, 0, "0", 0, 1, "print this text, and exit"},
-};
-enum {
-    FIELD_MULTS = 24,        // channel_mult: see as_stored
-    FIELD_LR_STEPS = 54,     // the schedule's length has no flag
-    FIELD_VERSION_2 = 107,   // from here on fields are new in version 2
-    FIELD_MORE_FLOATS = 75,  // ema_rate's second number and on, which do not fit after its first
+    {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
+    {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
+    {FIELD(help), BOOL, OTHER, FORGOTTEN, "0", "print this text, and exit"},
 };
 
 // What guided-diffusion's models of ImageNet share.
@@ -524,54 +564,69 @@ static std::string trimmed(const std::string& line) {
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
 }
 
-// Whether the flag takes this number, typed or stored. A float below FLT_MIN is 0 or has lost digits.
+// Whether the flag takes this number. A float below FLT_MIN is 0 or has lost digits.
 static bool in_range(const Flag& flag, double number) {
-    if (flag.kind == CHOICE) return number >= 0 && number < split(flag.choices, '|').size();
-    if (!(flag.kind == FLOAT && fabs(number) <= FLT_MAX)) return number >= flag.least && number <= flag.most;
+    auto [least, most, choices] = flag.limits;
+    bool is_float = flag.kind == FLOAT && fabs(number) <= FLT_MAX;
+    if (!is_float) return number >= least && number <= most;
     float value = (float)number;
-    return value >= (float)flag.least && value <= (float)flag.most && (number == 0 || std::isnormal(value));
+    return value >= (float)least && value <= (float)most && (number == 0 || std::isnormal(value));
 }
 
-// The number that `value` is, or of words which of them, counted from 0.
+// The number that `value` stands for: of a word, its place among the choices.
 static double parse_number(const Flag& flag, const std::string& value) {
-    bool yes_or_no = flag.kind == BOOL, real = flag.kind == FLOAT;
-    if (yes_or_no || flag.kind == CHOICE) {
-        std::vector<std::string> words = split(yes_or_no ? "0|1|false|true|False|True" : flag.choices, '|');
-        for (size_t i = 0; i < words.size(); i++)
-            if (words[i] == value) return (double)(yes_or_no ? i % 2 : i);
-        fail_usage("--%s is %s, not '%s'", flag.name,
-                   yes_or_no ? "0 or 1" : text("one of %s", flag.choices).c_str(), value.c_str());
+    if (flag.kind == BOOL) {
+        if (value == "0" || value == "false" || value == "False") return 0;
+        if (value == "1" || value == "true" || value == "True") return 1;
+        fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
     }
+    if (flag.kind == CHOICE) {
+        std::vector<std::string> words = split(flag.limits.choices, '|');
+        auto found = std::ranges::find(words, value);
+        if (found != words.end()) return (double)(found - words.begin());
+        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.limits.choices, value.c_str());
+    }
+
     char* end;
     double number = strtod(value.c_str(), &end);
-    if (value.empty() || *end || !(real || number == floor(number)) || !in_range(flag, number))
+    bool real = flag.kind == FLOAT;
+    bool is_number = !value.empty() && !*end && (real || number == floor(number));
+    if (!is_number || !in_range(flag, number))
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "number (a float)" : "whole number", flag.least, flag.most, value.c_str());
+                   real ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
+                   value.c_str());
     return number;
 }
 
+// A path must have room in Config, and in a line of a configuration file.
+static void check_path(const Flag& flag, const std::string& value) {
+    if (value.size() >= flag.size) fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
+    if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
+    bool is_broken = value.find_first_of("\r\n\0", 0, 3) != value.npos;
+    if (is_broken || value.starts_with('"') || value != trimmed(value))
+        fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
+                   flag.name);
+}
+
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
-    if (flag.kind == PATH) {  // which must have room here, and in a line of a configuration file
-        if (value.size() >= flag.size)
-            fail_usage("--%s is longer than %zu characters", flag.name, flag.size - 1);
-        if (value.empty() && *flag.standard) fail_usage("--%s needs a value, not ''", flag.name);
-        if (value != trimmed(value) || value.starts_with('"') ||
-            value.find_first_of("\r\n\0", 0, 3) != std::string::npos)
-            fail_usage("--%s must not hold a line break, begin with a quote or begin or end with a blank",
-                       flag.name);
+    if (flag.kind == PATH) {
+        check_path(flag, value);
         strcpy((char*)config + flag.offset, value.c_str());
         return;
     }
+
     std::span<int32_t> numbers = numbers_of(*config, flag);
     std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > numbers.size())
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+
     std::ranges::fill(numbers, 0);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        numbers[i] = flag.kind == FLOAT ? std::bit_cast<int32_t>((float)number) : (int32_t)(uint32_t)number;
+        if (flag.kind == FLOAT) numbers[i] = std::bit_cast<int32_t>((float)number);
+        else numbers[i] = (int32_t)(uint32_t)number;
     }
 }
 
@@ -582,10 +637,10 @@ static std::string flag_text(const Config& config, const Flag& flag) {
     for (int32_t bits : numbers_of(config, flag)) {
         double number = number_of(flag, bits);
         if (!joined.empty() && number == 0) break;  // the list ends
-        joined += joined.empty() ? "" : ",";
-        joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
-                  : flag.kind == FLOAT ? float_text((float)number)
-                                       : text("%.0f", number);
+        if (!joined.empty()) joined += ",";
+        if (flag.kind == CHOICE) joined += split(flag.limits.choices, '|')[(size_t)number];
+        else if (flag.kind == FLOAT) joined += float_text((float)number);
+        else joined += text("%.0f", number);
     }
     return joined;
 }
@@ -608,7 +663,7 @@ static void print_help() {
         network.program, network.name);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
-        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.limits.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
@@ -628,9 +683,7 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
 }
 
 // Whether it was given by more than a file that lists its default.
-static bool is_asked(const GivenFlag* g) {
-    return g && (g->origin.empty() || g->value != g->flag->standard);
-}
+static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
@@ -663,19 +716,18 @@ static const MovedFlag* moved_flag(const std::string& name) {
 
 static void refuse_moved(const std::string& name) {
     if (const MovedFlag* moved = moved_flag(name))
-        fail_usage("--%s is generate.py's: python generate.py --model_filename CHECKPOINT.bin %s", moved->name,
-                   moved->example);
+        fail_usage("--%s is generate.py's: python generate.py --model_filename CHECKPOINT.bin %s",
+                   moved->name, moved->example);
 }
 
 // One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
-                value = trimmed(words.substr(name.size()));
+    std::string words = trimmed(line);
+    std::string name = words.substr(0, words.find_first_of(" \t="));
+    std::string value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
-    if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
-        value = value.substr(1, value.size() - 2);
-    const MovedFlag* moved = moved_flag(name);
-    if (moved && (value.empty() || value == moved->standard)) return {};
+    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard))
+        return {};
     refuse_moved(name);
     const Flag& flag = flag_named(name);
     if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
@@ -707,14 +759,17 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
     return given;
 }
 
+static std::string config_line(const Flag& flag, const std::string& value) {
+    return std::string(flag.name) + " = " + value + "\n";
+}
+
 // Every setting as a file that --config reads, under the titles of --help.
 static std::string config_text(const Config& config) {
     std::string lines = text(
         "# Flags of %s, read with --config FILE; flags typed beside it come over these.\n", network.program);
     for (const Flag& flag : FLAGS) {
         if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (flag.group != OTHER && !is_preset(flag))
-            lines += std::string(flag.name) + " = " + flag_text(config, flag) + "\n";
+        if (flag.group != OTHER && !is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
     }
     return lines;
 }
@@ -727,11 +782,13 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+
         size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        std::string name = argument.substr(2, equals == argument.npos ? equals : equals - 2);
         refuse_moved(name);
         const Flag& flag = flag_named(name);
-        // of --flip and --resume the value may be left out
+
+        // the value may be left out of a flag that says yes or no, such as --flip, and of --resume
         bool optional = flag.kind == BOOL || name == "resume";
         std::string value = flag.kind == BOOL ? "1" : "";
         if (equals != std::string::npos) value = argument.substr(equals + 1);
@@ -742,54 +799,71 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         given.push_back({&flag, value, origin});
     }
+
     auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
-    for (const Flag& flag : FLAGS)
-        if (const GivenFlag* preset = was_given(given, flag.name); preset && is_preset(flag))
-            put_first(parse_flags(split(preset_flags(preset->value), ' '),
-                                  text("--%s %s", flag.name, preset->value.c_str())));
+    for (const Flag& flag : FLAGS) {
+        const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
+        if (!preset) continue;
+        std::string source = text("--%s %s", flag.name, preset->value.c_str());
+        put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
+    }
     return given;
 }
 
 // ---- what is refused --------------------------------------------------------------------------------------
-// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
-static void check_config(const Config& c) {
+static void check_attention(const Config& c, int width, int size) {
+    if (size > MAX_ATTENTION_SIZE)
+        fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions", size);
+    for (bool decoder : {false, true}) {
+        int heads = heads_of(c, width, decoder);
+        int divisor = c.num_heads ? heads : c.num_head_channels;
+        if (width % divisor)
+            fail("--%s %d does not divide the %d channels of the attention at %dx%d",
+                 c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
+
+        auto [multiple, most] = head_channels();
+        int channels = width / heads;
+        if (channels % multiple || channels > most)
+            fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", channels,
+                 multiple, most, most < 256 ? " in fp32, here" : "");
+    }
+}
+
+static void check_levels(const Config& c) {
     int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
-    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
-    if (int multiple = 1 << levels >> 1; levels && c.image_size % multiple)
+    int multiple = 1 << levels >> 1;
+    if (levels && c.image_size % multiple)
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, multiple);
     if (c.num_heads_upsample && !c.num_heads)
         fail("--num_heads_upsample %d does nothing without --num_heads", c.num_heads_upsample);
+
     for (int i = 0; i < levels; i++) {
-        int width = level_width(c, i), size = c.image_size >> i;
+        int width = level_width(c, i);
+        int size = c.image_size >> i;
         if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)
             fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
                  float_text(c.channel_mult[i]).c_str(), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
-        if (!attends(c, size) && i < levels - 1) continue;  // the middle block always has attention
-        if (size > MAX_ATTENTION_SIZE)
-            fail("attention at %d pixels does not fit; use more levels or other --attention_resolutions",
-                 size);
-        for (bool decoder : {false, true}) {
-            int heads = heads_of(c, width, decoder), divisor = c.num_heads ? heads : c.num_head_channels;
-            if (width % divisor)
-                fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                     c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
-            auto [multiple, most] = head_channels();
-            if (int d = width / heads; d % multiple || d > most)
-                fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", d, multiple,
-                     most, most < 256 ? " in fp32, here" : "");
-        }
+        bool is_middle = i == levels - 1;  // which always has attention
+        if (is_middle || attends(c, size)) check_attention(c, width, size);
     }
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    check_levels(c);
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
     if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
-             "others by --guide_weights",
-             c.guidance_scale);
+        fail(
+            "--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
+            "others by --guide_weights",
+            c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
@@ -818,7 +892,7 @@ struct Dataset {
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// Averages the images, of this width, over factor x factor pixels.
+// Averages images of this width over squares of factor x factor pixels.
 static void shrink(Dataset* data, int width, int factor) {
     bool bytes = data->floats.empty();
     float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
@@ -873,23 +947,29 @@ static Dataset read_images(const std::string& path, const Config& c) {
     const int32_t* header = in.header;
     if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
         fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4], version = header[5],
-            type = version ? header[6] : IMAGES_FLOAT,  // this and what follows are new in version 1
-        classes = version ? header[7] : 0, names = version ? header[8] : 0;
+    int32_t N = header[1], C = header[2], H = header[3], W = header[4];
+    int32_t version = header[5];
+    int32_t type = version ? header[6] : IMAGES_FLOAT;  // this field and the next two are new in version 1
+    int32_t classes = version ? header[7] : 0;
+    int32_t names = version ? header[8] : 0;  // bytes
     bool bytes = type == IMAGES_UINT8;
     if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
         fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-    // what 64 bits could not hold, a double tells well enough to refuse it
-    double claimed = (double)N * C * H * W * (bytes ? 1 : 4) + (classes ? 4.0 * N + names : 0) + HEADER_BYTES;
+
+    // a double can hold what 64 bits can't, and is exact enough to refuse it
+    double pixels = (double)N * C * H * W * (bytes ? 1 : 4);
+    double claimed = HEADER_BYTES + pixels + (classes ? 4.0 * N + names : 0);
     if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
         claimed != (double)in.size)
         fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
              N, C, H, W, claimed, in.size);
+
     if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
     uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
     if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = c.image_size, factor = H / wanted;
+    int wanted = c.image_size;
+    int factor = H / wanted;
     if (H != W || H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
              name, H, W, wanted);
@@ -905,6 +985,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     for (float value : data.floats)
         if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
+
     data.labels = in.take<std::vector<int>>(classes ? N : 0);
     for (int label : data.labels)
         if (label < 0 || label >= classes)
@@ -952,13 +1033,25 @@ static std::string match_classes(Dataset* data, const char* file, const std::vec
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
-enum { UNET_VERSION = 2, OLD_WEIGHTS_MAGIC = 12345678 };
-enum { FIELD_VERSION = 1, FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS };
-enum { FIELD_SMOOTHED = 60, FIELD_SECTION_TABLE = 128 };
+// The header is 256 int32: these fields, and from SECTION_TABLE on the name and the length of each section.
+enum HeaderField {
+    FIELD_MAGIC,
+    FIELD_VERSION,
+    FIELD_CHECKSUM,
+    FIELD_SECTIONS,
+    FIELD_STEP,
+    FIELD_PARAMETERS,
+    FIELD_TENSORS,
+    FIELD_SMOOTHED,  // the bits of a float
+    FIELD_LR_STEPS,  // the length of the learning rate's schedule, which has no flag
+    FIELD_SECTION_TABLE = 128
+};
+enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
+
 // What --skip_outliers goes by; the section `state` of a checkpoint.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
 struct History {
@@ -971,7 +1064,7 @@ struct Section {
     size_t offset, bytes;
 };
 
-// What a weights file says of itself, everything checked against its length; the sections are read later.
+// What a weights file says of itself, checked against its length. The parameters are read later.
 struct WeightsFile {
     std::string path;
     Config config;  // the default one with what the file stores
@@ -983,41 +1076,34 @@ struct WeightsFile {
     std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
-static int field_of(const Flag& flag, int i) {
-    return flag.kind == FLOAT && i && flag.field != FIELD_MULTS ? FIELD_MORE_FLOATS + i - 1 : flag.field + i;
+// The text of the section `config`: the flags that a checkpoint stores, a line each as in config.txt, by name.
+static std::string stored_config(const Config& config) {
+    std::set<std::string> lines;
+    for (const Flag& flag : FLAGS) {
+        std::string value = flag_text(config, flag);
+        if (flag.on_resume != FORGOTTEN && !value.empty()) lines.insert(config_line(flag, value));
+    }
+
+    std::string joined;
+    for (const std::string& line : lines) joined += line;
+    return joined;
 }
 
-// Flags to header fields and back, a number as its bits. A BOOL that is on by default is stored as whether it
-// is off: a file from before there was such a flag says 0. A channel_mult that is whole is stored as an
-// integer, as all once were: the bits of no float in range.
-static int32_t as_stored(const Flag& flag, int32_t bits) {
-    if (flag.field != FIELD_MULTS) return flag.kind == BOOL && *flag.standard == '1' ? bits ^ 1 : bits;
-    if (bits > 0 && bits <= flag.most) return std::bit_cast<int32_t>((float)bits);
-    float mult = std::bit_cast<float>(bits);
-    return mult >= 1 && mult <= flag.most && mult == floorf(mult) ? (int32_t)mult : bits;
-}
-static void flags_to_fields(int32_t* header, const Config& config) {
-    for (const Flag& flag : FLAGS)
-        for (int i = 0; flag.field > 0 && i < (int)numbers_of(config, flag).size(); i++)
-            header[field_of(flag, i)] = as_stored(flag, numbers_of(config, flag)[i]);
-    header[FIELD_LR_STEPS] = config.optimiser.lr_steps;
-}
-static void fields_to_flags(Config* config, const int32_t* header, const std::string& path) {
-    for (const Flag& flag : FLAGS) {
-        if (header[FIELD_VERSION] < 2 && flag.field >= FIELD_VERSION_2) continue;  // keeps its default
-        std::span<int32_t> numbers = numbers_of(*config, flag);
-        for (int i = 0; flag.field > 0 && i < (int)numbers.size(); i++) {
-            numbers[i] = as_stored(flag, header[field_of(flag, i)]);
-            if (!(i && numbers[i] == 0) && !in_range(flag, number_of(flag, numbers[i])))  // a 0 ends a list
-                fail("%s is damaged: its %s is out of range", path.c_str(), flag.name);
-        }
+static void read_stored_config(Config* config, const std::string& lines, const std::string& path) {
+    for (const std::string& line : split(lines, '\n')) {
+        if (line.empty()) continue;
+        std::string why = failure_of([&] {
+            GivenFlag given = parse_config_line(line, path);
+            if (!given.flag) return;
+            if (given.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", given.flag->name);
+            set_flag(config, *given.flag, given.value);
+        });
+        if (!why.empty()) fail("%s has a setting that can't be used: %s", path.c_str(), why.c_str());
     }
-    if (!config->num_heads) config->num_heads_upsample = 0;  // as files from before it was refused mean it
-    config->optimiser.lr_steps = std::max(0, header[FIELD_LR_STEPS]);
 }
 
 // Where each section lies: they follow the header and each other up to the file's end.
-static void read_sections(WeightsFile* file, const int32_t* header, size_t size) {
+static void read_section_table(WeightsFile* file, const int32_t* header, size_t size) {
     int count = header[FIELD_SECTIONS];
     bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
@@ -1025,8 +1111,11 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
         const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
-        memcpy(name, entry, SECTION_NAME_BYTES), memcpy(&bytes, entry + SECTION_NAME_BYTES / 4, sizeof bytes);
-        fits = bytes <= size - offset && file->sections.insert({name, {offset, (size_t)bytes}}).second;
+        memcpy(name, entry, SECTION_NAME_BYTES);
+        memcpy(&bytes, entry + SECTION_NAME_BYTES / sizeof *entry, sizeof bytes);
+
+        bool is_new = file->sections.insert({name, {offset, (size_t)bytes}}).second;
+        fits = is_new && bytes <= size - offset;
         offset += bytes;
     }
     if (!fits || offset != size)
@@ -1034,75 +1123,93 @@ static void read_sections(WeightsFile* file, const int32_t* header, size_t size)
              file->path.c_str(), size);
 }
 
-// What the sections besides the parameters hold: texts, of which some are flags, and a run's history.
-static void read_texts_and_history(WeightsFile* file, Reader* in) {
-    for (const Flag& flag : FLAGS) {
-        if (flag.field >= 0 || !file->sections.contains(flag.name)) continue;
-        auto [offset, bytes] = file->sections[flag.name];
-        in->seek(offset);  // more than MAX_PATH_LENGTH is refused as too long
-        std::string value = in->take<std::string>(std::min(bytes, (size_t)MAX_PATH_LENGTH));
-        if (value.empty()) continue;
-        std::string why = failure_of([&] { set_flag(&file->config, flag, value); });
-        if (!why.empty())
-            fail("%s has a section %s that can't be used: %s", file->path.c_str(), flag.name, why.c_str());
-    }
-    auto text_of = [&](const char* name) {
-        if (!file->sections.contains(name)) return std::string();
-        auto [offset, bytes] = file->sections[name];
-        in->seek(offset);
-        return in->take<std::string>(bytes);
-    };
-    size_t classes = file->config.class_cond ? file->config.num_classes : 0;
-    file->class_names = parse_class_names(text_of("class_names"), file->path.c_str(), 0, classes);
-    file->data_checksum = text_of("data_checksum");
-    bool known = !file->data_checksum.empty();
-    if (known && (file->data_checksum.size() != 8 ||
-                  file->data_checksum.find_first_not_of("0123456789abcdef") != std::string::npos))
-        fail("%s is damaged: its section data_checksum is no checksum", file->path.c_str());
-    if (!file->sections.contains("state")) return;
-    auto [offset, bytes] = file->sections["state"];
+static std::string section_text(const WeightsFile& file, Reader* in, const char* name) {
+    auto found = file.sections.find(name);
+    if (found == file.sections.end()) return "";
+    in->seek(found->second.offset);
+    return in->take<std::string>(found->second.bytes);
+}
+
+static void read_history(WeightsFile* file, Reader* in) {
+    std::string state = section_text(*file, in, "state");
+    if (state.empty()) return;
     History* h = &file->history;
-    in->seek(offset);
-    in->read(h, std::min(bytes, sizeof *h));
-    if (bytes != sizeof *h || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
+    bool whole = state.size() == sizeof *h;
+    if (whole) memcpy(h, state.data(), sizeof *h);
+    if (!whole || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
         !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
+}
+
+static std::string read_data_checksum(const WeightsFile& file, Reader* in) {
+    std::string checksum = section_text(file, in, "data_checksum");
+    bool is_hexadecimal = checksum.find_first_not_of("0123456789abcdef") == checksum.npos;
+    if (!checksum.empty() && (checksum.size() != 8 || !is_hexadecimal))
+        fail("%s is damaged: its section data_checksum is no checksum", file.path.c_str());
+    return checksum;
+}
+
+static bool has_earlier_format(const Reader& in) {
+    int version = in.header[FIELD_VERSION];
+    bool is_of_network = in.header[FIELD_MAGIC] == network.magic;
+    return in.header[FIELD_MAGIC] == OLD_WEIGHTS_MAGIC ||
+           (is_of_network && version >= 1 && version < WEIGHTS_VERSION);
+}
+
+// Refuses what is no weights file of this program's network and of today's format.
+static void check_format(const Reader& in) {
+    const char* name = in.path.c_str();
+    std::string word = shell_word(in.path);
+    int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
+    if (magic == IMAGES_MAGIC)
+        fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (magic == OLD_WEIGHTS_MAGIC)
+        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
+             word.c_str());
+    if (has_earlier_format(in))
+        fail(
+            "%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
+            "and keeps all that it holds",
+            name, version, word.c_str(), word.c_str());
+    if (in.size < HEADER_BYTES || magic != network.magic)
+        fail("%s is no weights file of a %s (of .pt or .safetensors, %s makes one)", name, network.name,
+             network.importer);
+    if (version != WEIGHTS_VERSION)
+        fail("%s has version %d of the weights format; this program reads version %d", name, version,
+             WEIGHTS_VERSION);
 }
 
 static WeightsFile open_weights(const std::string& path) {
     const char* name = path.c_str();
     Reader in(path);
-    const int32_t* header = in.header;
-    float smoothed = std::bit_cast<float>(header[FIELD_SMOOTHED]);
-    WeightsFile file = {path, default_config(), header[FIELD_STEP], smoothed};
-    if (header[0] == IMAGES_MAGIC)
-        fail("%s holds images; weights were expected (images go to --data_file)", name);
-    if (header[0] == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python generate.py --model_filename %s --export NEW.bin makes today's",
-             name, shell_word(path).c_str());
-    if (in.size < HEADER_BYTES || header[0] != network.magic)
-        fail("%s is no weights file of a %s (of .pt or .safetensors, %s makes one)", name, network.name,
-             network.importer);
-    if (header[FIELD_VERSION] < 1 || header[FIELD_VERSION] > UNET_VERSION)
-        fail("%s has version %d of the weights format; this program reads versions 1 and %d", name,
-             header[FIELD_VERSION], UNET_VERSION);
-    read_sections(&file, header, in.size);
+    check_format(in);
+    float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
+    WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
+    read_section_table(&file, in.header, in.size);
     if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
-    fields_to_flags(&file.config, header, path);
+    for (const char* needed : {"weights", "config"})
+        if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
+    if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
+    read_stored_config(&file.config, section_text(file, &in, "config"), path);
+    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
+
     size_t parameters = 0;
     std::string why = failure_of([&] {
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
     if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
-    if (file.step < 0 || !std::isfinite(file.smoothed) || header[FIELD_PARAMETERS] != (int64_t)parameters)
+    if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
-             header[FIELD_PARAMETERS], file.step, file.smoothed);
-    if (!file.sections.contains("weights")) fail("%s holds no weights", name);
+             in.header[FIELD_PARAMETERS], file.step, smoothed);
     for (const char* section : ARRAY_SECTIONS)
         if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
             fail("%s is damaged: its section %s has the wrong length", name, section);
-    read_texts_and_history(&file, &in);
+
+    size_t classes = file.config.class_cond ? file.config.num_classes : 0;
+    file.class_names = parse_class_names(section_text(file, &in, "class_names"), name, 0, classes);
+    file.data_checksum = read_data_checksum(file, &in);
+    read_history(&file, &in);
     return file;
 }
 
@@ -1125,14 +1232,21 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     return steps;
 }
 
-// The newest checkpoint of a folder that is whole; a damaged one is named and passed over.
+// The newest checkpoint of a folder that is whole; a damaged one is named and passed over. One of an earlier
+// format is refused: it may be the newest, and the command that converts it is told.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
+        std::string path = checkpoint_path(folder, step);
+        bool is_earlier = false;
         WeightsFile file;
-        std::string damage = failure_of([&] { file = open_weights(checkpoint_path(folder, step)); });
-        if (damage.empty()) return file;
-        note("passed over: " + damage);
+        std::string why = failure_of([&] {
+            is_earlier = has_earlier_format(Reader(path));
+            file = open_weights(path);
+        });
+        if (why.empty()) return file;
+        if (is_earlier) fail("%s", why.c_str());
+        note("passed over: " + why);
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -1158,11 +1272,15 @@ static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t chann
         filtered[0] = 4;
         for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
         for (size_t i = 1 + channels; i < pitch; i++) {
-            int left = line[i - channels], up = above[i], corner = above[i - channels];
-            int to_left = abs(up - corner), to_up = abs(left - corner);
+            int left = line[i - channels];
+            int up = above[i];
+            int corner = above[i - channels];
+            int to_left = abs(up - corner);
+            int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
+
             int nearest = to_up <= to_corner ? up : corner;
-            nearest = to_left <= std::min(to_up, to_corner) ? left : nearest;
+            if (to_left <= std::min(to_up, to_corner)) nearest = left;
             filtered[i] = (uint8_t)(line[i] - nearest);
         }
         std::ranges::copy(filtered, line);
@@ -1307,7 +1425,7 @@ static uint8_t byte_of(float value) {
     return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
 }
 
-// Where N pictures lie in a grid: in so many columns, and a new row begins with every group of so many.
+// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
 struct GridLayout {
     int N, columns, group;
     int rows_of(int count) const { return (count + columns - 1) / columns; }
@@ -1334,16 +1452,18 @@ static GridLayout grid_layout(int N, int groups, int image_size) {
 static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
                        const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap, height = layout.rows() * (H + gap) + gap;
+    int width = layout.columns * (H + gap) + gap;
+    int height = layout.rows() * (H + gap) + gap;
     size_t pitch = 1 + (size_t)width * C;
     std::vector<uint8_t> lines(pitch * height, 255);
     for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
         int n = (int)(i / H / H);
-        size_t y = layout.row(n) * (H + gap) + gap + i / H % H,
-               x = layout.column(n) * (H + gap) + gap + i % H;
+        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
+        size_t x = layout.column(n) * (H + gap) + gap + i % H;
         for (int k = 0; k < C; k++) lines[y * pitch + 1 + x * C + k] = byte_of(pictures[i * PIXEL + k]);
     }
     write_png(path, std::move(lines), width, height);
+
     if (std::max(width, height) > 4000 && layout.N > 1)
         say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
             path.c_str(), width, height);
@@ -1560,7 +1680,6 @@ struct Metrics {
     ~Metrics();  // after a last attempt at what the file lacks
 };
 
-
 // Keeps what steps up to resumed_step logged, and their validation losses.
 static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,
                          std::map<long, double>* validated) {
@@ -1585,17 +1704,21 @@ static void open_metrics(Metrics* m, const std::string& path, const std::string&
 static void add_metrics(Metrics* m, const std::string& lines) {
     if (world.rank) return;
     std::string& waiting = m->waiting;
-    size_t written = 0;
-    ssize_t n = 0;
     waiting += lines;
-    while (written < waiting.size() && (n = write(m->file, &waiting[written], waiting.size() - written)) > 0)
+
+    size_t written = 0;
+    while (written < waiting.size()) {
+        ssize_t n = write(m->file, &waiting[written], waiting.size() - written);
+        if (n <= 0) break;
         written += (size_t)n;
+    }
     if (written < waiting.size()) {
         if (!std::exchange(m->warned, true))
             note("could not write " + m->path + ": " + strerror(errno) +
                  "; what is missing there follows later");
+        // half a line is taken back, or else the next attempt continues it
         off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
-        if (!ftruncate(m->file, before)) written = 0;  // otherwise the next attempt continues the line
+        if (!ftruncate(m->file, before)) written = 0;
     }
     waiting.erase(0, written);
 }

@@ -5,7 +5,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, spaced_timesteps
-4. configuration              Config, PRESETS, flags_of, learning_rate, ema_decay, History
+4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
@@ -436,7 +436,7 @@ def loss_weights(abar, predict, min_snr_gamma):
     return clipped / (snr + 1) if predict == "v" else clipped
 
 
-SPACINGS = ("auto", "uniform", "trailing", "karras")  # as a header numbers them
+SPACINGS = ("auto", "uniform", "trailing", "karras")  # THRESHOLDS too: as old headers number them
 THRESHOLDS = ("clamp", "dynamic", "none")
 
 
@@ -508,10 +508,9 @@ def spaced_timesteps(spacing, abar, sample_steps):
 # ----------------------------------------------------------------------------------------------------
 # 4. configuration
 
-def _setting(default, index, help=None, choices=None, low=None, high=None):
-    """A Config field: its place in the header of a .bin, its --help text (None: no flag), what it may be."""
-    return dataclasses.field(default=default, metadata=dict(index=index, help=help, choices=choices,
-                                                            low=low, high=high))
+def _setting(default, help=None, choices=None, low=None, high=None):
+    """A Config field: its --help text (None: it is no flag) and what it may be."""
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
 
 class Settings:
@@ -563,63 +562,63 @@ class Settings:
 
 @dataclasses.dataclass
 class Config(Settings):
-    """Architecture, diffusion, optimiser: what a .bin's header holds, and a flag each where help is given."""
-    image_size: int = _setting(64, 16, "height and width of the images, in pixels", low=4, high=1024)
-    in_channels: int = _setting(3, 17, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
+    """Architecture, diffusion, optimiser: what a .bin tells of its model and its run, and a flag each where help is given."""
+    image_size: int = _setting(64, "height and width of the images, in pixels", low=4, high=1024)
+    in_channels: int = _setting(3, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
                                 high=4)
-    num_channels: int = _setting(64, 18, "channel_mult's unit, a multiple of 32", low=32, high=1024)
-    num_res_blocks: int = _setting(2, 19, "residual blocks a level", low=1, high=16)
-    num_head_channels: int = _setting(32, 20, "channels an attention head", low=1, high=1024)
-    norm_groups: int = _setting(32, 21, "groups of every group norm", low=1, high=1024)
-    max_period: int = _setting(10000, 22, "longest period of the timestep embedding", low=2, high=10**8)
-    num_heads: int = _setting(0, 111, "heads of every attention, 0 for those of num_head_channels", low=0,
+    num_channels: int = _setting(64, "channel_mult's unit, a multiple of 32", low=32, high=1024)
+    num_res_blocks: int = _setting(2, "residual blocks a level", low=1, high=16)
+    num_head_channels: int = _setting(32, "channels an attention head", low=1, high=1024)
+    norm_groups: int = _setting(32, "groups of every group norm", low=1, high=1024)
+    max_period: int = _setting(10000, "longest period of the timestep embedding", low=2, high=10**8)
+    num_heads: int = _setting(0, "heads of every attention, 0 for those of num_head_channels", low=0,
                               high=1024)
-    num_heads_upsample: int = _setting(0, 112, "the decoder's heads, 0 for num_heads", low=0, high=1024)
-    use_scale_shift_norm: bool = _setting(False, 109, "timestep and class scale and shift what is normed")
-    dropout: float = _setting(0.0, 110, "part of a block's inner values that are set to 0", low=0, high=0.99)
-    rescale_timesteps: bool = _setting(False, 116, "tell the network timesteps as if they were 1000")
-    resblock_updown: bool = _setting(False, 113, "levels go down and up within a residual block")
-    conv_resample: bool = _setting(False, 114, "levels go down and up by a 3x3 convolution")
-    learn_sigma: bool = _setting(False, 115, "predict how much noise --sampler ddpm adds, too")
-    use_new_attention_order: bool = _setting(True, 117, "q, k, v lie apart in a .pt; else heads do, as in"
+    num_heads_upsample: int = _setting(0, "the decoder's heads, 0 for num_heads", low=0, high=1024)
+    use_scale_shift_norm: bool = _setting(False, "timestep and class scale and shift what is normed")
+    dropout: float = _setting(0.0, "part of a block's inner values that are set to 0", low=0, high=0.99)
+    rescale_timesteps: bool = _setting(False, "tell the network timesteps as if they were 1000")
+    resblock_updown: bool = _setting(False, "levels go down and up within a residual block")
+    conv_resample: bool = _setting(False, "levels go down and up by a 3x3 convolution")
+    learn_sigma: bool = _setting(False, "predict how much noise --sampler ddpm adds, too")
+    use_new_attention_order: bool = _setting(True, "q, k, v lie apart in a .pt; else heads do, as in"
                                                         " most official files")
-    class_cond: bool = _setting(False, 107, "tell the network each image's class, by the file's labels")
-    num_classes: int = _setting(0, 23, "classes that class_cond knows, 0 for those of the images", low=0,
+    class_cond: bool = _setting(False, "tell the network each image's class, by the file's labels")
+    num_classes: int = _setting(0, "classes that class_cond knows, 0 for those of the images", low=0,
                                 high=10**6)
-    cond_drop_prob: float = _setting(0.0, 108, "part of the images whose class is hidden, for guidance",
+    cond_drop_prob: float = _setting(0.0, "part of the images whose class is hidden, for guidance",
                                      low=0, high=0.999)
-    channel_mult: tuple = _setting((1, 2, 3, 4), 24, "width of each level in units of num_channels",
+    channel_mult: tuple = _setting((1, 2, 3, 4), "width of each level in units of num_channels",
                                    low=0.125, high=64)  # the type of low is that of each: see check
-    attention_resolutions: tuple = _setting((16, 8), 32, "image sizes with attention, 0 for none", low=0,
+    attention_resolutions: tuple = _setting((16, 8), "image sizes with attention, 0 for none", low=0,
                                             high=1024)
-    diffusion_steps: int = _setting(1000, 40, "timesteps T of the diffusion", low=2, high=10**5)
-    noise_schedule: str = _setting("linear", 41, "how the noise grows with t", choices=("linear", "cosine"))
-    predict: str = _setting("eps", 42, "what the network predicts: the noise, v or the image",
+    diffusion_steps: int = _setting(1000, "timesteps T of the diffusion", low=2, high=10**5)
+    noise_schedule: str = _setting("linear", "how the noise grows with t", choices=("linear", "cosine"))
+    predict: str = _setting("eps", "what the network predicts: the noise, v or the image",
                             choices=("eps", "v", "x0"))
-    zero_terminal_snr: bool = _setting(False, 90, "rescale the schedule to end in noise alone; not with eps")
-    batch_size: int = _setting(32, 48, "images a step", low=1, high=65536)
-    seed: int = _setting(0, 49, "seed of every random number", low=0, high=2**32 - 1)
-    flip: bool = _setting(False, 50, "mirror half of the images left-right")
-    offset_noise: float = _setting(0.0, 91, "one more normal a channel in the training noise, times this",
+    zero_terminal_snr: bool = _setting(False, "rescale the schedule to end in noise alone; not with eps")
+    batch_size: int = _setting(32, "images a step", low=1, high=65536)
+    seed: int = _setting(0, "seed of every random number", low=0, high=2**32 - 1)
+    flip: bool = _setting(False, "mirror half of the images left-right")
+    offset_noise: float = _setting(0.0, "one more normal a channel in the training noise, times this",
                                    low=0, high=10)
-    lr: float = _setting(1e-4, 51, "learning rate", low=0, high=1000)
-    lr_schedule: str = _setting("constant", 52, "learning rate after warm-up",
+    lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
+    lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
-    final_lr_fraction: float = _setting(0.0, 79, "part of lr that cosine and linear end at", low=0, high=1)
-    warmup_steps: int = _setting(0, 53, "steps over which the learning rate rises", low=0, high=10**9)
-    lr_steps: int = _setting(20000, 54, low=0, high=2**31 - 1)
-    weight_decay: float = _setting(0.0, 55, "AdamW's weight decay, of matrices and convolutions", low=0,
+    final_lr_fraction: float = _setting(0.0, "part of lr that cosine and linear end at", low=0, high=1)
+    warmup_steps: int = _setting(0, "steps over which the learning rate rises", low=0, high=10**9)
+    lr_steps: int = _setting(20000, low=0, high=2**31 - 1)
+    weight_decay: float = _setting(0.0, "AdamW's weight decay, of matrices and convolutions", low=0,
                                    high=1000)
-    beta1: float = _setting(0.9, 56, "AdamW's first moment", low=0, high=0.99999)
-    beta2: float = _setting(0.999, 57, "AdamW's second moment", low=0, high=0.9999999)
-    adam_eps: float = _setting(1e-8, 58, "AdamW's epsilon", low=1e-20, high=1)
-    grad_clip: float = _setting(0.0, 78, "longest gradient, a longer one is scaled to it; 0 for any", low=0,
+    beta1: float = _setting(0.9, "AdamW's first moment", low=0, high=0.99999)
+    beta2: float = _setting(0.999, "AdamW's second moment", low=0, high=0.9999999)
+    adam_eps: float = _setting(1e-8, "AdamW's epsilon", low=1e-20, high=1)
+    grad_clip: float = _setting(0.0, "longest gradient, a longer one is scaled to it; 0 for any", low=0,
                                 high=10**9)
-    skip_outliers: float = _setting(0.0, 80, "standard deviations from which a step is skipped, 0 for none",
+    skip_outliers: float = _setting(0.0, "standard deviations from which a step is skipped, 0 for none",
                                     low=0, high=10**9)
-    ema_rate: Rates = _setting(Rates((0.999,)), 59, "rates of the weights' moving averages, 0 for none",
+    ema_rate: Rates = _setting(Rates((0.999,)), "rates of the weights' moving averages, 0 for none",
                                low=0, high=0.9999999)
-    min_snr_gamma: float = _setting(0.0, 71, "min-SNR weights of the loss (5 is usual), 0 for none", low=0,
+    min_snr_gamma: float = _setting(0.0, "min-SNR weights of the loss (5 is usual), 0 for none", low=0,
                                     high=10**6)
 
     magic = WEIGHTS_MAGIC
@@ -672,8 +671,7 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
           "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
           "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
-          "use_ema": (0, 4), "eta": (0, 1), "sampler": (0, 3), "threshold": (0, 2), "spacing": (0, 3),
-          "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
+          "use_ema": (0, 4), "eta": (0, 1), "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
           "jump_n_sample": (1, 1000)}
 
 
@@ -729,11 +727,37 @@ def flags_of(config):
     """A Config as a command line: a list of words."""
     words = []
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
         if field.metadata["help"]:
-            text = ",".join(map(str, value)) or "0" if isinstance(value, tuple) else value
-            words += [f"--{field.name}", str(int(text) if field.type is bool else text)]
+            words += [f"--{field.name}", setting_text(getattr(config, field.name))]
     return words
+
+
+def setting_text(value):
+    """The text of a setting's value as ./train_unet writes it: 1, 0.0001, 1e-08, 1,2,3, cosine; an empty list is 0."""
+    if isinstance(value, tuple):
+        return ",".join(map(setting_text, value)) or "0"
+    if isinstance(value, (bool, np.bool_)):
+        return str(int(value))
+    if not isinstance(value, (float, np.floating)):
+        return str(value)
+    number = np.float32(value)  # whose text has as few digits as tell it from all others
+    if not np.isfinite(number):
+        return str(number)
+    scientific = np.format_float_scientific(number, trim="-", exp_digits=2)
+    is_short = -4 <= int(scientific.split("e")[1]) < 6
+    return np.format_float_positional(number, trim="-") if is_short else scientific
+
+
+def parse_setting(text, kind, choices=None):
+    """The value of this kind (see Config) that such a text stands for. Raises ValueError."""
+    if kind is tuple:
+        numbers = [float(part) for part in text.split(",")]
+        return tuple(int(x) if x.is_integer() else x for x in numbers) if numbers != [0] else ()
+    if kind is Rates:
+        return Rates(float(part) for part in text.split(","))
+    if kind is bool and text not in ("0", "1") or choices and text not in choices:
+        raise ValueError(text)
+    return kind(int(text)) if kind is bool else kind(text)
 
 
 def learning_rate(config, step):
@@ -1174,22 +1198,22 @@ def write_old_images(path, pixels):
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
 TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
-FLAG_SECTIONS = ("data_file", "val_file", "model_weights", "guidance_interval")
-TEXT_SECTIONS = (*FLAG_SECTIONS, "class_names", "data_checksum")
-WEIGHTS_VERSION, VERSION_2_FIELD = 2, 107  # the latter and those behind it are new in version 2
+TEXT_SECTIONS = ("class_names", "data_checksum")
+WEIGHTS_VERSION = 3
+FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS, FIELD_LOSS, FIELD_LR_STEPS = range(2, 9)
 
 
 @dataclasses.dataclass
 class Checkpoint:
-    """What a .bin holds. sections: name -> float32 (parameters,), str for TEXT_SECTIONS, History for state.
-    """
+    """What a .bin holds. sections: name -> float32 (parameters,), str for TEXT_SECTIONS, History for state."""
     config: Config
     sections: dict
     step: int = 0
     smoothed_loss: float = 0.0
     tensors: int = 0  # number of parameter tensors; 0 when the file doesn't tell
     old: bool = False
-    run: dict = dataclasses.field(default_factory=dict)  # what the header tells of RUN_FIELDS
+    run: dict = dataclasses.field(default_factory=dict)  # values of RUN_SETTINGS, of those that are known
+    version: int = WEIGHTS_VERSION  # of the file's format
 
     @property
     def class_names(self):
@@ -1202,72 +1226,94 @@ def class_section(names):
     return {"class_names": "".join(f"{name}\n" for name in names)} if names else {}
 
 
-# Settings of a run that ./train_unet takes up again on --resume: the field of the header that holds each,
-# and what to write where it isn't known (sampler 0 is ddim; 0 sample_steps are the sampler's usual number;
-# eta and guidance_scale are floats' bits).
-RUN_FIELDS = {"steps": (61, 20000), "log_every": (62, 50), "save_every": (63, 1000), "keep": (64, 2),
-              "sample_every": (65, 1000), "val_every": (66, 1000), "num_samples": (67, 16),
-              "sampler": (68, 0), "sample_steps": (69, 0), "use_ema": (70, 1), "microbatch": (72, 0),
-              "eta": (92, 0), "threshold": (93, 0), "spacing": (94, 0), "keep_every": (106, 0),
-              "guidance_scale": (118, 0x3F800000)}  # the bits of 1.0
+# The settings of a run that are no fields of Config, which ./train_unet takes up again on --resume.
+RUN_SETTINGS = dict.fromkeys(("steps", "log_every", "save_every", "sample_every", "val_every", "keep", "keep_every",
+                              "microbatch", "num_samples", "sample_steps", "use_ema"), (int, None))
+RUN_SETTINGS |= dict.fromkeys(("eta", "guidance_scale"), (float, None))
+RUN_SETTINGS |= {"sampler": (str, ("ddim", "ddpm", "dpmpp", "heun")), "threshold": (str, THRESHOLDS),
+                 "spacing": (str, SPACINGS)}
+RUN_SETTINGS |= dict.fromkeys(("data_file", "val_file", "model_weights"), (str, None))
+RUN_SETTINGS |= {"guidance_interval": (str, None)}  # only of files of version 2
 
 
-FLOAT_RUN_FIELDS = ("eta", "guidance_scale")
-MORE_RATES = 75  # the field of the second of several rates; the others follow
+def config_section(config, run):
+    """The text of a checkpoint's section `config`, as bytes: a line `name = value` a setting, by name.
+
+    A file's name with a line break, which no line can hold, is left out.
+    """
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+                if field.metadata["help"]} | run
+    lines = [f"{name} = {setting_text(value)}\n" for name, value in sorted(settings.items()) if value != ""]
+    return "".join(line for line in lines if line.count("\n") == 1).encode("utf-8", "surrogateescape")
 
 
-def _pack_config(header, config):
-    floats = header.view("<f4")
-    for field in dataclasses.fields(config):
-        value, index = getattr(config, field.name), field.metadata["index"]
-        if field.type is float:
-            floats[index] = value
-        elif field.type is Rates:
-            for i, rate in enumerate(value):
-                floats[index if i == 0 else MORE_RATES + i - 1] = rate
-        elif field.type is tuple:
-            for i, number in enumerate(value):  # a fraction as its bits, which are no whole number in range
-                (header if number == int(number) else floats)[index + i] = number
-        elif field.type is str:
-            header[index] = field.metadata["choices"].index(value)
-        elif field.type is bool:
-            header[index] = value != field.default  # so that the 0 of older files is the default
+def _read_settings(settings, kind, path):
+    """(a `kind` of Settings, {name: value} of RUN_SETTINGS) from {name: text}. Raises UserError."""
+    fields = {field.name: (field.type, field.metadata["choices"]) for field in dataclasses.fields(kind)
+              if field.metadata["help"]}
+    config, run = kind(), {}
+    for name, text in settings.items():
+        if name not in fields | RUN_SETTINGS:
+            raise UserError(f"{path} has the setting {name:.80}, which this program doesn't know")
+        try:
+            value = parse_setting(text, *(fields | RUN_SETTINGS)[name])
+        except (ValueError, OverflowError):
+            raise UserError(f"{path} is damaged: its {name} is {text[:60]!r}") from None
+        low, high = RANGES.get(name, (0, 0)) if name in RUN_SETTINGS and not isinstance(value, str) else (0, 0)
+        if low < high and not low <= value <= high:
+            raise UserError(f"{path} is damaged: its {name} is out of range")
+        if name in fields:
+            setattr(config, name, value)
         else:
-            header[index] = np.uint32(value).view(np.int32)
+            run[name] = value
+    return config.check(path), run
 
 
-def _unpack_config(header, path, kind):
-    floats, config = header.view("<f4"), kind()
-    for field in dataclasses.fields(kind):
-        index, choices = field.metadata["index"], field.metadata["choices"]
-        if header[1] < 2 and index >= VERSION_2_FIELD:
-            continue  # keeps its default
-        value = int(header[index])
-        if field.type is float:
-            value = float(str(floats[index]))  # the shortest decimal: 1e-4, not 9.99999974e-05
-        elif field.type is Rates:
-            value = [float(str(v)) for v in (floats[index], *floats[MORE_RATES:MORE_RATES + 3])]
-            value = Rates(value[:value.index(0)] if 0 in value else value)
-        elif field.type is tuple:
-            value = header[index:index + MAX_LEVELS].tolist()
-            value = value[:value.index(0)] if 0 in value else value
-            reals = [float(str(v)) for v in floats[index:index + len(value)]]  # see _pack_config
-            value = tuple(real if real >= FLOAT_MIN and not real.is_integer() else whole
-                          for whole, real in zip(value, reals))
-        elif field.type is str:
+# Where the header had the settings in versions 1 and 2 of the format; those from 107 on are new in version 2.
+OLD_FIELDS = dict(
+    image_size=16, in_channels=17, num_channels=18, num_res_blocks=19, num_head_channels=20, norm_groups=21,
+    max_period=22, num_classes=23, channel_mult=24, attention_resolutions=32, diffusion_steps=40, noise_schedule=41,
+    predict=42, batch_size=48, seed=49, flip=50, lr=51, lr_schedule=52, warmup_steps=53, weight_decay=55, beta1=56,
+    beta2=57, adam_eps=58, ema_rate=59, steps=61, log_every=62, save_every=63, keep=64, sample_every=65, val_every=66,
+    num_samples=67, sampler=68, sample_steps=69, use_ema=70, min_snr_gamma=71, microbatch=72, grad_clip=78,
+    final_lr_fraction=79, skip_outliers=80, zero_terminal_snr=90, offset_noise=91, eta=92, threshold=93, spacing=94,
+    keep_every=106, class_cond=107, cond_drop_prob=108, use_scale_shift_norm=109, dropout=110, num_heads=111,
+    num_heads_upsample=112, resblock_updown=113, conv_resample=114, learn_sigma=115, rescale_timesteps=116,
+    use_new_attention_order=117, guidance_scale=118, depth=119, hidden_size=120, patch_size=121, mlp_ratio=122)
+OLD_LOSS, OLD_LR_STEPS, OLD_MORE_RATES = 60, 54, 75  # the last: of ema_rate's second number and those behind it
+
+
+def _old_settings(header, kind):
+    """{name: text} of a header of version 1 or 2, as far as Settings of this kind have them."""
+    known = {field.name: (field.type, field.metadata["choices"]) for field in dataclasses.fields(kind)} | RUN_SETTINGS
+    floats, settings = header.view("<f4"), {}
+    for name, index in OLD_FIELDS.items():
+        if name not in known or header[1] < 2 and index >= 107:
+            continue
+        value, (of_type, choices) = header[index], known[name]
+        if of_type is float:
+            value = floats[index]
+        elif of_type is Rates:
+            rates = floats[[index, *range(OLD_MORE_RATES, OLD_MORE_RATES + 3)]]
+            value = tuple(itertools.takewhile(bool, rates))
+        elif of_type is tuple:  # the bits of a float were stored of a fraction
+            numbers = zip(header[index:index + MAX_LEVELS], floats[index:index + MAX_LEVELS])
+            value = tuple(real if real >= FLOAT_MIN and not float(real).is_integer() else whole
+                          for whole, real in itertools.takewhile(lambda pair: pair[0], numbers))
+        elif choices:
             value = choices[value] if 0 <= value < len(choices) else f"number {value}"
-        elif field.type is bool:
-            value = value != field.default if value in (0, 1) else value
-        elif field.name == "seed":
-            value &= 0xFFFFFFFF
-        setattr(config, field.name, value)
-    if not config.num_heads:
-        config.num_heads_upsample = 0  # as files from before it was refused mean it
-    return config.check(path)
+        elif name == "use_new_attention_order" and value in (0, 1):
+            value = 1 - value  # so that the 0 of even older files was the default
+        elif name == "seed":
+            value = int(value) & 0xFFFFFFFF
+        settings[name] = setting_text(value)
+    if settings.get("num_heads") == "0":
+        settings["num_heads_upsample"] = "0"  # without the former the latter meant nothing
+    return settings
 
 
 def read_checkpoint(path, kind=Config):
-    """Checkpoint from a .bin with weights, old or new, its checksum checked. Raises UserError.
+    """Checkpoint from a .bin with weights, of any version, its checksum checked. Raises UserError.
 
     kind: the network's class of Settings, whose magic is what its files begin with.
     """
@@ -1278,9 +1324,9 @@ def read_checkpoint(path, kind=Config):
         raise UserError(f"{path} holds no weights (its first bytes are neither"
                         f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"
                         f" file)")
-    version, count, step, parameters, tensors = (int(header[i]) for i in (1, 3, 4, 5, 6))
-    if version not in (1, WEIGHTS_VERSION):
-        raise UserError(f"{path} has version {version}, this program knows versions 1 and {WEIGHTS_VERSION}")
+    version, _, count, step, parameters, tensors = (int(field) for field in header[1:7])
+    if not 1 <= version <= WEIGHTS_VERSION:
+        raise UserError(f"{path} has version {version}, this program knows versions 1 to {WEIGHTS_VERSION}")
     if not 1 <= count <= 16 or step < 0 or parameters < 1 or tensors < 1:
         raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in"
                         f" {tensors} tensors")
@@ -1299,32 +1345,31 @@ def read_checkpoint(path, kind=Config):
     _need_size(path, data, start, "its sections")
     if "weights" not in table or ("adam_m" in table) != ("adam_v" in table):
         raise UserError(f"{path} is damaged: its sections are {', '.join(table)}")
-    _check_crc(path, header, data, 2)
-    sections = {}
-    for name, (first, last) in table.items():
-        if name in TENSOR_SECTIONS:
-            sections[name] = np.frombuffer(data[first:last], "<f4")
-        elif name in TEXT_SECTIONS:
-            sections[name] = data[first:last].tobytes().decode("utf-8", "replace")
-        elif name == "state":
-            sections[name] = History.unpack(data[first:last].tobytes(), step, path)
-    floats = header.view("<f4")
-    for name, (index, _) in RUN_FIELDS.items():
-        low, high = RANGES[name]
-        known = version > 1 or index < VERSION_2_FIELD
-        if known and not low <= (floats if name in FLOAT_RUN_FIELDS else header)[index] <= high:
-            raise UserError(f"{path} is damaged: its {name} is out of range")
-    if not np.isfinite(floats[60]):
+    if version == WEIGHTS_VERSION and "config" not in table:
+        raise UserError(f"{path} is damaged: it has no section config")
+    _check_crc(path, header, data, FIELD_CHECKSUM)
+    content = {name: data[first:last] for name, (first, last) in table.items()}
+    texts = {name: block.tobytes().decode("utf-8", "surrogateescape") for name, block in content.items()
+             if name in ("config", *TEXT_SECTIONS) or version < WEIGHTS_VERSION and name in RUN_SETTINGS}
+    sections = {name: np.frombuffer(content[name], "<f4") for name in TENSOR_SECTIONS if name in content}
+    if "state" in content:
+        sections["state"] = History.unpack(content["state"].tobytes(), step, path)
+    sections |= {name: texts[name] for name in TEXT_SECTIONS if name in texts}
+    if version < WEIGHTS_VERSION:
+        loss, lr_steps = header.view("<f4")[OLD_LOSS], header[OLD_LR_STEPS]
+        settings = _old_settings(header, kind) | {name: texts[name] for name in texts if name in RUN_SETTINGS}
+    else:
+        loss, lr_steps = header.view("<f4")[FIELD_LOSS], header[FIELD_LR_STEPS]
+        settings = dict(line.split(" = ", 1) for line in texts["config"].split("\n") if " = " in line)
+    if not np.isfinite(loss):
         raise UserError(f"{path} is damaged: its loss is no number")
-    run = {name: int(header[index]) for name, (index, _) in RUN_FIELDS.items()
-           if version > 1 or index < VERSION_2_FIELD}
-    config = _unpack_config(header, path, kind)
-    if "class_names" in table:
-        first, last = table["class_names"]
-        parse_class_names(data[first:last].tobytes(), path, 0, config.num_classes if config.class_cond else 0)
+    config, run = _read_settings(settings, kind, path)
+    config.lr_steps = max(0, int(lr_steps))
+    if "class_names" in content:
+        parse_class_names(content["class_names"].tobytes(), path, 0, config.num_classes if config.class_cond else 0)
     if not re.fullmatch("[0-9a-f]{8}|", sections.get("data_checksum", "")):
         raise UserError(f"{path} is damaged: its section data_checksum is no checksum")
-    return Checkpoint(config, sections, step, float(floats[60]), tensors, run=run)
+    return Checkpoint(config, sections, step, float(loss), tensors, run=run, version=version)
 
 
 def _read_old_weights(path, header, data):
@@ -1354,32 +1399,29 @@ def write_checkpoint(path, checkpoint):
     The tensor sections are float32 arrays of any shape or lists of the parameters' arrays in PyTorch's order;
     checkpoint.tensors must be set when they are plain arrays.
     """
-    header = np.zeros(256, "<i4")
-    blocks, sections = [], checkpoint.sections
+    header, blocks, sections = np.zeros(256, "<i4"), [], checkpoint.sections
     as_list = {name: sections[name] if isinstance(sections[name], (list, tuple)) else [sections[name]]
                for name in TENSOR_SECTIONS if name in sections}
-    for i, name in enumerate(n for n in (*TENSOR_SECTIONS, "state", *TEXT_SECTIONS) if n in sections):
-        if name == "state":
-            parts = [sections[name].pack()]
-        elif name in TEXT_SECTIONS:
-            parts = [sections[name].encode("utf-8", "surrogateescape")]
-        else:
-            parts = [np.ascontiguousarray(part, "<f4").ravel().view(np.uint8).data for part in as_list[name]]
+    parameters = sum(np.size(part) for part in as_list["weights"])
+    assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
+    written = {name: [np.ascontiguousarray(part, "<f4").ravel().view(np.uint8).data for part in parts]
+               for name, parts in as_list.items()}
+    if "state" in sections:
+        written["state"] = [sections["state"].pack()]
+    written["config"] = [config_section(checkpoint.config, checkpoint.run)]
+    written |= {name: [sections[name].encode("utf-8", "surrogateescape")] for name in TEXT_SECTIONS if name in sections}
+    for i, (name, parts) in enumerate(written.items()):
         length = sum(len(part) for part in parts)
         entry = name.encode("ascii").ljust(24, b"\0") + length.to_bytes(8, "little")
         header[128 + 8 * i:136 + 8 * i] = np.frombuffer(entry, "<i4")
-        header[3] = i + 1
         blocks += parts
-    parameters = sum(np.size(part) for part in as_list["weights"])
-    assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
     header[:2] = [checkpoint.config.magic, WEIGHTS_VERSION]
-    header[4:7] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
-    _pack_config(header, checkpoint.config)
-    header.view("<f4")[60] = checkpoint.smoothed_loss
-    for name, (index, default) in RUN_FIELDS.items():
-        header[index] = checkpoint.run.get(name, default)
+    header[FIELD_SECTIONS] = len(written)
+    header[FIELD_STEP:FIELD_TENSORS + 1] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
+    header.view("<f4")[FIELD_LOSS] = checkpoint.smoothed_loss
+    header[FIELD_LR_STEPS] = checkpoint.config.lr_steps
     with replacing(path) as file:
-        _write_with_header(file, header, blocks, 2)
+        _write_with_header(file, header, blocks, FIELD_CHECKSUM)
 
 
 def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=False):
@@ -1404,7 +1446,7 @@ def newest_checkpoint(place):
             with contextlib.suppress(UserError):
                 header, _ = _map_file(path)
                 if header[0] == WEIGHTS_MAGIC:
-                    steps[path] = int(header[4])
+                    steps[path] = int(header[FIELD_STEP])
         paths = sorted(steps, key=steps.get, reverse=True)
     for path in paths:
         try:

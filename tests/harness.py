@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -290,6 +291,61 @@ def perturbed_file(path, config):
     return model
 
 
+def write_earlier_version(path, checkpoint, version=2):
+    """Write a Checkpoint as versions 1 and 2 of the format had it: the settings in fields of the header.
+
+    tests/test_files.py compares the fields with those of a file that the program wrote at that time.
+    """
+    header, sections = np.zeros(256, "<i4"), dict(checkpoint.sections)
+    floats, settings = header.view("<f4"), vars(checkpoint.config) | checkpoint.run
+    for name, index in unet_io.OLD_FIELDS.items():
+        value = settings.get(name, 0)
+        if index >= 107 and version < 2:
+            continue
+        if name == "use_new_attention_order":
+            value = not value
+        if isinstance(value, str):
+            choices = unet_io.RUN_SETTINGS.get(name, (str, None))[1] or unet_io.Config.__dataclass_fields__[name].metadata["choices"]
+            value = choices.index(value)
+        for i, number in enumerate(value if isinstance(value, tuple) else (value,)):
+            place = unet_io.OLD_MORE_RATES + i - 1 if i and name == "ema_rate" else index + i
+            if isinstance(number, float):
+                floats[place] = number
+            else:
+                header[place] = np.uint32(number).view(np.int32)
+    header[:2] = [checkpoint.config.magic, version]
+    header[4:7] = [checkpoint.step, sections["weights"].size, checkpoint.tensors]
+    floats[unet_io.OLD_LOSS], header[unet_io.OLD_LR_STEPS] = checkpoint.smoothed_loss, checkpoint.config.lr_steps
+    files = {name: checkpoint.run[name] for name in ("data_file", "val_file", "model_weights", "guidance_interval")
+             if name in checkpoint.run}
+    blocks = {name: value.pack() if name == "state" else value.encode() if isinstance(value, str) else value.tobytes()
+              for name, value in (sections | files).items()}
+    for i, (name, block) in enumerate(blocks.items()):
+        entry = name.encode().ljust(24, b"\0") + len(block).to_bytes(8, "little")
+        header[128 + 8 * i:136 + 8 * i] = np.frombuffer(entry, "<i4")
+        header[3] = i + 1
+    data = b"".join(blocks.values())
+    header[2] = np.uint32(zlib.crc32(header.tobytes(), zlib.crc32(data))).view(np.int32)
+    pathlib.Path(path).write_bytes(header.tobytes() + data)
+
+
+def write_setting(path, name, value):
+    """Write another value into the section config of a weights file, whose length and checksum are right again."""
+    data = path.read_bytes()
+    header = np.frombuffer(data, "<i4", 256).copy()
+    block = data[1024:]
+    changed, count = re.subn(rb"\b%s = .*" % name.encode(), f"{name} = {value}".encode(), block)
+    assert count == 1
+    table = header[128:].tobytes()
+    entry = 512 + table.index(b"config\0") + 24
+    whole = bytearray(header.tobytes())
+    length = int.from_bytes(whole[entry:entry + 8], "little") + len(changed) - len(block)
+    whole[entry:entry + 8] = length.to_bytes(8, "little")
+    whole[8:12] = bytes(4)
+    whole[8:12] = zlib.crc32(whole, zlib.crc32(changed)).to_bytes(4, "little")
+    path.write_bytes(bytes(whole) + changed)
+
+
 def metrics_in(folder):
     """The lines of metrics.jsonl that hold a loss."""
     lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -388,10 +444,12 @@ def source_of_the_program():
 
 
 def stored_flags():
-    """The rows of FLAGS in unet_io.h that a checkpoint stores: {name: (kind, freedom, most, choices)}."""
-    rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED), [1-9]\d*,\s+"[^"]*",'
-                      r'\s+[-\w.]+,\s+([-\w.]+),\s+"[^"]*"(?:,\s+"([^"]*)")?\}', source_of_the_program())
-    return {name: (kind, freedom, float(most), choices.split("|")) for name, kind, freedom, most, choices in rows}
+    """The rows of FLAGS in unet_io.h that a checkpoint stores, but names of files: {name: (kind, freedom, most, choices)}.
+    """
+    rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED),\s+"[^"]*",\s+"[^"]*"'
+                      r'(?:,\s+Limits\([-\w.]+, ([-\w.]+)\))?(?:,\s+"([^"]*)")?\}', source_of_the_program())
+    return {name: (kind, freedom, float(most or 1), choices.split("|"))
+            for name, kind, freedom, most, choices in rows if kind != "PATH"}
 
 
 def another(name, value):

@@ -195,24 +195,6 @@ def test_models_without_classes(tmp_path):
         assert says in call(generate, "--model_filename", tmp_path / f"{name}.bin", "--device", "cpu", *words)
 
 
-def test_version_1(tmp_path):
-    """A file of the version before, whose newer fields mean nothing, is a model without classes."""
-    model = perturbed_file(tmp_path / "w.bin", Config(**TOY))
-    data = bytearray((tmp_path / "w.bin").read_bytes())
-    header = np.frombuffer(data, "<i4", 256).copy()
-    header[1], header[107:128], header[2] = 1, 0, 0
-    crc = zlib.crc32(header.tobytes(), zlib.crc32(data[1024:]))
-    header[2] = np.uint32(crc).view(np.int32)
-    (tmp_path / "old.bin").write_bytes(header.tobytes() + data[1024:])
-    for name in ("w", "old"):
-        run(TRAIN, "--model_weights", tmp_path / f"{name}.bin", "--generate", 1, "--sample_steps", 3,
-            "--output_name", tmp_path / f"{name}.png")
-    assert (picture(tmp_path / "w.png") == picture(tmp_path / "old.png")).all()
-    again, checkpoint = train_unet.load_model(str(tmp_path / "old.bin"))
-    assert not again.config.class_cond and checkpoint.run.get("guidance_scale") is None
-    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), again.parameters()))
-
-
 def test_create_model_with_classes():
     """guided-diffusion's call: 1000 classes, model(x, t, y); what is missing or too much is refused."""
     import torch

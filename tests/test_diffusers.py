@@ -435,7 +435,7 @@ def test_settings_round_trip(tmp_path, capsys):
     config = Config(**TOY | dict(predict="v", noise_schedule="cosine", zero_terminal_snr=True, diffusion_steps=300))
     model = perturbed_file(tmp_path / "w.bin", config)
     weights = train_unet.to_numpy(model.parameters())
-    for threshold, said in enumerate(("", "--threshold dynamic", "--threshold none")):
+    for threshold, said in dict(clamp="", dynamic="--threshold dynamic", none="--threshold none").items():
         unet_io.write_checkpoint(tmp_path / "w.bin", unet_io.Checkpoint(config, {"weights": weights},
                                                                        run=dict(threshold=threshold)))
         assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""

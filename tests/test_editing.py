@@ -16,7 +16,7 @@ import train_unet
 import unet_io
 from harness import (
     ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, error_of, perturbed_file, picture, refused, run, same_bits,
-    start_flags, write_toy_images)
+    start_flags, write_earlier_version, write_toy_images)
 from train_unet import Edit, levels, sample
 from unet_io import Config, Stream
 
@@ -369,19 +369,20 @@ def test_configuration_of_an_earlier_run(tmp_path):
         assert "\nlr = 0.5\n" in text and not any(f"\n{name} =" in text for name in MOVED)
 
 
-def test_checkpoint_of_an_earlier_run(tmp_path):
-    """It goes on: without the interval that its grids were guided in, which is said, and with another threshold."""
+def test_checkpoint_of_an_earlier_run(tmp_path, capsys):
+    """It goes on: without the interval that its grids were guided in, which is said, and with another threshold.
+    """
     config = Config(**SMALL | dict(class_cond=True, num_classes=3, cond_drop_prob=0.5))
     data = write_toy_images(tmp_path / "d.bin", size=4)
     run(TRAIN, *start_flags(config, data, tmp_path / "run", 2))
     path = checkpoint_in(tmp_path / "run", 2)
     stored = unet_io.read_checkpoint(str(path))
-    stored.sections["guidance_interval"] = "0.2,0.8"
-    stored.run["threshold"] = 1
-    unet_io.write_checkpoint(str(path), stored)
+    stored.run |= dict(guidance_interval="0.2,0.8", threshold="dynamic")
+    write_earlier_version(path, stored)
+    assert call(generate, "--import", path, "--export", path) == ""
+    assert "--guidance_interval 0.2,0.8 is left out" in capsys.readouterr().out
     refused(TRAIN, "--resume", tmp_path / "run", "--steps", 3, status=2, says="--threshold dynamic is generate.py's")
-    text = run(TRAIN, "--resume", tmp_path / "run", "--steps", 3, "--threshold", "clamp").stdout
-    assert "has a --guidance_interval, which is generate.py's" in text
+    run(TRAIN, "--resume", tmp_path / "run", "--steps", 3, "--threshold", "clamp")
     run(TRAIN, "--generate", 1, "--sample_steps", 2, "--out_dir", tmp_path / "run", "--output_name",
         tmp_path / "x.png")
-    assert "guidance_interval" not in unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).sections
+    assert "guidance_interval" not in unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).run

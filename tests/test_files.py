@@ -1,6 +1,7 @@
 """Files, there and back: checkpoints, old weights, exports, images, damaged ones."""
 import json
 import os
+import re
 import shutil
 import zlib
 
@@ -14,7 +15,7 @@ import train_unet
 import unet_io
 from harness import (
     QUICK, RESUMED, SMALL, TEST, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, run,
-    same_bits, script, start_flags)
+    same_bits, script, start_flags, write_earlier_version)
 from unet_io import Checkpoint, Config, UserError, flags_of
 
 
@@ -29,14 +30,14 @@ def test_checkpoint_round_trip(tmp_path, images8):
     for name in ("ema_rate", "predict", "flip", "lr", "batch_size", "lr_schedule", "channel_mult", "seed",
                  "zero_terminal_snr", "offset_noise"):
         assert getattr(first.config, name) == getattr(RESUMED, name), name
-    assert first.sections["data_file"] == first.sections["val_file"] == images8
+    assert first.run["data_file"] == first.run["val_file"] == images8
     model, _ = train_unet.load_model(str(path), use_ema=False)
     trainer = train_unet.Trainer(model, unet_io.read_images(images8), first.config)
     trainer.restore(first, str(path))
     texts = {name: first.sections[name] for name in unet_io.TEXT_SECTIONS if name in first.sections}
-    unet_io.write_checkpoint(tmp_path / "again.bin", trainer.checkpoint(first.smoothed_loss, **texts))
+    unet_io.write_checkpoint(tmp_path / "again.bin", trainer.checkpoint(first.smoothed_loss, first.run, **texts))
     second = unet_io.read_checkpoint(str(tmp_path / "again.bin"))
-    assert list(second.sections) == list(first.sections) and second.config == first.config
+    assert list(second.sections) == list(first.sections) and second.config == first.config and second.run == first.run
     for name, values in first.sections.items():
         again = second.sections[name]
         if name == "state":
@@ -77,8 +78,8 @@ def test_old_weights(cpp, tmp_path):
     unet_io.write_checkpoint(tmp_path / "new.bin", Checkpoint(read.config, {"weights": train_unet.to_numpy(
         train_unet.load_model(str(tmp_path / "old.bin"))[0].parameters())}))
     result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "old.bin", status=1)
-    assert f"generate.py --model_filename {tmp_path / 'old.bin'} --export NEW.bin" in result.stderr
-    assert call(generate, "--model_filename", tmp_path / "old.bin", "--export", tmp_path / "out.bin") == ""
+    assert f"generate.py --import {tmp_path / 'old.bin'} --export NEW.bin" in result.stderr
+    assert call(generate, "--import", tmp_path / "old.bin", "--export", tmp_path / "out.bin") == ""
     cpp(TEST, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     plain = np.fromfile(tmp_path / "old.bin", np.uint8)[:1024 + 4 * len(weights)]
     plain[:1024].view("<i4")[8:10] = 0
@@ -100,6 +101,75 @@ def test_old_weights(cpp, tmp_path):
     assert loaded.config.max_period == 1000
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_earlier_versions(tmp_path, images8, version):
+    """What the program refuses with a command, the command converts: the same file, and so the same run from there.
+    """
+    folder, config = tmp_path / "run", RESUMED
+    if version == 1:  # which knew no classes
+        newer = [name for name, index in unet_io.OLD_FIELDS.items() if index >= 107]
+        config = Config(**{name: value for name, value in vars(RESUMED).items() if name not in newer})
+    run(TRAIN, *start_flags(config, images8, folder, 8, save_every=4, sample_every=0, skip_outliers=8))
+    path, last = checkpoint_in(folder, 4), checkpoint_in(folder, 8)
+    expected, expected_last = path.read_bytes(), last.read_bytes()
+    last.unlink()
+    write_earlier_version(path, unet_io.read_checkpoint(str(path)), version)
+    for words in (["--resume", folder], ["--generate", 1, "--model_weights", path],
+                  ["--model_weights", path, "--out_dir", tmp_path / "new"]):
+        result = run(TRAIN, *words, status=1)
+        program, *words = re.search(r"python (.*) makes it today's", result.stderr)[1].split()
+        assert program == "generate.py" and result.stderr.count("\n") == 1
+    same, _ = train_unet.load_model(str(path))
+    assert call(generate, *words) == ""
+    assert version == 1 or path.read_bytes() == expected
+    run(TRAIN, "--resume", folder, *QUICK)
+    assert last.read_bytes() == expected_last
+    model, _ = train_unet.load_model(str(path))
+    assert all(torch.equal(p, q) for p, q in zip(same.parameters(), model.parameters()))
+
+
+# The fields from 16 on of a file that the program wrote when the format had version 2, and what its flags were.
+FIELDS_OF_VERSION_2 = {
+    16: 8, 17: 1, 18: 64, 19: 1, 20: 16, 21: 4, 22: 1000, 23: 3, 24: 1056964608, 25: 1, 26: 1069547520, 32: 4, 33: 2,
+    40: 500, 41: 1, 42: 2, 48: 6, 49: -294967295, 50: 1, 51: 966609234, 52: 2, 53: 9, 54: 17, 55: 1056964608,
+    56: 1061158912, 57: 1063256064, 58: 897988541, 59: 1056964608, 60: 1048576000, 61: 17, 62: 11, 63: 12, 64: 13, 65: 15,
+    66: 16, 67: 18, 68: 1, 69: 19, 70: 3, 71: 1084227584, 72: 3, 75: 1048576000, 76: 1040187392, 77: 1031798784,
+    78: 1075838976, 79: 1031798784, 80: 1088421888, 90: 1, 91: 1036831949, 92: 0, 93: 2, 94: 3, 106: 14, 107: 1,
+    108: 1048576000, 109: 1, 110: 1040187392, 111: 2, 112: 4, 113: 1, 114: 1, 115: 1, 116: 1, 117: 1, 118: 1069547520}
+CONFIG_OF_VERSION_2 = Config(
+    image_size=8, in_channels=1, num_channels=64, num_res_blocks=1, num_head_channels=16, norm_groups=4, max_period=1000,
+    num_heads=2, num_heads_upsample=4, use_scale_shift_norm=True, dropout=0.125, rescale_timesteps=True,
+    resblock_updown=True, conv_resample=True, learn_sigma=True, use_new_attention_order=False, class_cond=True,
+    num_classes=3, cond_drop_prob=0.25, channel_mult=(0.5, 1, 1.5), attention_resolutions=(4, 2), diffusion_steps=500,
+    noise_schedule="cosine", predict="x0", zero_terminal_snr=True, batch_size=6, seed=4000000001, flip=True,
+    offset_noise=0.1, lr=0.0003, lr_schedule="linear", final_lr_fraction=0.0625, warmup_steps=9, lr_steps=17,
+    weight_decay=0.5, beta1=0.75, beta2=0.875, adam_eps=1e-06, grad_clip=2.5, skip_outliers=7.0,
+    ema_rate=(0.5, 0.25, 0.125, 0.0625), min_snr_gamma=5.0)
+RUN_OF_VERSION_2 = dict(
+    steps=17, log_every=11, save_every=12, keep=13, sample_every=15, val_every=16, num_samples=18, sampler="ddpm",
+    sample_steps=19, use_ema=3, microbatch=3, eta=0.0, threshold="none", spacing="karras", keep_every=14,
+    guidance_scale=1.5, data_file="here/mine.bin")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fields_of_earlier_versions(tmp_path, version):
+    """Every field of the header is read as what it was; those of version 2 mean nothing in version 1."""
+    weights = np.arange(5, dtype="<f4")
+    checkpoint = Checkpoint(CONFIG_OF_VERSION_2, {"weights": weights}, 12, 0.25, 3, run=RUN_OF_VERSION_2)
+    write_earlier_version(tmp_path / "w.bin", checkpoint, version)
+    header = np.fromfile(tmp_path / "w.bin", "<i4", 128)
+    fields = {index: value for index, value in FIELDS_OF_VERSION_2.items() if version == 2 or index < 107}
+    assert {index: int(header[index]) for index in fields} == fields
+    assert np.flatnonzero(header[7:]).tolist() == [index - 7 for index, value in fields.items() if value]
+    read = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+    assert (read.step, read.smoothed_loss, read.tensors, read.version) == (12, 0.25, 3, version)
+    newer = {name for name, index in unet_io.OLD_FIELDS.items() if index >= 107}
+    for name, value in vars(CONFIG_OF_VERSION_2).items():
+        expected = value if version == 2 or name not in newer else getattr(Config(), name)
+        assert getattr(read.config, name) == expected, name
+    assert read.run == {name: value for name, value in RUN_OF_VERSION_2.items() if version == 2 or name not in newer}
+
+
 EXPORTED = Config(**TOY | dict(predict="v", noise_schedule="cosine", lr=3e-4, seed=2**32 - 1, ema_rate=0.99,
                                attention_resolutions=(), flip=True, beta2=0.99, num_channels=64,
                                channel_mult=(0.5, 1)))
@@ -111,8 +181,8 @@ def test_export_import(cpp, tmp_path, ending, images8):
     dice = np.random.default_rng(0)
     names = {name: p.shape for name, p in train_unet.UNet(EXPORTED).named_parameters()}
     weights, ema = ([dice.standard_normal(shape, np.float32) for shape in names.values()] for _ in range(2))
-    sections = {"weights": weights, "ema": ema, "adam_m": weights, "adam_v": weights, "data_file": images8}
-    unet_io.write_checkpoint(tmp_path / "run.bin", Checkpoint(EXPORTED, sections, 321))
+    sections = {"weights": weights, "ema": ema, "adam_m": weights, "adam_v": weights}
+    unet_io.write_checkpoint(tmp_path / "run.bin", Checkpoint(EXPORTED, sections, 321, run=dict(data_file=images8)))
     source = unet_io.read_checkpoint(str(tmp_path / "run.bin")).config
     for use_ema, expected in ((1, ema), (0, weights)):
         there, back = tmp_path / f"x{use_ema}.{ending}", tmp_path / f"back{use_ema}.bin"
@@ -237,8 +307,8 @@ def mutated_files(folder):
     unet_io.write_images(folder / "images.bin", pixels, [f"c{i % 3}" for i in range(9)])
     config = Config(**SMALL)
     weights = train_unet.to_numpy(train_unet.UNet(config).parameters())
-    sections = {"weights": weights, "state": unet_io.History(), "data_file": "x.bin"}
-    unet_io.write_checkpoint(folder / "weights.bin", Checkpoint(config, sections))
+    sections = {"weights": weights, "state": unet_io.History()}
+    unet_io.write_checkpoint(folder / "weights.bin", Checkpoint(config, sections, run=dict(data_file="x.bin")))
     return (folder / "images.bin", 9, unet_io.read_images), (folder / "weights.bin", 2, train_unet.load_model)
 
 
@@ -271,6 +341,13 @@ def test_damaged_files_in_python(tmp_path):
                     bad[field] = 0
                     bad[field] = np.uint32(zlib.crc32(bad.tobytes(), data_crc)).view(np.int32)
                     attempt(bad.tobytes() + data, False)
+        settings = data.find(b"adam_eps = ")  # of a checkpoint the section config
+        for place in range(settings, len(data) if settings >= 0 else 0):
+            changed = data[:place] + dice.choice([b"0", b"9", b"-", b" ", b"\n", b"x", b"\xFF"]) + data[place + 1:]
+            bad = header.copy()
+            bad[field] = 0
+            bad[field] = np.uint32(zlib.crc32(bad.tobytes(), zlib.crc32(changed))).view(np.int32)
+            attempt(bad.tobytes() + changed, False)
         for length in [*range(0, 1100, 50), *range(4096, len(good), 65536), len(good) - 1]:
             if length < len(good):
                 attempt(good[:length], True)

@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+import unet_io
 from harness import ROOT, source_of_the_program
 
 PAGES = ["README.md", "FORMATS.md", "dev/README.md", "data/README.md"]
@@ -56,15 +57,16 @@ def test_flags_of_readme():
 
 
 def test_header_of_formats():
-    """Each flag that a checkpoint stores is in FORMATS.md, in the field where unet_io.h puts it."""
+    """Each field of a weights file's header is in FORMATS.md, in the place where unet_io.h and unet_io.py put it."""
     page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
-    stored = re.findall(r"(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (?:FREE|FIXED), ([1-9]\d*),", code)
-    assert len(stored) > 40
-    for name, kind, field in stored:
-        of_type = {"seed": "uint32", "channel_mult": "int32 or float32"}.get(
-            name, "float32" if kind == "FLOAT" else "int32")
-        row = rf"^\| {field}(?: … \d+)? \| {4 * int(field)} \| {of_type} \| {name}\b"
-        assert re.search(row, page, re.M), name
+    page = page.split("### Weights and checkpoints, new")[1].split("\n#")[0]
+    fields = re.findall(r"\bFIELD_(\w+)", re.search(r"enum HeaderField \{(.*?)\}", code, re.S)[1])
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| \w+ \| (.*) \|$", page, re.M)
+    assert [int(field) for field, _, _ in rows] == list(range(9)) and fields[9:] == ["SECTION_TABLE"]
+    words = {"CHECKSUM": "CRC-32", "SMOOTHED": "loss", "LR_STEPS": "length of the learning rate's schedule"}
+    for name, (field, byte, meaning) in zip(fields, rows):
+        assert int(byte) == 4 * int(field) and words.get(name, name.lower()) in meaning, name
+    assert unet_io.FIELD_LR_STEPS == fields.index("LR_STEPS") and unet_io.FIELD_LOSS == fields.index("SMOOTHED")
 
 
 def test_streams_of_formats():

@@ -202,14 +202,12 @@ def test_damaged_checkpoints_are_not_kept_for_whole_ones(tmp_path, images8):
 
 
 def test_resume_of_an_old_checkpoint(tmp_path, images8):
-    """Without a section `state`, and with 0 in the fields that came with it: as many updates as steps."""
+    """Without a section `state`, as many updates were made as steps."""
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 8, save_every=4, sample_every=0))
     checkpoint = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 4)))
     del checkpoint.sections["state"]
     (tmp_path / "old").mkdir()
     unet_io.write_checkpoint(checkpoint_in(tmp_path / "old", 4), checkpoint)
-    header = np.fromfile(checkpoint_in(tmp_path / "old", 4), "<i4", 256)
-    assert not header[75:90].any()
     run(TRAIN, "--resume", tmp_path / "old", "--steps", 8, *QUICK)
     found, expected = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 8)))
                        for name in ("old", "run"))
@@ -227,7 +225,7 @@ def test_resume_with_more_steps(tmp_path, images8):
     expected, found = (checkpoint_in(tmp_path / name, 20).read_bytes() for name in ("whole", "parts"))
     assert found[1024:] == expected[1024:]
     header, other = (np.frombuffer(data[:1024], "<i4") for data in (expected, found))
-    assert np.flatnonzero(header != other).tolist() == [2, 54]
+    assert np.flatnonzero(header != other).tolist() == [2, unet_io.FIELD_LR_STEPS]
     assert found != checkpoint_in(tmp_path / "parts", 10).read_bytes()
 
 

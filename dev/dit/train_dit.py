@@ -63,12 +63,12 @@ class DitSettings(unet_io.Settings):
 
 def _fields():
     """The fields of Config: what unet_io.Config has besides the UNet's, and ours."""
-    ours = [("image_size", int, unet_io._setting(32, 16, "height and width of the images, in pixels", low=4, high=1024)),
-            ("depth", int, unet_io._setting(12, 119, "transformer blocks", low=1, high=1000)),
-            ("hidden_size", int, unet_io._setting(384, 120, "channels of a token", low=8, high=8192)),
-            ("patch_size", int, unet_io._setting(2, 121, "pixels a token is high and wide", low=1, high=64)),
-            ("mlp_ratio", float, unet_io._setting(4.0, 122, "width of an MLP by hidden_size", low=0.125, high=64)),
-            ("num_heads", int, unet_io._setting(6, 111, "heads of every attention", low=1, high=1024))]
+    ours = [("image_size", int, unet_io._setting(32, "height and width of the images, in pixels", low=4, high=1024)),
+            ("depth", int, unet_io._setting(12, "transformer blocks", low=1, high=1000)),
+            ("hidden_size", int, unet_io._setting(384, "channels of a token", low=8, high=8192)),
+            ("patch_size", int, unet_io._setting(2, "pixels a token is high and wide", low=1, high=64)),
+            ("mlp_ratio", float, unet_io._setting(4.0, "width of an MLP by hidden_size", low=0.125, high=64)),
+            ("num_heads", int, unet_io._setting(6, "heads of every attention", low=1, high=1024))]
     shared = [(f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata))
               for f in dataclasses.fields(unet_io.Config) if f.name not in OF_UNET]
     return ours + shared
