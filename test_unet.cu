@@ -259,21 +259,27 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, of_weight_gradient)                                                                \
+#define LAYERS_OF(side, launched)                                                                               \
     typedef side::Tensor Tensor;                                                                           \
     typedef side::Joined Joined;                                                                           \
     template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    template <int TAPS>                                                                                    \
-    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, side::Forward options = {}) {   \
-        side::product_forward(out, x, layer, options, Nothing());                                          \
+    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
+        side::conv3x3_forward(out, x, layer, options);                                                     \
     }                                                                                                      \
-    template <int TAPS>                                                                                    \
-    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, side::Backward options = {}) { \
-        side::input_gradient(dx, dout, layer, options, Nothing());                                         \
+    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
+        side::conv1x1_forward(out, x, layer, options);                                                     \
     }                                                                                                      \
-    template <int TAPS>                                                                                    \
-    static void weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, side::Rows demb = {}) {        \
-        side::of_weight_gradient(layer, dout, x, demb);                                                    \
+    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
+        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
+    }                                                                                                      \
+    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
+        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
+    }                                                                                                      \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
+    }                                                                                                      \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
     }                                                                                                      \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
     static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
@@ -283,8 +289,10 @@ typedef Pair<float> Floats;
     static constexpr auto attention_backward = side::attention_backward;                                   \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
+static void at_once(auto launches) { launches(); }
+
 struct OnDevice {
-    LAYERS_OF(gpu, weight_gradient)
+    LAYERS_OF(gpu, on_side_stream_deferred)
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -293,7 +301,7 @@ struct OnDevice {
     template <typename Layer> void run(Layer layer) const { gpu::run(layer); }
 };
 struct OnHost {
-    LAYERS_OF(cpu, launch_weight_gradient)
+    LAYERS_OF(cpu, at_once)
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -1863,7 +1871,7 @@ static void test_finite_differences() {
     std::vector<float> weights = downloaded(m.master, P), direction(P);
     backend_zero(m.gradients, P * sizeof(float));
     forward_loss(&m, B);
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
     std::vector<float> gradient = gradients_of(&m);
 
     double worst = 0, norm = 0;
@@ -2058,7 +2066,7 @@ static void test_configurations() {
             if (k == 2) continue;
             memset(m->gradients, k ? 255 : 0,
                    m->plan.num_floats * sizeof(float));  // what is there is overwritten
-            unet_backward(m, used);
+            unet_backward(m, used, m->gradients);
             gradient[k] = gradients_of(m);
             double sum = 0;
             for (float g : gradient[k]) sum += fabs(g);
@@ -2073,7 +2081,7 @@ static void test_configurations() {
             backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
             side_stream = when;
             forward_loss(&exact, used);
-            unet_backward(&exact, used);
+            unet_backward(&exact, used, exact.gradients);
             side_stream = AT_ONCE;
             return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
         };
@@ -2301,7 +2309,7 @@ static void test_batches() {
         unet_forward(&m, n);
         backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
                        n * image * sizeof(float));
-        unet_backward(&m, n);
+        unet_backward(&m, n, m.gradients);
         return output_values(&m, n);
     };
     std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
@@ -3280,9 +3288,9 @@ static void linear_case(const Case& c, Verdict* v) {
            gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
     Tensor upstream = tensor_of(dout, M, 1, 1, O);
     Linear layer = {w.data(), b.data(), dw.data(), db.data()};
-    product_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
-    weight_gradient(layer, upstream, joined);
-    if (wants_dx) input_gradient(gradient, upstream, layer, {.accumulate = accumulate});
+    conv1x1_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
+    conv1x1_backward_weight(layer, upstream, joined);
+    if (wants_dx) conv1x1_backward_input(gradient, upstream, layer, {.accumulate = accumulate});
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3299,11 +3307,11 @@ static void conv_case(const Case& c, Verdict* v) {
     Conv layer = {w.data(), b.data(), dw.data(), db.data()};
     Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O),
            upstream = tensor_of(dout, B, H, W, O);
-    product_forward(
+    conv3x3_forward(
         output, input, layer,
         {.emb = {pointer(emb), O}, .residual = in_place ? output : tensor_of(residual, B, H, W, O)});
-    weight_gradient(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
-    if (wants_dx) input_gradient(tensor_of(dx, B, H, W, C), upstream, layer);
+    conv3x3_backward_weight(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
+    if (wants_dx) conv3x3_backward_input(tensor_of(dx, B, H, W, C), upstream, layer);
     v->compare("out", out, c.at("out"));
     v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
     if (wants_dx) v->compare("dx", dx, c.at("dx"));
@@ -3380,12 +3388,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        run(Resample<float>{.out = to, .x = from, .factor = 1, .accumulate = false});
-        run(Resample<float>{.out = gradient, .x = upstream, .factor = 1, .accumulate = accumulate});
+        upsample_forward(to, from);
+        upsample_backward(gradient, upstream, accumulate);
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        run(Resample<float>{.out = to, .x = from, .factor = 0.25f, .accumulate = false});
-        run(Resample<float>{.out = gradient, .x = upstream, .factor = 0.25f, .accumulate = accumulate});
+        downsample_forward(to, from);
+        downsample_backward(gradient, upstream, accumulate);
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
@@ -3481,7 +3489,7 @@ static void test_model(const char* weights, const char* state) {
     }
     double loss = forward_loss(&m, B);
     backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
-    unet_backward(&m, B);
+    unet_backward(&m, B, m.gradients);
 
     Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
     output.compare("out", output_values(&m, B), interleaved("out"));
@@ -3850,7 +3858,7 @@ static void test_microbatch(double limit) {
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
             for (int part = 0; part <= 5; part++) {
-                gradient_of_parts(&t, batch_loss(m, 5), part % 5, part < 5 ? 1 : 5, [](int) {});
+                tree_gradient(&t, part % 5, part < 5 ? 1 : 5, m->gradients);
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

@@ -23,8 +23,8 @@
 //              their weights, are followed by zeros: see padded.
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
 //              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
-// Gradients    Those of weights overwrite; a batch that goes through the network in parts adds up their
-//              gradients pairwise: see gradient_of_parts. Those of activations overwrite, but for what feeds
+// Gradients    Those of weights overwrite; a batch that goes through the network as several micro-batches
+//              adds up their gradients pairwise: see tree_gradient. Those of activations overwrite, but for what feeds
 //              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
 //              encoder's then adds: Block.accumulate.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
@@ -362,18 +362,14 @@ struct Shared {
     std::atomic<int> stop;    // whether one of them was asked to stop
     std::atomic<int> teller;  // the one that says why all end: its rank + 1
 };
-static Shared* const shared = (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
-                                            MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static Shared* const shared =
+    (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 static std::atomic<int>& stop_asked = shared->stop;
 
 // Sends to another rank and receives from it, which makes the same call the other way round: in the order of
 // the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
-// Launches on the lane of messages, in the order of these calls. They wait for what the main lane was given so
-// far, and run beside what comes next, until await_messages. Without other ranks: on the main lane.
-static void on_message_lane(auto launches);
-static void await_messages();
 
 // Gives every rank all of `whole`, (ranks, each), from element `first` on.
 template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
@@ -586,17 +582,6 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};  // without affine: none
 };
 
-// What follows a Linear's product that writes one tensor, done while its outputs are at hand: a layer, see
-// below, whose items are elements on the CPU, and on a GPU 16 bytes. There it also has, for the same bits,
-//     extra(first)                   loads what it needs for the vector of elements from `first` on
-//     finish(first, product, extra)  does its work on the product's; OVERWRITES: nobody else reads that
-struct Nothing {
-    enum { OVERWRITES = false };
-    HOST_DEVICE int extra(size_t) const { return 0; }
-    HOST_DEVICE void finish(size_t, const auto&, int) const {}
-    void operator()(size_t) const {}
-};
-
 #define LAYER_TYPES(device, Real)                              \
     namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
@@ -619,21 +604,26 @@ HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, N
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual with a Conv; with a
-// Linear F.linear(x, w, bias): a 1x1 convolution, or the rows of an embedding. Only this takes two tensors.
-template <int TAPS, class After = Nothing>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options = {},
-                            const After& then = {});
-// dx = [+=] the same product of dout with the weights transposed, of taps flipped.
-template <int TAPS, class After = Nothing>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options = {},
-                           const After& then = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted, = dout.sum((1, 2)). The side
-// stream computes them: what reads them, or overwrites what they read, waits for the event.
-template <int TAPS> static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb);
-template <int TAPS> static Event weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb = {}) {
-    return on_side_stream_deferred([=] { launch_weight_gradient(layer, dout, x, demb); });
-}
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
+// a tensor, or one that is still to be normed: see groupnorm_for_product.
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
+// dx = [+=] F.conv_transpose2d(dout, w, padding=1)
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
+// is dout.sum((1, 2)).
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
+
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+// dx = [+=] dout @ w
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
+// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x);
+
+// A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
 // x.moments, of a tensor that no product wrote.
 static void channel_moments(Tensor x);
@@ -718,6 +708,9 @@ template <typename T> struct TimestepEmbedding {
         out.data[b * out.C + half + i] = (T)(float)sine;
     }
 };
+static void timestep_embedding(Tensor out, const int* timesteps, int max_period, double unit) {
+    run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
+}
 
 union FloatBits {
     float value;
@@ -741,18 +734,24 @@ static inline float fast_exp(float x) {
 }
 #ifdef __CUDACC__
 // 2^x, 1 / x and tanh x, an instruction each: errors of 2^-22, of tanh 2^-11.
-#define INSTRUCTION(name, instruction)                  \
-    __device__ static inline float name(float x) {      \
-        float y;                                        \
-        asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
-        return y;                                       \
-    }
-INSTRUCTION(reciprocal_fast, "rcp.approx.ftz.f32")
-INSTRUCTION(tanh_fast, "tanh.approx.f32")
+__device__ static inline float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ static inline float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #ifdef PRECISION_FP32
 __device__ static inline float exp2_fast(float x) { return exp2f(x); }
 #else
-INSTRUCTION(exp2_fast, "ex2.approx.ftz.f32")
+__device__ static inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #endif
 #endif
 
@@ -900,6 +899,17 @@ template <typename T> struct Resample {
     }
 };
 
+static void upsample_forward(Tensor out, Tensor x) { run(Resample<floatX>{.out = out, .x = x}); }
+static void upsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .accumulate = accumulate});
+}
+static void downsample_forward(Tensor out, Tensor x) {
+    run(Resample<floatX>{.out = out, .x = x, .factor = 0.25f});
+}
+static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .factor = 0.25f, .accumulate = accumulate});
+}
+
 // ==== 4  BLOCKS ============================================================================================
 
 // A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
@@ -944,7 +954,7 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's share; files lack gradients.
+// What an update of the weights reads and writes: all (num_floats), or a rank's shard; files lack gradients.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -956,10 +966,10 @@ struct OptimiserMemory {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;          // that train it together, and which of them this is: see divide_parameters
-    int buckets;              // the num_floats are (buckets, ranks, piece), a rank's share (buckets, piece)
-    size_t piece;             // floats
+    int ranks, rank;          // that train it together, and which of them this is: see shard_parameters
+    size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    float* dw;                // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
@@ -968,16 +978,16 @@ struct Model : OptimiserMemory {
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
     int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
-    int first;                // the sample of the batch that this part begins with
+    int first;                // the sample of the batch that this micro-batch begins with
     const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
     int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;  // of the step under way: see OPTIMISER
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
-    float* norm_parts;                   // one a NORM_CHUNK of the parameters
+    float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, piece): the others' gradients of the bucket under way
+    float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* chain;              // (diffusion_steps): of the noising chain
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
@@ -1026,7 +1036,7 @@ struct Module {
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
         Layer layer = {.w = weights + w, .bias = weights + bias};
-        if (m->gradients) layer.dw = m->gradients + w, layer.dbias = m->gradients + bias;
+        if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
     // Layer `n` of the block: a weight, and behind it its bias.
@@ -1049,9 +1059,14 @@ struct Module {
     }
     Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
-    // y = [+=] x, up- or down-sampled as the block does; and so are gradients, the other way round.
-    void resize(Tensor y, Tensor x, bool accumulate = false) const {
-        run(Resample<floatX>{y, x, block.out_H > block.H ? 1 : 0.25f, accumulate});
+    // Up- or down-sampling, whichever the block does.
+    void resize(Tensor out, Tensor x) const {
+        if (block.out_H > block.H) upsample_forward(out, x);
+        else downsample_forward(out, x);
+    }
+    void resize_backward(Tensor dx, Tensor dout, bool accumulate = false) const {
+        if (block.out_H > block.H) upsample_backward(dx, dout, accumulate);
+        else downsample_backward(dx, dout, accumulate);
     }
 };
 
@@ -1075,27 +1090,27 @@ struct EmbedBlock : Module {
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // beside the image's way to the first residual block
         m->embedding_ready = on_side_stream([=, *this] {
-            run(TimestepEmbedding<floatX>{sinusoids, m->timesteps + m->first, m->config.max_period, unit});
-            product_forward(hidden, sinusoids, linear1_layer);
+            timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
+            linear_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = active, .x = hidden});
             if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
-            product_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            linear_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
-            product_forward(out, embedding, projections);
+            linear_forward(out, embedding, projections);
         });
     }
     void backward() {
         Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-        weight_gradient(projections, dout, embedding);
-        input_gradient(dembedding, dout, projections);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        weight_gradient(linear2_layer, dlinear2, active);
-        input_gradient(dactive, dlinear2, linear2_layer);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        weight_gradient(linear1_layer, dhidden, sinusoids);
+        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
     }
 };
 
@@ -1104,8 +1119,8 @@ struct EmbedBlock : Module {
 struct ConvInBlock : Module {
     Conv conv = layer<Conv>(0);
 
-    void forward() { product_forward(out, x, conv); }
-    void backward() { weight_gradient(conv, dout, x); }
+    void forward() { conv3x3_forward(out, x, conv); }
+    void backward() { on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); }); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
@@ -1140,21 +1155,21 @@ struct ResBlock : Module {
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
         if (modulates) norm2.modulation = std::exchange(emb, {});
         Event residual_ready;
-        if (widens) residual_ready = on_side_stream([&] { product_forward(residual, x, skip); });
+        if (widens) residual_ready = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
         if (resizes) {
             groupnorm_forward(before, norm1);
             resize(normed1, before), resize(residual, x.first);
         }
         Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
         wait_for(m->embedding_ready);
-        product_forward(h, input1, conv1, {.emb = emb});
+        conv3x3_forward(h, input1, conv1, {.emb = emb});
         if (drops) {
             groupnorm_forward(normed2, norm2);
             drop(normed2);
         }
         Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
         wait_for(residual_ready);
-        product_forward(out, input2, conv2, {.residual = residual});
+        conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
     void backward() {
         Tensor dh = h;
@@ -1165,29 +1180,29 @@ struct ResBlock : Module {
         Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
         Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
         Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
-        input_gradient(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
+        conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            weight_gradient(skip, dout, x);
-            input_gradient(dx, dout, skip, {.accumulate = block.accumulate});
+            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        weight_gradient(conv2, dout, normed2);
-        input_gradient(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
-            resize(dx.first, dout, block.accumulate);
-            resize(dbefore, dnormed1);
+            resize_backward(dx.first, dout, block.accumulate);
+            resize_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        weight_gradient(conv1, dh, normed1, demb);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, demb); });
     }
 };
 
@@ -1203,20 +1218,20 @@ struct AttentionBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(qkv, normed, to_qkv);
+        conv1x1_forward(qkv, normed, to_qkv);
         attention_forward(joined, lse, qkv, block.heads);
-        product_forward(out, joined, projection, {.residual = x.first});
+        conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
     void backward() {
         Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
         Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        weight_gradient(projection, dout, joined);
-        input_gradient(djoined, dout, projection);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+        conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
-        input_gradient(dnormed, dqkv, to_qkv, {.norm = norm});
+        conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        weight_gradient(to_qkv, dqkv, normed);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
     }
 };
 
@@ -1234,27 +1249,27 @@ struct ResampleBlock : Module {
         if (!convolves) {
             resize(out, x.first);
         } else if (up) {
-            resize(large, x.first);
-            return product_forward(out, large, conv);
+            upsample_forward(large, x.first);
+            return conv3x3_forward(out, large, conv);
         } else {
-            product_forward(large, x, conv);
+            conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         }
         channel_moments(out);
     }
     void backward() {
-        if (!convolves) return resize(dx.first, dout, block.accumulate);
+        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
         Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         Event weights_done;  // it reads scratch, and dout
         if (up) {
-            resize(large, x.first);
-            weights_done = weight_gradient(conv, dout, large);
-            input_gradient(dlarge, dout, conv);
-            resize(dx.first, dlarge, block.accumulate);
+            upsample_forward(large, x.first);
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            conv3x3_backward_input(dlarge, dout, conv);
+            upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done = weight_gradient(conv, dlarge, x);
-            input_gradient(dx, dlarge, conv, {.accumulate = block.accumulate});
+            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
     }
@@ -1269,14 +1284,14 @@ struct OutBlock : Module {
     void forward() {
         Tensor normed = take_tensor(block.H, block.C);
         groupnorm_forward(normed, norm);
-        product_forward(out, normed, conv);
+        conv3x3_forward(out, normed, conv);
     }
     void backward() {
         Tensor normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        input_gradient(dx, dout, conv, {.norm = norm});
+        conv3x3_backward_input(dx.first, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dx.first, norm);
-        weight_gradient(conv, dout, normed);
+        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
     }
 };
 #endif
@@ -1516,26 +1531,19 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient. A block's last weight gradient may go on beside the
-// block that follows in backward; the others are waited for. finished(end): those of the parameters before `end`,
-// as they lie in memory, are there for what is next. Blocks 0 and 1 count as one.
-static void unet_backward(
-    Model* m, int B, const std::function<void(size_t)>& finished = [](size_t) {}) {
-    size_t end = 0;
-    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
-        const Block& block = m->plan.blocks[i];
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
+// go on beside the block that follows in backward; the others are waited for.
+static void unet_backward(Model* m, int B, float* dw) {
+    m->dw = dw;
+    for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
         m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
         Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
         wait_for(event_before(newest_event));
         wait_for(of_block_before);
-        if (i) finished(end);
-        for (const Parameter& t : std::span(m->plan.tensors).subspan(block.param, block.num_params))
-            if (is_matrix(t) && !t.joined) end = std::max(end, t.offset + t.size);
     }
     wait_for(newest_event);
-    finished(m->plan.num_floats);
 }
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
@@ -2208,53 +2216,52 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// In how many parts a batch goes through the network, on this rank: see share_batch.
-static int parts_of(const Model* m) {
+// As how many micro-batches this rank's images of a batch go through the network: see share_batch. And how many
+// buffers the sum of their gradients needs: see tree_gradient.
+static int microbatches_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-// And how many buffers the pairwise sum of their gradients needs: see gradient_of_parts.
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(parts_of(m) - 1u); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatches_of(m) - 1u); }
 
-// Whether each rank has only its share of the trained weights, and whether what the layers read is a copy.
-static bool is_shared(const Model* m) { return m->ranks > 1; }
-static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_shared(m); }
+// Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
+static bool is_sharded(const Model* m) { return m->ranks > 1; }
+static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
-// The parameters are buckets, whose gradients backward finishes, and which then go between ranks, one after the
-// other. Every rank has a piece of each, of whole NORM_CHUNKs: what is summed together is so for any ranks.
-static void divide_parameters(Model* m) {
-    const int BUCKETS = 4;  // two H100, 32 images each: a step takes 1% longer with 1 or 8
+// Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
+// together on any number of ranks.
+static void shard_parameters(Model* m) {
     size_t& floats = m->plan.num_floats;
     bool alone = !m->plan.training || world.size == 1;
-    m->ranks = alone ? 1 : world.size, m->rank = alone ? 0 : world.rank, m->piece = floats;
-    if (!alone) m->piece = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * BUCKETS * m->ranks);
-    m->buckets = ceil_div(floats, m->ranks * m->piece);
-    floats = m->buckets * m->ranks * m->piece;
+    m->ranks = alone ? 1 : world.size;
+    m->rank = alone ? 0 : world.rank;
+    m->shard = floats;
+    if (alone) return;
+    m->shard = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * m->ranks);
+    floats = m->ranks * m->shard;
 }
-// Where a rank's piece of a bucket begins.
-static size_t piece_of(const Model* m, int bucket, int rank) { return (bucket * m->ranks + rank) * m->piece; }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t own = m->buckets * m->piece, whole = m->ranks * parts_of(m) * B;  // of which B may be a part
+    size_t whole = m->ranks * microbatches_of(m) * B;  // of which B may be a part
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
-    place(own, m->master);
+    place(m->shard, m->master);
     if (is_copied(m)) place(P, m->weights);
-    if (is_shared(m)) {
-        place(m->ranks * m->piece, m->received);
+    if (is_sharded(m)) {
+        place(P, m->received);
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;
     }
     if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(own, m->ema[k]);
-        place(own, m->adam_m, m->adam_v);
+        for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
+        place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->norm_parts);
+        place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2275,7 +2282,7 @@ static size_t lay_out_model(Model* m, char* memory) {
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
     m.config = config, m.plan = make_plan(config, batch, training);
-    divide_parameters(&m);
+    shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
 }
@@ -2283,7 +2290,7 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a lane's workspace.
+// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -2303,7 +2310,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
         if (!has_memory(m))
             why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
                        human_bytes(available).c_str());
-        auto would_fit = [&](int batch_size, int at_a_time) {  // the gradients of parts need memory, too
+        auto would_fit = [&](int batch_size, int at_a_time) {  // micro-batches' gradients need memory, too
             Config other = m.config;
             other.batch_size = batch_size;
             return has_memory(plan_model(other, at_a_time, m.plan.training));
@@ -2344,14 +2351,11 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All of the parameters of which each rank has a share; where it has, until the next gradients.
+// All of the parameters of which each rank has a shard; where it has, until the next gradients.
 static float* whole_of(Model* m, float* parameters) {
-    if (!is_shared(m)) return parameters;
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        float* mine = m->gradients + piece_of(m, bucket, m->rank);
-        backend_copy(mine, parameters + bucket * m->piece, m->piece * sizeof(float));
-        gather(m->gradients + piece_of(m, bucket, 0), m->piece);
-    }
+    if (!is_sharded(m)) return parameters;
+    backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
+    gather(m->gradients, m->shard);
     return m->gradients;
 }
 
@@ -2361,7 +2365,7 @@ static void use_weights(Model* m, float* parameters) {
     parameters = whole_of(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
-    if (!is_shared(m)) m->fp32_params = parameters;
+    if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
@@ -2369,18 +2373,15 @@ static void use_weights(Model* m, float* parameters) {
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
-        if (ema) backend_copy(ema, m->master, m->buckets * m->piece * sizeof(float));
+        if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
 }
 
-// A tensor's values, as they lie in memory, into an array of parameters: what this rank has of it.
+// A tensor's values, as they lie in memory, into an array of parameters: what this rank's shard has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
-    for (int bucket = 0; bucket < m.buckets; bucket++) {
-        size_t mine = piece_of(&m, bucket, m.rank), first = std::max(t.offset, mine),
-               end = std::min(t.offset + t.size, mine + m.piece);
-        if (first < end)
-            backend_upload(parameters + bucket * m.piece + (first - mine), values + (first - t.offset),
-                           (end - first) * sizeof(float));
-    }
+    size_t shard = m.rank * m.shard;
+    size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
+    if (first >= end) return;
+    backend_upload(parameters + (first - shard), values + (first - t.offset), (end - first) * sizeof(float));
 }
 
 // Fresh values of a table, parameter number `index`, before they are scaled.
@@ -2474,7 +2475,7 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* norm_parts;  // as SquaredNorm leaves them
+    const float* grad_norm_partials;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
@@ -2494,7 +2495,7 @@ struct FinishStep {
                 if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
-            sums[SQUARED_NORM] += norm_parts[i];
+            sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
@@ -2573,111 +2574,103 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
                          c.in_channels, c.offset_noise, c.seed});
 }
 
-// m->gradients = those of the batch's parts from `part` on: of the first half of them plus of the others, so
-// that the number of parts alone decides in which order they are added. What lies behind is for the others.
-// finished(bucket): the bucket's are there for what the main lane does next.
-static void gradient_of_parts(Trainer* t, const BatchLoss& loss, int part, int parts,
-                              const std::function<void(int)>& finished) {
+// dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
+static void microbatch_gradient(Trainer* t, int i, float* dw) {
     Model* m = &t->model;
-    size_t P = m->plan.num_floats;
-    if (parts > 1) {
-        gradient_of_parts(t, loss, part, parts / 2, [](int) {});
-        m->gradients += P;
-        gradient_of_parts(t, loss, part + parts / 2, parts - parts / 2, [&](int bucket) {
-            m->gradients -= P;
-            float* sum = m->gradients + piece_of(m, bucket, 0);
-            run(AddGradients{.sum = sum, .a = sum, .b = sum + P, .n = m->ranks * m->piece});
-            finished(bucket);
-            m->gradients += P;
-        });
-        m->gradients -= P;
-        return;
-    }
-    int first = part * m->plan.batch, B = std::min(m->plan.batch, m->config.batch_size - first);
+    const Config& c = m->config;
+    int first = i * m->plan.batch;
+    int B = std::min(m->plan.batch, c.batch_size - first);
+
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
+
     m->dropping = &m->state->step;
     unet_forward(m, B, first);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
-    const float* images = m->config.learn_sigma ? m->images : nullptr;
+    const float* images = c.learn_sigma ? m->images : nullptr;
+    BatchLoss loss = batch_loss(m, c.batch_size);
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    int bucket = 0;
-    unet_backward(m, B, [&](size_t end) {
-        while (bucket < m->buckets && piece_of(m, bucket + 1, 0) <= end) finished(bucket++);
-    });
+    unet_backward(m, B, dw);
     m->dropping = nullptr;
 }
 
-// A bucket's gradient, of which every rank has a summand: this rank's piece of the sum, added as
-// gradient_of_parts would go on, in pairs of neighbours, pairs of these, and so on.
-static void sum_of_ranks(Model* m, int bucket) {
-    float* mine = m->gradients + piece_of(m, bucket, m->rank);
-    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->piece; };
+// dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
+// others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
+static void tree_gradient(Trainer* t, int first, int count, float* dw) {
+    if (count == 1) return microbatch_gradient(t, first, dw);
+
+    size_t P = t->model.plan.num_floats;
+    float* other = dw + P;
+    tree_gradient(t, first, count / 2, dw);
+    tree_gradient(t, first + count / 2, count - count / 2, other);
+    run(AddGradients{.sum = dw, .a = dw, .b = other, .n = P});
+}
+
+// Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
+// in pairs of neighbours, pairs of these, and so on.
+static void reduce_gradient(Model* m) {
+    float* mine = m->gradients + m->rank * m->shard;
+    auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     backend_together([&] {
         for (int peer = 0; peer < m->ranks; peer++) {
-            std::span sent(m->gradients + piece_of(m, bucket, peer), m->piece), got(from(peer), m->piece);
-            if (peer != m->rank) backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
+            if (peer == m->rank) continue;
+            std::span sent(m->gradients + peer * m->shard, m->shard), got(from(peer), m->shard);
+            backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
         }
     });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
-            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->piece});
+            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
 }
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = parts_of(m) * m->plan.batch, pixels = m->config.image_size * m->config.image_size;
+    size_t images = microbatches_of(m) * m->plan.batch;
+    int pixels = m->config.image_size * m->config.image_size;
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * loss_parts((int)pixels));
-        for (int bucket = 0; bucket < m->buckets; bucket++)
-            gather(m->norm_parts + piece_of(m, bucket, 0) / NORM_CHUNK, m->piece / NORM_CHUNK);
+            if (losses) gather(losses, images * loss_parts(pixels));
+        gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
 }
 
-// Every rank's piece of a bucket's updated weights becomes all ranks'.
-static void gather_weights(Model* m, int bucket) {
-    size_t begin = piece_of(m, bucket, 0), mine = piece_of(m, bucket, m->rank), end = mine + m->piece;
-    size_t matrices = m->plan.num_decayed, first = std::clamp(matrices, mine, end);
-    const float* master = m->master + bucket * m->piece + (first - mine);
-    if (first < end) backend_copy(m->fp32_params + first, master, (end - first) * sizeof(float));
+// Every rank's shard of the updated weights becomes all ranks'.
+static void gather_weights(Model* m) {
+    size_t shard = m->rank * m->shard, end = shard + m->shard, matrices = m->plan.num_decayed;
+    size_t first = std::clamp(matrices, shard, end);
+    if (first < end)
+        backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
     backend_together([&] {
-        gather(m->weights + begin, m->piece);
-        gather(m->fp32_params + begin, m->piece, matrices - std::min(matrices, begin));
+        gather(m->weights, m->shard);
+        gather(m->fp32_params, m->shard, matrices);
     });
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be recorded.
+// Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t) {
     Model* m = &t->model;
-    const Config& c = m->config;
-    BatchLoss loss = batch_loss(m, c.batch_size);
-    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, c.optimiser});
-    gradient_of_parts(t, loss, m->rank * parts_of(m), parts_of(m), [&](int bucket) {
-        on_message_lane([&] {
-            size_t mine = piece_of(m, bucket, m->rank);
-            if (is_shared(m)) sum_of_ranks(m, bucket);
-            run(SquaredNorm{m->norm_parts + mine / NORM_CHUNK, m->gradients + mine, m->piece});
-            if (is_shared(m) && bucket == m->buckets - 1) gather_results(m, t->stop.get());
-        });
-    });
-    await_messages();
-    run(FinishStep{m->state, loss, m->norm_parts, m->plan.num_floats, c.optimiser, m->stops, m->ranks});
-    for (int bucket = 0; bucket < m->buckets; bucket++) {
-        size_t at = bucket * m->piece, first = piece_of(m, bucket, m->rank), decayed = m->plan.num_decayed;
-        OptimiserMemory memory = *m;
-        for (float** array : {&memory.master, &memory.adam_m, &memory.adam_v}) *array += at;
-        for (float*& ema : memory.ema) ema = ema ? ema + at : nullptr;
-        memory.gradients += first;
-        run(UpdateWeights<floatX>{memory, is_copied(m) ? m->weights + first : nullptr, m->piece,
-                                  decayed - std::min(decayed, first), m->state});
-        if (is_shared(m)) on_message_lane([&] { gather_weights(m, bucket); });
-    }
-    await_messages();
+    const Hyper& hyper = m->config.optimiser;
+    BatchLoss loss = batch_loss(m, m->config.batch_size);
+    int count = microbatches_of(m);
+    size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
+
+    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
+    tree_gradient(t, m->rank * count, count, m->gradients);
+
+    if (is_sharded(m)) reduce_gradient(m);
+    run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    if (is_sharded(m)) gather_results(m, t->stop.get());
+    run(FinishStep{m->state, loss, m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+
+    OptimiserMemory memory = *m;
+    memory.gradients += shard;
+    floatX* working = is_copied(m) ? m->weights + shard : nullptr;
+    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), m->state});
+    if (is_sharded(m)) gather_weights(m);
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
@@ -3002,12 +2995,12 @@ static void print_run(const Model& m) {
     }
     printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
            human_bytes(4.0 * (double)plan.num_parameters).c_str());
-    if (plan.training && !is_shared(&m))
+    if (plan.training && !is_sharded(&m))
         printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
                ema_count(c) ? ", EMA" : "");
     printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
            plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
-    if (!is_shared(&m)) return;
+    if (!is_sharded(&m)) return;
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
     printf(
         "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
@@ -3048,7 +3041,7 @@ static double time_step(Config config, int batch, double seconds) {
     config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
     double start = 0;
-    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is recorded
+    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
@@ -3125,9 +3118,7 @@ static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    bool has_told = shared->teller == rank + 1;
-    if (has_told && WIFEXITED(status)) _exit(WEXITSTATUS(status));
-    if (has_told) _exit(EXIT_FAILURE);
+    if (shared->teller == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
@@ -3155,7 +3146,8 @@ static void fork_ranks() {
         if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
         return;
     }
-    for (int rank = 1; rank < world.size; rank++) rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
+    for (int rank = 1; rank < world.size; rank++)
+        rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
 }
 
 // Becomes one of the ranks that --gpus or --processes asks for, or that a launcher has started.
@@ -3164,16 +3156,15 @@ static void start_ranks(const Config& c) {
     if ((ON_GPU ? c.processes : c.gpus) > 1)
         fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     read_launcher();
-    if (asked > 1 && world.size > 1)
-        fail_usage("--%s %d: a launcher has started %d ranks; leave it out", ON_GPU ? "gpus" : "processes",
-                   asked, world.size);
-    if (!ON_GPU && world.size > 1)
-        fail("a launcher has started %d ranks; on a CPU start the program once, with --processes %d",
-             world.size, world.size);
+    if (world.size > 1 && !ON_GPU)
+        fail_usage("a launcher has started %d ranks; on a CPU start the program once, with --processes %d",
+                   world.size, world.size);
+    if (world.size > 1 && asked > 1)
+        fail_usage("--gpus %d: a launcher has started %d ranks; leave it out", asked, world.size);
+
     world.forked = asked > 1;
     if (world.forked) world.size = asked;
     if (world.size == 1 || c.dry_run) return;
-
     if (world.forked) fork_ranks();
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
 }
@@ -3865,8 +3856,8 @@ static void run_program(int argc, char** argv) {
     }
     start_ranks(config);
     backend_init();
-    handle_signals();
     std::string ranks = meet_ranks(config);
+    handle_signals();
     printf(PROGRAM " on %s%s\n", backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
@@ -3913,7 +3904,7 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
 static struct Stream {
     cudaStream_t handle;
     Arena workspace;
-} main_stream, side_stream, message_stream;
+} main_stream, side_stream;
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
@@ -3923,7 +3914,6 @@ enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
 
-static cudaEvent_t messages_begin, messages_ended;  // of the last call of on_message_lane
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
@@ -3941,10 +3931,9 @@ static void backend_init() {
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
-    for (Stream* each : {&main_stream, &side_stream, &message_stream})
+    for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
-    for (cudaEvent_t* event : {&side_begins, &messages_begin, &messages_ended})
-        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ends)
         CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
@@ -3971,19 +3960,15 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// Gives launches to another stream than the main one, between these events.
-static void launch_on(Stream* other, cudaEvent_t begins, cudaEvent_t ends, auto launches) {
-    CUDA_CHECK(cudaStreamWaitEvent(other->handle, begins, 0));
-    stream = other;
-    launches();
-    stream = &main_stream;
-    CUDA_CHECK(cudaEventRecord(ends, other->handle));
-}
 static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
-    cudaEvent_t ends = side_ends[newest_event.number % SIDE_EVENTS];
-    launch_on(&side_stream, side_begins, ends, std::exchange(deferred, nullptr));
+    auto launches = std::exchange(deferred, nullptr);
+    CUDA_CHECK(cudaStreamWaitEvent(side_stream.handle, side_begins, 0));
+    stream = &side_stream;
+    launches();
+    stream = &main_stream;
+    CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
@@ -4003,14 +3988,6 @@ static void wait_for(Event event) {
     if (event.number == newest_event.number) flush_deferred();
     CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
     waited_for = event;
-}
-static void on_message_lane(auto launches) {
-    if (world.size == 1) return launches();
-    CUDA_CHECK(cudaEventRecord(messages_begin, main_stream.handle));
-    launch_on(&message_stream, messages_begin, messages_ended, launches);
-}
-static void await_messages() {
-    if (world.size > 1) CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, messages_ended, 0));
 }
 
 // NCCL is found when it is needed, so that the program is built and runs without it.
@@ -4034,7 +4011,7 @@ static void watch_nccl() {
         if (nccl_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_met && (stop_asked || seconds_now() - start > MEETING_SECONDS))
+        if (!nccl_met && seconds_now() - start > MEETING_SECONDS)
             fail("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
     };
     for (; !nccl_parts; usleep(20000)) {
@@ -4186,16 +4163,19 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool valid = tr
                  : "memory");
 }
 
-// Four 8x8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8.
-#define LOAD_MATRICES(name, order)                                                               \
-    __device__ inline void name(uint32_t(&r)[4], uint32_t address) {                             \
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4" order ".shared.b16 {%0, %1, %2, %3}, [%4];" \
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                            \
-                     : "r"(address)                                                              \
-                     : "memory");                                                                \
-    }
-LOAD_MATRICES(load_matrices, "")
-LOAD_MATRICES(load_matrices_transposed, ".trans")
+// Loads four 8x8 matrices of bf16. Lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
 // c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -4255,26 +4235,27 @@ template <typename Layer> static void run(Layer layer) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// Group norm in streaming passes: every element is read once and written once, 16 bytes at a time, and waits
-// in registers. What a pass must know of the rest of its image comes as sums over parts of the image of
-// NORM_PART pixels each (only the last has fewer), per channel, because a group may straddle the two of x:
-//   moments (B, parts, C): a tensor's mean over the part, and its sum of squares about that mean;
-//   sums (B, parts, C): of the gradient dy before the SiLU, and of dy x^.
-// The epilogue of the product that writes the tensor leaves them behind, or else channel_moments and
-// groupnorm_backward_sums do. No 16 bytes straddle the two of x: channels come in multiples of 32.
+// Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
+// stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
+// NORM_PART pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors of x:
+//   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
+//   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
+// The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
+// groupnorm_backward_sums make them. Channels come in multiples of 32, so 16 bytes lie in one tensor of x.
 enum {
-    NORM_PART_THREADS = 256,                       // a part is read 8 vectors of channels wide,
-    NORM_PART_STEP = NORM_PART_THREADS / 8,        // so many pixels at a time,
-    NORM_PART_DEPTH = NORM_PART / NORM_PART_STEP,  // so many times
+    // The two passes that only add up: a block reads eight vectors of channels of a tile.
+    NORM_TILE_THREADS = 256,
+    NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // pixels at a time
+    NORM_TILE_DEPTH = NORM_PART / NORM_TILE_STRIDE,  // vectors a thread
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
-    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 by turns: forward 20% slower
-    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower on an H100
-    NORM_DEPTH = 4,      // vectors that a thread of the forward pass awaits; 2: 1% slower
+    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
+    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_DEPTH = 4,      // vectors that a thread of the forward pass has under way; 2: 1% slower
 };
 static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
 
-// From shared memory, each time anew: not kept in registers.
+// Loads from shared memory each time it is called, so that the compiler keeps nothing in registers.
 __device__ inline Unpacked norm_reload(const float* from) {
     Unpacked value;
     for (int i = 0; i < VEC; i += 4)
@@ -4284,17 +4265,19 @@ __device__ inline Unpacked norm_reload(const float* from) {
     return value;
 }
 
-// Adds a and q over the block's threads, of which every ROW-th has the same vector of channels, in a fixed
-// order. Thread c writes sums[c] = finish(c, their sum), for c < C.
+// Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels.
+// Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
 template <int ROW, int WARPS, typename Finish>
-__device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
-                                             Unpacked& a, Unpacked& q, Finish finish) {
+__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
+                                             Unpacked& a, Unpacked& b, Finish finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
-        for (int step = ROW; step < 32; step *= 2)
-            a[i] += __shfl_xor_sync(~0u, a[i], step), q[i] += __shfl_xor_sync(~0u, q[i], step);
-        if (lane < ROW) shared_sums[warp][lane * VEC + i] = make_float2(a[i], q[i]);
+        for (int offset = ROW; offset < 32; offset *= 2) {
+            a[i] += __shfl_xor_sync(~0u, a[i], offset);
+            b[i] += __shfl_xor_sync(~0u, b[i], offset);
+        }
+        if (lane < ROW) shared_sums[warp][lane * VEC + i] = make_float2(a[i], b[i]);
     }
     __syncthreads();
     if (c >= min(ROW * VEC, C)) return;
@@ -4303,194 +4286,265 @@ __device__ static inline void norm_part_sums(float2 (&shared_sums)[WARPS][ROW * 
     sums[c] = finish(c, total);
 }
 
-// The moments of n values, from the sums of their distances from a pivot, and of the squares of these. Where
-// the pivot is one of the values, these are at most n + 1 times the sum about the mean: little cancels.
+// The moments of n values, from the sum of their distances from a pivot and the sum of these squared. Where the
+// pivot is one of the values, the squares are at most n + 1 times the sum about the mean, so that little cancels.
 __device__ inline float2 moments_about(float pivot, float2 sums, float n) {
-    float shift = sums.x / n;
-    return make_float2(pivot + shift, fmaxf(0, sums.y - sums.x * shift));
+    float distance = sums.x / n;
+    return make_float2(pivot + distance, fmaxf(0, sums.y - sums.x * distance));
 }
 
-// Sums over each part of an image, (B, parts, C). Without GRADIENT the moments of norm.x.first (B, T, C): its
-// x.mean(1), ((x - x.mean(1)) ** 2).sum(1). Else norm.sums, and dy, the gradient before the SiLU, dout *
-// silu'(x scale + shift). Block (part, 8 vectors of channels, image). Device memory: x and dout in, dy out,
-// once each. Of x counts the distance from a pivot: the part's first pixel, or the mean of the group.
-template <bool GRADIENT>
-__global__ void __launch_bounds__(NORM_PART_THREADS)
-    norm_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
+// A block of the two kernels below adds up one tile of an image, eight vectors of channels wide; the grid is
+// (tiles, channels, images). A thread has one vector, of every NORM_TILE_STRIDE-th pixel from its row on.
+struct NormTile {
+    const int row = threadIdx.x / 8;
+    const int c0 = blockIdx.y * 8 * VEC;                // the block's first channel
+    const int c = c0 + (int)threadIdx.x % 8 * VEC;      // the thread's
+    const size_t first;                                 // pixel, among those of all images
+    const int pixels;
+    __device__ NormTile(int T)
+        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_PART),
+          pixels(min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART)) {}
+    __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
+    // The thread's vectors, `from` being the first: all loads before the first use.
+    __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
+        for (int i = 0; i < NORM_TILE_DEPTH; i++)
+            if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
+    }
+    // Where the block's sums go, among those of all tiles, (B, tiles, C).
+    __device__ float2* sums(float2* of_all, int C) const {
+        return of_all + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    }
+};
+static dim3 norm_tile_grid(const Tensor& x, int C) {
+    return dim3(norm_parts(x.T()), ceil_div(C, 8 * VEC), x.B);
+}
+
+// Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
+// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in once.
+__global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
-    int r = threadIdx.x / 8, c = (blockIdx.y * 8 + threadIdx.x % 8) * VEC;
-    int T = norm.x.first.T(), C = norm.x.C(), width = GRADIENT ? norm.x.of(c).C : C;
-    int t0 = blockIdx.x * NORM_PART, n = min((int)NORM_PART, T - t0);
-    size_t pixel = (size_t)blockIdx.z * T + t0 + r, at = pixel * C + c;
-    const floatX* first = norm.x.first.data + ((size_t)blockIdx.z * T + t0) * C;
-    auto load_part = [&](uint4* in, const floatX* from, int stride) {
-        for (int i = 0; i < NORM_PART_DEPTH; i++)
-            if (r + i * NORM_PART_STEP < n) in[i] = *(const uint4*)(from + i * NORM_PART_STEP * stride);
-    };
-    Unpacked sum = {}, product = {};
-    if (c < C) {
-        uint4 in[NORM_PART_DEPTH], upstream[NORM_PART_DEPTH];
-        load_part(in, GRADIENT ? norm.x.of(c).data + pixel * width + norm.x.within(c) : first + r * C + c,
-                  width);
-        Unpacked pivot = GRADIENT ? Unpacked() : unpack(first + c);
-        Vector<float2, VEC> affine;
-        if (GRADIENT) {
-            load_part(upstream, dout + at, C);
-            const size_t of = (size_t)blockIdx.z * C + c;
-            auto statistics = load<VEC>(norm.statistics + of);
-            affine = load<VEC>(norm.affine + of);
-            for (int e = 0; e < VEC; e++) pivot[e] = statistics.of[e].x;
-        }
-        for (int i = 0; i < NORM_PART_DEPTH; i++) {
-            if (r + i * NORM_PART_STEP >= n) break;
-            Unpacked x = unpack(in[i]), d = GRADIENT ? unpack(upstream[i]) : x;
-            if (GRADIENT && norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+    const NormTile tile(x.T());
+    const floatX* pivots = x.data + tile.first * x.C;
+    Unpacked sum = {}, squares = {};
+    if (tile.c < x.C) {
+        uint4 in[NORM_TILE_DEPTH];
+        tile.load(in, pivots + tile.row * x.C + tile.c, x.C);
+        Unpacked pivot = unpack(pivots + tile.c);
+
+        for (int i = 0; i < NORM_TILE_DEPTH; i++) {
+            if (!tile.holds(i)) break;
+            Unpacked value = unpack(in[i]);
             for (int e = 0; e < VEC; e++) {
-                const float distance = x[e] - pivot[e], value = GRADIENT ? d[e] : distance;
-                sum[e] += value, product[e] += value * distance;
+                float distance = value[e] - pivot[e];
+                sum[e] += distance;
+                squares[e] += distance * distance;
             }
-            if (GRADIENT && (norm.silu || dy != dout))
-                *(uint4*)(dy + at + (size_t)i * NORM_PART_STEP * C) = pack(d);
         }
     }
-    const int c0 = blockIdx.y * 8 * VEC;
-    float2* sums = GRADIENT ? norm.sums : norm.x.first.moments;
-    sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-    __shared__ float2 shared_sums[NORM_PART_THREADS / 32][8 * VEC];
-    norm_part_sums<8>(shared_sums, sums, C - c0, sum, product, [&](int c, float2 total) {
-        if (!GRADIENT) return moments_about((float)first[c0 + c], total, n);
-        return make_float2(total.x, total.y * norm.statistics[blockIdx.z * C + c0 + c].y);
-    });
+    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+    norm_tile_sums<8>(shared_sums, tile.sums(x.moments, x.C), x.C - tile.c0, sum, squares,
+                      [&](int c, float2 total) {
+                          return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
+                      });
 }
-template <bool GRADIENT> static void launch_norm_sums(floatX* dy, const floatX* dout, const Norm& norm) {
-    const Tensor& x = norm.x.first;
-    PROFILE("group norm sums", {0, (GRADIENT ? 3.0 : 1.0) * sizeof(floatX) * x.rows() * norm.x.C()});
-    dim3 grid(norm_parts(x.T()), ceil_div(norm.x.C(), 8 * VEC), x.B);
-    launch(norm_sums_kernel<GRADIENT>, grid, NORM_PART_THREADS, 0, dy, dout, norm);
-}
-static void channel_moments(Tensor x) { launch_norm_sums<false>(nullptr, nullptr, {.x = x}); }
-static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
-    launch_norm_sums<true>(dy.data, dout.data, norm);
+static void channel_moments(Tensor x) {
+    PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.rows() * x.C});
+    launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
-// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, of which no two blocks write
-// the same, and deals an image's pixels out to `ranks` blocks a slab. A slab may hold parts of groups.
+// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
+// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
+__global__ void __launch_bounds__(NORM_TILE_THREADS)
+    groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
+    await_inputs();
+    const NormTile tile(norm.x.first.T());
+    const int C = norm.x.C(), c = tile.c;
+    Unpacked sum = {}, product = {};
+    if (c < C) {
+        const Tensor& x = norm.x.of(c);
+        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
+        tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
+        tile.load(upstream, dout + at, C);
+        const auto statistics = load<VEC>(norm.statistics + of_image);
+        const auto affine = load<VEC>(norm.affine + of_image);
+
+        for (int i = 0; i < NORM_TILE_DEPTH; i++) {
+            if (!tile.holds(i)) break;
+            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
+            if (norm.silu)
+                for (int e = 0; e < VEC; e++)
+                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
+            for (int e = 0; e < VEC; e++) {
+                sum[e] += d[e];
+                product[e] += d[e] * (value[e] - statistics.of[e].x);
+            }
+            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
+        }
+    }
+    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+    norm_tile_sums<8>(shared_sums, tile.sums(norm.sums, C), C - tile.c0, sum, product,
+                      [&](int c, float2 total) {
+                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].y;
+                          return make_float2(total.x, total.y * rstd);
+                      });
+}
+static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
+    const Tensor& x = norm.x.first;
+    PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * x.rows() * norm.x.C()});
+    launch(groupnorm_backward_sums_kernel, norm_tile_grid(x, norm.x.C()), NORM_TILE_THREADS, 0, dy.data,
+           dout.data, norm);
+}
+
+// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, because two blocks should not
+// write one line, and deals an image's pixels out to `blocks` blocks a slab. A slab may begin or end in a group.
 struct NormGrid {
-    int slabs, channels, ranks;  // the last two: of a slab
+    int slabs;
+    int channels, blocks;  // of a slab
     NormGrid(const Joined& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
         int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
-        ranks = std::clamp((NORM_BLOCKS * gpu_multiprocessors - other_blocks) / (x.first.B * slabs), 1, most);
+        int room = NORM_BLOCKS * gpu_multiprocessors - other_blocks;
+        blocks = std::clamp(room / (x.first.B * slabs), 1, most);
     }
 };
 
-// Where a block of such a pass stands, and its thread: every stride-th pixel of image b from t on, and one
-// vector of channels, so that what belongs to a channel stays in registers.
-struct NormPlace {
+// What a block and a thread of a streaming pass do. The thread has one vector of channels, so that what belongs
+// to a channel stays in registers, and of image b every stride-th pixel from t on.
+struct NormWork {
     int b, t, stride, c;
-    int rank, slab, channels;  // the block's; its first channel, and how many there are
-    int group, g0, groups;     // channels in a group; the block's first group, and how many there are
-    size_t at, at_joined;      // the thread's first element in its tensor, and in one of all channels
-    int step, step_joined;     // from one of its pixels to the next
-    // Few divisions, none of them signed: a small norm takes as long as this and the sums behind it.
-    __device__ NormPlace(const NormGrid& s, unsigned block, const Norm& norm) {
-        const unsigned T = norm.x.first.T(), C = norm.x.C(), image_slab = block / s.ranks;
-        rank = block - image_slab * s.ranks, b = image_slab / s.slabs;
-        slab = (image_slab - b * s.slabs) * s.channels;
-        channels = min(s.channels, C - slab);
-        const unsigned vectors = channels / VEC, R = NORM_THREADS / vectors;
-        const unsigned r = threadIdx.x / vectors;
-        c = slab + (threadIdx.x - r * vectors) * VEC;
-        group = C / norm.groups, g0 = (unsigned)slab / group;
-        groups = (slab + channels - 1) / group - g0 + 1;
-        t = rank * R + r, stride = R * s.ranks;
-        int width = norm.x.of(c).C;
-        size_t pixel = (size_t)b * T + t;
-        at = pixel * width + norm.x.within(c), at_joined = pixel * C + c;
-        step = stride * width, step_joined = stride * C;
-        if (r >= R) t = T;  // a thread too many
+    int block, slab, channels;     // the block's number in its slab, the slab's first channel, its channels
+    int group_size, g0, groups;    // channels in a group; the slab's first group, and how many it has
+    size_t at, at_joined;          // the thread's first element in its tensor of x, and in one of all channels
+    int step, step_joined;         // elements from one of its pixels to the next
+    // Divisions are few and unsigned: a small norm takes as long as this and the sums that follow.
+    __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
+        const unsigned T = norm.x.first.T(), C = norm.x.C();
+        const unsigned image_slab = index / grid.blocks;
+        block = index - image_slab * grid.blocks;
+        b = image_slab / grid.slabs;
+        slab = (image_slab - b * grid.slabs) * grid.channels;
+        channels = min(grid.channels, C - slab);
+
+        const unsigned vectors = channels / VEC, rows = NORM_THREADS / vectors;
+        const unsigned row = threadIdx.x / vectors;
+        c = slab + (threadIdx.x - row * vectors) * VEC;
+        group_size = C / norm.groups;
+        g0 = (unsigned)slab / group_size;
+        groups = (slab + channels - 1) / group_size - g0 + 1;
+
+        t = block * rows + row;
+        stride = rows * grid.blocks;
+        const int width = norm.x.of(c).C;
+        const size_t pixel = (size_t)b * T + t;
+        at = pixel * width + norm.x.within(c);
+        at_joined = pixel * C + c;
+        step = stride * width;
+        step_joined = stride * C;
+        if (row >= rows) t = T;  // a thread too many
     }
 };
 
-// In thread i < p.channels the sum over the group of channel p.slab + i of item(part, channel, the group's
-// first channel), in an order that the shapes alone decide: a power of 2 of neighbouring threads shares a
-// group. meanwhile() is called when the items have come in.
-__device__ inline float2 norm_group_sum(const NormPlace& p, int parts, auto item, auto meanwhile) {
+// For thread i < work.channels the sum over the group of channel work.slab + i, over all tiles and channels of
+// item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2 of
+// neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+__device__ inline float2 norm_group_sum(const NormWork& work, int tiles, auto item, auto meanwhile) {
     __shared__ float2 shared_sums[NORM_THREADS];
-    int lanes = 1 << (31 - __clz(NORM_THREADS / p.groups)), width = min(lanes, 32), warps = lanes / width;
-    int i = threadIdx.x / lanes, lane = threadIdx.x % lanes, c0 = (p.g0 + i) * p.group;
-    const unsigned group = p.group;
-    int part = lane / group, c = lane % group, part_step = lanes / group, c_step = lanes % group;
+    const int sharers = 1 << (31 - __clz(NORM_THREADS / work.groups));  // threads that share a group
+    const int width = min(sharers, 32), warps = sharers / width;
+    const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
+    const unsigned group_size = work.group_size;
+    const int c0 = (work.g0 + i) * work.group_size;
+    const int tile_stride = sharers / group_size, c_stride = sharers % group_size;
+    int tile = sharer / group_size, c = sharer % group_size;
     float2 sum = make_float2(0, 0);
-    if (i < p.groups)
+    if (i < work.groups)
 #pragma unroll 4
-        for (; part < parts; part += part_step) {
-            sum += item(part, c0 + c, c0);
-            if ((c += c_step) >= p.group) c -= p.group, part++;
+        for (; tile < tiles; tile += tile_stride) {
+            sum += item(tile, c0 + c, c0);
+            c += c_stride;
+            if (c >= work.group_size) {
+                c -= work.group_size;
+                tile++;
+            }
         }
     meanwhile();
-    for (int step = width / 2; step; step /= 2)
-        sum.x += __shfl_xor_sync(~0u, sum.x, step), sum.y += __shfl_xor_sync(~0u, sum.y, step);
+
+    for (int offset = width / 2; offset; offset /= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, offset);
+        sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+    }
     if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
     __syncthreads();
     sum = make_float2(0, 0);
-    const int g = (unsigned)(p.slab + threadIdx.x) / group - p.g0;
-    if ((int)threadIdx.x < p.channels)
-        for (int i = g * warps; i < (g + 1) * warps; i++) sum += shared_sums[i];
+    const int group = (unsigned)(work.slab + threadIdx.x) / group_size - work.g0;
+    if ((int)threadIdx.x < work.channels)
+        for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
     return sum;
 }
 
-// F.silu(F.group_norm(cat(x), G, w, bias)). Device memory: x in, out out, once each; before that each block
-// reads its groups' moments. They are joined as by Chan, Golub and LeVeque (1979), about the mean of the
-// group's first channel and part. A thread a channel works out what becomes of it; without `out` that is all.
+// F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
+// Golub and LeVeque (1979) do, about the mean of the group's first channel and tile; a thread a channel makes
+// scale and shift of them. Device memory: x in, out out, once each. Without `out` nothing is normed.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid s) {
+    groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
-    __shared__ alignas(16) float2 of_channels[NORM_SLAB / sizeof(floatX)];  // of the slab: scale, shift
+    __shared__ alignas(16) float2 scale_shift[NORM_SLAB / sizeof(floatX)];  // of the slab's channels
     const int T = norm.x.first.T();
-    NormPlace p(s, blockIdx.x, norm);
-    const floatX* source = norm.x.of(p.c).data + p.at;
-    floatX* target = out + p.at_joined;
+    NormWork work(grid, blockIdx.x, norm);
+    const floatX* source = norm.x.of(work.c).data + work.at;
+    floatX* target = out + work.at_joined;
     uint4 in[NORM_DEPTH];
-    int parts = norm_parts(T);
-    auto moment = [&](int part, int c) { return norm.x.moments((size_t)p.b * parts + part, c); };
-    auto item = [&](int part, int c, int c0) {
-        float2 m = moment(part, c);
-        float d = m.x - moment(0, c0).x, n = min((int)NORM_PART, T - part * NORM_PART);
-        return make_float2(n * d, m.y + n * d * d);
+    const int tiles = norm_parts(T);
+    auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
+    auto item = [&](int tile, int c, int c0) {
+        float2 m = moments(tile, c);
+        float distance = m.x - moments(0, c0).x, n = min((int)NORM_PART, T - tile * NORM_PART);
+        return make_float2(n * distance, m.y + n * distance * distance);
     };
-    const int c = p.slab + threadIdx.x;
-    const bool owner = (int)threadIdx.x < p.channels;
-    float2 layer;
-    float2 sum = norm_group_sum(p, parts, item, [&] {
-        if (owner) layer = norm.modulated(p.b, c);
+    const int c = work.slab + threadIdx.x;  // the channel that this thread works out
+    const bool owner = (int)threadIdx.x < work.channels;
+    float2 weight_bias;
+    float2 sum = norm_group_sum(work, tiles, item, [&] {
+        if (owner) weight_bias = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
-            if (out && p.t + i * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+            if (out && work.t + i * work.stride < T) {
+                in[i] = *(const uint4*)source;
+                source += work.step;
+            }
     });
     if (owner) {
-        float n = (float)p.group * T, d = sum.x / n, mean = moment(0, c - c % p.group).x + d;
-        float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * d) / n + NORM_EPS);
-        float scale = layer.x * rstd, shift = layer.y - mean * scale, part = norm.silu ? 0.5f : 1;
-        float2 affine = make_float2(part * scale, part * shift);
-        const size_t at = (size_t)p.b * norm.x.C() + c;
-        of_channels[threadIdx.x] = affine;
-        if (p.rank == 0) norm.statistics[at] = make_float2(mean, rstd), norm.affine[at] = affine;
+        float n = (float)work.group_size * T, distance = sum.x / n;
+        float mean = moments(0, c - c % work.group_size).x + distance;
+        float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
+        float scale = weight_bias.x * rstd, shift = weight_bias.y - mean * scale;
+        float half = norm.silu ? 0.5f : 1;  // see silu_of_half
+        float2 affine = make_float2(half * scale, half * shift);
+        const size_t at = (size_t)work.b * norm.x.C() + c;
+        scale_shift[threadIdx.x] = affine;
+        if (work.block == 0) {
+            norm.statistics[at] = make_float2(mean, rstd);
+            norm.affine[at] = affine;
+        }
     }
     __syncthreads();
-    auto affine = load<VEC>(of_channels + p.c - p.slab);
-    for (int t = p.t; out && t < T; t += NORM_DEPTH * p.stride)
+
+    auto affine = load<VEC>(scale_shift + work.c - work.slab);
+    for (int t = work.t; out && t < T; t += NORM_DEPTH * work.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
-            if (t + i * p.stride >= T) break;
+            if (t + i * work.stride >= T) break;
             Unpacked y = unpack(in[i]);
-            if (t + (i + NORM_DEPTH) * p.stride < T) in[i] = *(const uint4*)source, source += p.step;
+            if (t + (i + NORM_DEPTH) * work.stride < T) {
+                in[i] = *(const uint4*)source;
+                source += work.step;
+            }
             for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[e].x + affine.of[e].y;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
-            *(uint4*)target = pack(y), target += p.step_joined;
+            *(uint4*)target = pack(y);
+            target += work.step_joined;
         }
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
@@ -4498,9 +4552,10 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
             {0, out ? 2.0 * sizeof(floatX) * out.count()
                     : (double)sizeof(float2) * norm.x.first.B * norm_parts(norm.x.first.T()) * norm.x.C()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    NormGrid s(norm.x, 0);
-    if (!out) s.ranks = 1;
-    launch(groupnorm_forward_kernel, s.ranks * s.slabs * norm.x.first.B, NORM_THREADS, 0, out.data, norm, s);
+    NormGrid grid(norm.x, 0);
+    if (!out) grid.blocks = 1;
+    launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
+           norm, grid);
 }
 static bool hopper_norms(const Norm& norm, int O);  // whether that product norms on the way: section 12
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
@@ -4509,122 +4564,149 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
 }
 
-// dbias, dw (C) = sums (B parts, C).sum(0), 32 channels from 32 block on: a lane a channel, a warp a row.
-template <bool MODULATED>  // asked for each part, loads would wait for each other
-__device__ inline void norm_weights(const Norm& norm, int parts) {
+// dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a row.
+template <bool MODULATED>  // asked for each tile, loads would wait for each other
+__device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < norm.x.first.B * parts; i += WARPS)
-        total += norm.sums[(size_t)i * norm.x.C() + c] * (MODULATED ? norm.gain(i / parts, c) : 1);
+    for (int i = warp; i < norm.x.first.B * tiles; i += WARPS)
+        total += norm.sums[(size_t)i * norm.x.C() + c] * (MODULATED ? norm.gain(i / tiles, c) : 1);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total += shared_sums[i][lane];
-    norm.dbias[c] = total.x, norm.dw[c] = total.y;
+    norm.dbias[c] = total.x;
+    norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with `accumulate`; and normed
-// again. Device memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once
-// each; before that each block reads its groups' sums. normed may be dy, dx dresidual or, if normed is not,
-// dy. The first weight_blocks blocks make dw and dbias.
+// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with ACCUMULATE. It also writes
+// `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device memory: x, dy
+// and dresidual in, normed and dx out (dx also in where it accumulates), once each. normed may be dy; dx may be
+// dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
-                              const Norm norm, NormGrid s, int weight_blocks) {
+                              const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
     enum { ALPHA, BETA, SCALE, SHIFT };
     __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
-    const int T = norm.x.first.T(), C = norm.x.C(), parts = norm_parts(T);
+    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_parts(T);
     if ((int)blockIdx.x < weight_blocks)
-        return norm.modulation.data ? norm_weights<true>(norm, parts) : norm_weights<false>(norm, parts);
-    NormPlace p(s, blockIdx.x - weight_blocks, norm);
-    const floatX *source = norm.x.of(p.c).data + p.at, *gradient = dy + p.at_joined;
-    const floatX* around = RESIDUAL ? dresidual + p.at : nullptr;
-    floatX *target = dx.of(p.c).data + p.at, *again = normed + p.at_joined;
-    uint4 in, upstream, residual, old;
+        return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
+
+    NormWork work(grid, blockIdx.x - weight_blocks, norm);
+    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_joined;
+    const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
+    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_joined;
+    uint4 x_bits, dy_bits, residual, old;
     auto load = [&] {
-        in = *(const uint4*)source, source += p.step;
-        upstream = *(const uint4*)gradient, gradient += p.step_joined;
-        if (RESIDUAL) residual = *(const uint4*)around, around += p.step;
-        if (ACCUMULATE) old = *(const uint4*)target;
+        x_bits = *(const uint4*)x_from;
+        x_from += work.step;
+        dy_bits = *(const uint4*)dy_from;
+        dy_from += work.step_joined;
+        if (RESIDUAL) {
+            residual = *(const uint4*)residual_from;
+            residual_from += work.step;
+        }
+        if (ACCUMULATE) old = *(const uint4*)dx_to;
     };
-    const float2* sums = norm.sums + (size_t)p.b * parts * C;
-    auto item = [&](int part, int c, int) { return sums[part * C + c] * (norm.w[c] * norm.gain(p.b, c)); };
-    const bool owner = (int)threadIdx.x < p.channels;
-    float2 group, affine;
-    float2 sum = norm_group_sum(p, parts, item, [&] {
-        const size_t of = (size_t)p.b * C + p.slab + threadIdx.x;
-        if (owner) group = norm.statistics[of], affine = norm.affine[of];
-        if (p.t < T) load();
+    const float2* sums = norm.sums + (size_t)work.b * tiles * C;
+    auto item = [&](int tile, int c, int) { return sums[tile * C + c] * (norm.w[c] * norm.gain(work.b, c)); };
+    const bool owner = (int)threadIdx.x < work.channels;
+    float2 statistics, affine;
+    float2 sum = norm_group_sum(work, tiles, item, [&] {
+        const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
+        if (owner) {
+            statistics = norm.statistics[at];
+            affine = norm.affine[at];
+        }
+        if (work.t < T) load();
     });
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     if (owner) {
-        float n = (float)p.group * T, r = group.y, slope = r * r * sum.y / n, whole = norm.silu ? 2 : 1;
-        of_channels[ALPHA][threadIdx.x] = slope;
-        of_channels[BETA][threadIdx.x] = r * sum.x / n - group.x * slope;
+        float n = (float)work.group_size * T, mean = statistics.x, rstd = statistics.y;
+        float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
+        of_channels[ALPHA][threadIdx.x] = alpha;
+        of_channels[BETA][threadIdx.x] = rstd * sum.x / n - mean * alpha;
         of_channels[SCALE][threadIdx.x] = whole * affine.x;
         of_channels[SHIFT][threadIdx.x] = whole * affine.y;
     }
     __syncthreads();
-    const int slot = p.c - p.slab;
-    Unpacked scale = norm_reload(&of_channels[SCALE][slot]);
-    for (int t = p.t; t < T; t += p.stride) {
-        Unpacked value = unpack(in), d = unpack(upstream), more = norm_reload(&of_channels[BETA][slot]);
-        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - more[e];
-        more = norm_reload(&of_channels[ALPHA][slot]);
-        for (int e = 0; e < VEC; e++) d[e] -= value[e] * more[e];
-        more = norm_reload(&of_channels[SHIFT][slot]);
-        for (int e = 0; e < VEC; e++) value[e] = value[e] * scale[e] + more[e];
+
+    const int c = work.c - work.slab;
+    Unpacked scale = norm_reload(&of_channels[SCALE][c]);
+    for (int t = work.t; t < T; t += work.stride) {
+        Unpacked x = unpack(x_bits), d = unpack(dy_bits);
+        Unpacked beta = norm_reload(&of_channels[BETA][c]);
+        for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - beta[e];
+        Unpacked alpha = norm_reload(&of_channels[ALPHA][c]);
+        for (int e = 0; e < VEC; e++) d[e] -= x[e] * alpha[e];
+
+        Unpacked shift = norm_reload(&of_channels[SHIFT][c]);
+        for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
-            for (int e = 0; e < VEC; e++) value[e] = silu_of_half(0.5f * value[e]);
-        *(uint4*)again = pack(value), again += p.step_joined;
+            for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
+        *(uint4*)normed_to = pack(x);
+        normed_to += work.step_joined;
+
         if (RESIDUAL) d += unpack(residual);
         if (ACCUMULATE) d += unpack(old);
-        *(uint4*)target = pack(d), target += p.step;
-        if (t + p.stride < T) load();
+        *(uint4*)dx_to = pack(d);
+        dx_to += work.step;
+        if (t + work.stride < T) load();
     }
 }
 static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
-    bool residual = !!options.residual;
+    const bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
-    int weight_blocks = dy.C / 32;
-    NormGrid s(norm.x, weight_blocks);
-    static decltype(&groupnorm_backward_kernel<false, false>) const passes[2][2] = {
+    const int weight_blocks = dy.C / 32;
+    NormGrid grid(norm.x, weight_blocks);
+    static decltype(&groupnorm_backward_kernel<false, false>) const kernels[2][2] = {
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
         {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(passes[residual][options.accumulate], weight_blocks + s.ranks * s.slabs * dy.B, NORM_THREADS, 0,
-           dx, normed.data, dy.data, options.residual.data, norm, s, weight_blocks);
+    launch(kernels[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B,
+           NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, a warp 16 of
-// them, and walks over the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores are fragments as mma's above, in fp32 too.
-// In fp32 fewer rows: what the shared memory of an RTX 30 or 40 (99 KB) holds with heads of 128.
+// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16 of
+// them. It goes through the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
+// Heads are padded with zeros to D channels. Sums and scores lie in mma's fragments, in fp32 too. fp32 has fewer
+// rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
-// A row of D channels. The pad of 16 bytes keeps ldmatrix free of conflicts.
+static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
+// A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
 template <int D> struct AttentionRow { floatX at[D + VEC]; };
-// With heads padded to D channels: wider heads have less, as shared memory and registers ask.
+// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
 template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // On a multiprocessor. Heads of up to 32, an H100, bf16, T = 256: with 6, B = 32 is one wave; backward
-    // takes 40 us, with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
+    // Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
     enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
     struct Forward {
         AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
     };
-    struct Backward {
-        // q, dout of the queries or k, v of the keys; and [stage] of the other side
-        AttentionRow<D> row1[ROWS], row2[ROWS], column1[2][BACKWARD_COLUMNS], column2[2][BACKWARD_COLUMNS];
-        AttentionRow<D> out[2 * BACKWARD_COLUMNS];  // of the queries: [stage] of columns, or of the rows
-        float dots[ROWS], normalisers[ROWS];
+    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    struct BackwardKeys {
+        AttentionRow<D> k[ROWS], v[ROWS];
+        AttentionRow<D> q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
     };
-    static_assert(2 * BACKWARD_COLUMNS >= ROWS && (int)ROWS >= BACKWARD_COLUMNS, "Backward suffices");
+    struct BackwardQueries {
+        AttentionRow<D> q[ROWS], dout[ROWS];
+        AttentionRow<D> k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
+        AttentionRow<D> out[ROWS];
+        float delta[ROWS], lse[ROWS];
+    };
+    union Backward {
+        BackwardKeys keys;
+        BackwardQueries queries;
+    };
 };
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -4634,12 +4716,13 @@ template <typename X> struct AttentionHead {
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
-// Rows t0 and on of a head, zeros outside.
+// Copies rows t0 and on of a head to shared memory; zeros where the head has none.
 template <int ROWS, int D>
 __device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
     enum { THREADS = AttentionTile<D>::THREADS };
     UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
-        int i = n * THREADS + threadIdx.x, row = i / (D / VEC), c = i % (D / VEC) * VEC;
+        int i = n * THREADS + threadIdx.x;
+        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
         copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
     }
 }
@@ -4668,7 +4751,7 @@ __device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a
     }
 #endif
 }
-// Scores of the tile's columns past the last: their probabilities are 0.
+// Makes the scores of columns past the last minus infinity, so that their probabilities are 0.
 template <int N> __device__ void attention_mask(float (&scores)[N][4], int columns) {
     if (columns >= 8 * N) return;
     UNROLLED_FOR (int n = 0; n < N; n++)
@@ -4681,16 +4764,16 @@ __device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], 
     int lane = threadIdx.x % 32;
     UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
-        float left[2][16];  // of the lane's two rows; four lanes hold a row
+        float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
         UNROLLED_FOR (int i = 0; i < 32; i++)
             left[i / 16][i % 16] =
                 __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
         UNROLLED_FOR (int n = 0; n < D / 8; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
-                float part = 0;
+                float of_16 = 0;
                 for (int c = 0; c < 16; c++)
-                    part += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
-                sum[n][i] += part;
+                    of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                sum[n][i] += of_16;
             }
 #else
         const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
@@ -4705,7 +4788,8 @@ __device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], 
 #endif
     }
 }
-// The warp's rows of sum (ROWS, D), times a factor a row of the lane, by way of `scratch` to target.
+// Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the lane's
+// first row in a fragment, .y that of its second.
 template <int D>
 __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
                                 const float sum[D / 8][4], float2 factors) {
@@ -4719,7 +4803,8 @@ __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionR
         }
     __syncwarp();
     UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
-        int i = n * 32 + lane, row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+        int i = n * 32 + lane;
+        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
         if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
     }
 }
@@ -4733,19 +4818,20 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
     extern __shared__ uint4 attention_shared[];
     auto& s = *(typename AttentionTile<D>::Forward*)attention_shared;
-    int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+    const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
     qkv += (size_t)b * T * 3 * C + head * d;
-    AttentionHead<const floatX> q = {qkv, 3 * C, T, d}, k = {qkv + C, 3 * C, T, d},
-                                v = {qkv + 2 * C, 3 * C, T, d};
+    AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
+    AttentionHead<const floatX> k = {qkv + C, 3 * C, T, d}, v = {qkv + 2 * C, 3 * C, T, d};
     attention_load<ROWS>(s.q, q, t0);
     attention_load<COLUMNS>(s.k[0], k, 0);
     attention_load<COLUMNS>(s.v[0], v, 0);
     __pipeline_commit();
-    // Of a lane's two rows; e^x is 2^(x / ln 2), in bf16 one instruction.
-    float sum[D / 8][4] = {}, total[2] = {};
-    float top[2] = {-INFINITY, -INFINITY}, unit = scale * 1.44269504f;
+
+    const float unit = scale * LOG2_E;  // from a score to an exponent of 2
+    float sum[D / 8][4] = {};
+    float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
     for (int j = 0; j * COLUMNS < T; j++) {
-        int stage = j % 2;
+        const int stage = j % 2;
         if ((j + 1) * COLUMNS < T) {
             attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
             attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
@@ -4753,49 +4839,42 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
+
         float p[COLUMNS / 8][4] = {};
         attention_scores(p, s.q, s.k[stage]);
         attention_mask(p, T - j * COLUMNS);
-        UNROLLED_FOR (int half = 0; half < 2; half++) {
-            float highest = top[half], part = 0;  // of the scores, unscaled
+        UNROLLED_FOR (int row = 0; row < 2; row++) {
+            float highest = maximum[row], added = 0;
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++) highest = fmaxf(highest, p[n][i]);
-            for (int step = 1; step < 4; step *= 2)
-                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-            float keep = exp2_fast((top[half] - highest) * unit), offset = highest * unit;
+                for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
+            for (int offset = 1; offset < 4; offset *= 2)
+                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+
+            const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
             UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * half; i < 2 * half + 2; i++)
-                    part += p[n][i] = exp2_fast(p[n][i] * unit - offset);
-            total[half] *= keep, total[half] += part, top[half] = highest;
-            UNROLLED_FOR (int n = 0; n < D / 8; n++) sum[n][2 * half] *= keep, sum[n][2 * half + 1] *= keep;
+                for (int i = 2 * row; i < 2 * row + 2; i++) {
+                    p[n][i] = exp2_fast(p[n][i] * unit - shift);
+                    added += p[n][i];
+                }
+            denominator[row] *= correction;
+            denominator[row] += added;
+            maximum[row] = highest;
+            UNROLLED_FOR (int n = 0; n < D / 8; n++)
+                for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
         }
         attention_weigh(sum, p, s.v[stage]);
         __syncthreads();  // the stage is free
     }
-    for (int half = 0; half < 2; half++) {
-        for (int step = 1; step < 4; step *= 2) total[half] += __shfl_xor_sync(~0u, total[half], step);
-        int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * half;
+
+    for (int row = 0; row < 2; row++) {
+        for (int offset = 1; offset < 4; offset *= 2)
+            denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
+        const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
         if (lane % 4 == 0 && t < T)
-            lse[((size_t)b * gridDim.y + head) * T + t] = top[half] * scale + logf(total[half]);
+            lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
     }
     attention_store({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
-                    {1 / total[0], 1 / total[1]});
-}
-
-// s.dots (ROWS): each row's D_i = sum_j dout_ij out_ij; s.normalisers: lse / ln 2, +inf past T, where p = 0.
-template <int ROWS, int D>
-__device__ void attention_dots(typename AttentionTile<D>::Backward& s, const AttentionRow<D>* dout,
-                               const AttentionRow<D>* out, const float* lse, int t0, int T) {
-    const int lanes = AttentionTile<D>::THREADS / ROWS;  // threads a row
-    int row = threadIdx.x / lanes, c0 = threadIdx.x % lanes * VEC;
-    float sum = 0;
-    for (int c = c0; c < D; c += lanes * VEC) {
-        Unpacked a = unpack(&dout[row].at[c]), b = unpack(&out[row].at[c]);
-        for (int i = 0; i < VEC; i++) sum += a[i] * b[i];
-    }
-    for (int step = 1; step < lanes; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (c0) return;
-    s.dots[row] = sum, s.normalisers[row] = t0 + row < T ? lse[t0 + row] * 1.44269504f : INFINITY;
+                    {1 / denominator[0], 1 / denominator[1]});
 }
 
 // What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
@@ -4806,76 +4885,141 @@ struct AttentionBackward {
     const floatX* qkv;
     int T, C, d;
     float scale;
+    // A head's q, k or v, and the output or its gradient.
+    __device__ AttentionHead<const floatX> of_qkv(int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    __device__ AttentionHead<const floatX> of_out(const floatX* data) const { return {data, C, T, d}; }
+    __device__ AttentionHead<floatX> of_dqkv(int which) const { return {dqkv + which * C, 3 * C, T, d}; }
 };
+enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// A block's queries (KEYS false: dq) or keys (dk, dv), see the kernel below.
-template <int D, bool KEYS> __device__ void attention_backward_rows(AttentionBackward a, int t0) {
+// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse (ROWS) in
+// powers of two, which is infinite past the last query, where the probability is 0.
+template <int ROWS, int D>
+__device__ void attention_delta(float* delta, float* lse, const AttentionRow<D>* dout,
+                                const AttentionRow<D>* out, const AttentionBackward& a, int t0) {
+    const int threads = AttentionTile<D>::THREADS / ROWS;  // that share a row
+    int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+    float sum = 0;
+    for (int c = c0; c < D; c += threads * VEC) {
+        Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+        for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
+    }
+    for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (c0) return;
+    delta[row] = sum;
+    lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
+}
+// p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
+template <int N>
+__device__ void attention_softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
+                                           const float* delta, const float* lse, auto query) {
+    UNROLLED_FOR (int n = 0; n < N; n++)
+        UNROLLED_FOR (int i = 0; i < 4; i++) {
+            p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
+            ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
+        }
+}
+
+// dk and dv of the block's keys, t0 and on: the queries pass by.
+template <int D> __device__ void attention_backward_keys(const AttentionBackward& a, int t0) {
     extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::Backward*)attention_shared;
+    auto& s = *(typename AttentionTile<D>::BackwardKeys*)attention_shared;
     constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    int T = a.T, C = a.C, d = a.d, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    AttentionHead<const floatX> q = {a.qkv, 3 * C, T, d}, k = {a.qkv + C, 3 * C, T, d},
-                                v = {a.qkv + 2 * C, 3 * C, T, d}, dout = {a.dout, C, T, d},
-                                out = {a.out, C, T, d};
-    attention_load<ROWS>(s.row1, KEYS ? k : q, t0);
-    attention_load<ROWS>(s.row2, KEYS ? v : dout, t0);
-    if (!KEYS) attention_load<ROWS>(s.out, out, t0);
-    auto load = [&](int j) {
-        int stage = j % 2;
-        if (j < tiles) {
-            attention_load<COLUMNS>(s.column1[stage], KEYS ? q : k, j * COLUMNS);
-            attention_load<COLUMNS>(s.column2[stage], KEYS ? dout : v, j * COLUMNS);
-            if (KEYS) attention_load<COLUMNS>(s.out + stage * COLUMNS, out, j * COLUMNS);
+    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
+    attention_load<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
+    attention_load<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
+    auto load = [&](int tile) {
+        if (tile < tiles) {
+            attention_load<COLUMNS>(s.q[tile % 2], q, tile * COLUMNS);
+            attention_load<COLUMNS>(s.dout[tile % 2], dout, tile * COLUMNS);
+            attention_load<COLUMNS>(s.out[tile % 2], out, tile * COLUMNS);
         }
         __pipeline_commit();
     };
     load(0);
-    float sum1[D / 8][4] = {}, sum2[D / 8][4] = {};  // dq or dk; dv
-    for (int j = 0; j < tiles; j++) {
-        int stage = j % 2;
-        load(j + 1);
+    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+    for (int tile = 0; tile < tiles; tile++) {
+        const int stage = tile % 2;
+        load(tile + 1);
         __pipeline_wait_prior(1);
         __syncthreads();
-        if (KEYS)
-            attention_dots<COLUMNS>(s, s.column2[stage], s.out + stage * COLUMNS, a.lse, j * COLUMNS, T);
-        else if (j == 0) attention_dots<ROWS>(s, s.row2, s.out, a.lse, t0, T);
+        attention_delta<COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * COLUMNS);
         __syncthreads();
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
-        attention_scores(p, s.row1, s.column1[stage]);
-        if (!KEYS) attention_mask(p, T - j * COLUMNS);
-        attention_scores(ds, s.row2, s.column2[stage]);
-        UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                int query =
-                    KEYS ? n * 8 + lane % 4 * 2 + i % 2 : threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-                p[n][i] = exp2_fast(p[n][i] * (a.scale * 1.44269504f) - s.normalisers[query]);
-                ds[n][i] = p[n][i] * (ds[n][i] - s.dots[query]);  // times scale in the end
-            }
-        attention_weigh(sum1, ds, s.column1[stage]);
-        if (KEYS) attention_weigh(sum2, p, s.column2[stage]);
+
+        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};  // transposed: a column a query
+        attention_scores(p, s.k, s.q[stage]);
+        attention_scores(ds, s.v, s.dout[stage]);
+        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse,
+                                   [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+        attention_weigh(dk, ds, s.q[stage]);
+        attention_weigh(dv, p, s.dout[stage]);
         __syncthreads();  // the stage is free
     }
-    attention_store({a.dqkv + (KEYS ? C : 0), 3 * C, T, d}, t0, s.row1, sum1, {a.scale, a.scale});
-    if (KEYS) attention_store({a.dqkv + 2 * C, 3 * C, T, d}, t0, s.row2, sum2, {1, 1});
+    attention_store(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
+    attention_store(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+}
+
+// dq of the block's queries, t0 and on: the keys pass by.
+template <int D> __device__ void attention_backward_queries(const AttentionBackward& a, int t0) {
+    extern __shared__ uint4 attention_shared[];
+    auto& s = *(typename AttentionTile<D>::BackwardQueries*)attention_shared;
+    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
+    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
+    const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
+    attention_load<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
+    attention_load<ROWS>(s.dout, a.of_out(a.dout), t0);
+    attention_load<ROWS>(s.out, a.of_out(a.out), t0);
+    auto load = [&](int tile) {
+        if (tile < tiles) {
+            attention_load<COLUMNS>(s.k[tile % 2], k, tile * COLUMNS);
+            attention_load<COLUMNS>(s.v[tile % 2], v, tile * COLUMNS);
+        }
+        __pipeline_commit();
+    };
+    load(0);
+    float dq[D / 8][4] = {};
+    for (int tile = 0; tile < tiles; tile++) {
+        const int stage = tile % 2;
+        load(tile + 1);
+        __pipeline_wait_prior(1);
+        __syncthreads();
+        if (tile == 0) attention_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
+        __syncthreads();
+
+        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
+        attention_scores(p, s.q, s.k[stage]);
+        attention_mask(p, T - tile * COLUMNS);
+        attention_scores(ds, s.dout, s.v[stage]);
+        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
+            return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+        });
+        attention_weigh(dq, ds, s.k[stage]);
+        __syncthreads();  // the stage is free
+    }
+    attention_store(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
-// make P again. Device memory: a block's own rows once, the other side's once a block; within the L2.
+// make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the L2.
 template <int D>
 __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionBackward a) {
     await_inputs();
-    int head = blockIdx.y, b = blockIdx.z, tiles = gridDim.x / 2,
-        t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
-    size_t at = (size_t)b * a.T * a.C + head * a.d, at3 = (size_t)b * a.T * 3 * a.C + head * a.d;
+    const int head = blockIdx.y, b = blockIdx.z;
+    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
+    const size_t at = (size_t)b * a.T * a.C + head * a.d, at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
-    a.dqkv += at3, a.qkv += at3, a.dout += at, a.out += at;
-    if (blockIdx.x < tiles) attention_backward_rows<D, true>(a, t0);
-    else attention_backward_rows<D, false>(a, t0);
+    a.dqkv += at_qkv;
+    a.qkv += at_qkv;
+    a.dout += at;
+    a.out += at;
+    if (blockIdx.x < tiles) attention_backward_keys<D>(a, t0);
+    else attention_backward_queries<D>(a, t0);
 }
 
-// launch(D), heads of d being padded to D channels, 32, 64, 80, 128 or 256: a constant of kernels.
+// Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a constant.
 template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
@@ -5125,8 +5269,8 @@ template <class Tile> struct WarpProduct {
 // a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
 // added, these are of one image. A thread has a vector of channels of every STEP-th of them.
 template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, float* staging,
-                                              const int* pixel_of_row, int tile, int n0) {
+__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
+                                              int n0) {
     constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
@@ -5134,9 +5278,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
     const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
     Unpacked sum = {}, product = {};
     UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];                           // its pixels, -1: outside
-        uint4 there[PASSES];                     // what is added to the outputs, or a norm's x
-        decltype(then.extra(0)) beside[PASSES];  // what follows reads
+        int m[PASSES];        // its pixels, -1: outside
+        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
         Unpacked value[PASSES];
         const Joined& extra = gradient ? g.norm.x : g.residual;
         const Tensor& of = extra.of(n);
@@ -5147,7 +5290,6 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
             there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            if (m[i] >= 0) beside[i] = then.extra((size_t)m[i] * g.N() + n);
             value[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
@@ -5180,9 +5322,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
                 if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
                 else value[i][e] += added[e] + x[e];
             if (m[i] < 0) continue;
-            const uint4 bits = pack(value[i]);
-            if (!then.OVERWRITES) *(uint4*)rows_from(to, m[i], out.C) = bits;
-            then.finish((size_t)m[i] * g.N() + n, (const Vector<floatX, VEC>&)bits, beside[i]);
+            *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
         }
         if (!g.sums) continue;
 
@@ -5200,7 +5340,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
         if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)part * g.N() + n0;
-        norm_part_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
+        norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
             if (!gradient) return moments_about(pivot[c], total, part_pixels);
             const int image = part * part_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
@@ -5214,9 +5354,8 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, const auto& then, f
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile, class After>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    gemm_kernel(const __grid_constant__ Gemm g, const __grid_constant__ After then) {
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     await_inputs();
     constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
                   THREADS = Tile::THREADS;
@@ -5300,11 +5439,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     float* staging = (float*)(shared + Tile::TABLE_BYTES);
     product.store(staging);
     __syncthreads();
-    gemm_epilogue<Tile>(g, then, staging, pixel_of_row, tile, n0);
+    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
 // out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
-template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const After then) {
+__global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
     if (i >= count) return;
@@ -5316,9 +5455,7 @@ template <class After> __global__ void gemm_reduce_kernel(const Gemm g, const Af
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
     if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    const uint4 bits = pack(value);
-    if (!After::OVERWRITES) *(uint4*)(g.out.of(n).data + at) = bits;
-    then.finish(i, (const Vector<floatX, VEC>&)bits, then.extra(i));
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
 // What norms want of the output, where the product did not leave it behind.
@@ -5327,7 +5464,7 @@ static void launch_gemm_sums(const Gemm& g) {
     if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
 }
 
-template <class Tile, class After> static void launch_tile(Gemm g, const After& then) {
+template <class Tile> static void launch_tile(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
@@ -5337,25 +5474,24 @@ template <class Tile, class After> static void launch_tile(Gemm g, const After& 
     const bool whole =
         T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
     if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile, After>, dim3(tiles, g.splits), Tile::THREADS, bytes, g, then);
-    if (g.splits > 1)
-        launch(gemm_reduce_kernel<After>, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g, then);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
     if (!g.sums) launch_gemm_sums(g);
 }
 
 // Section 12, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
 // HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then);
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
 static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
 
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) {
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
     for (const Joined& joined : {g.x, g.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g, then)) return;
+    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
     assert(!g.x.affine);
     constexpr bool HALF = sizeof(floatX) == 2;
     auto tiles = [&](int pixels, int channels) {
@@ -5375,11 +5511,11 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g, auto then) 
     Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
     constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g, then);
-    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g, then);
-    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g, then);
+    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
+    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
+    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
     if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g, then);
+        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
 }
 
 // ---- weight gradient
@@ -5667,24 +5803,21 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(out.rows(), TAPS, x.C(), out.C));
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb}, then);
+template <int TAPS>
+static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
 }
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, dx.C(), dout.C));
+template <int TAPS>
+static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
     Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
     if (options.accumulate) g.residual = dx;
-    launch_gemm<TAPS, true>(g, then);
+    launch_gemm<TAPS, true>(g);
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
     const int O = dout.C;
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(dout.rows(), TAPS, x.C(), O, sizeof(float)));
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
     dout = shaped(dout, TAPS), x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -5703,6 +5836,42 @@ static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, R
         launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
                sizeof(typename Tile::Shared), g);
     });
+}
+
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+    PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+    PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+    PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, demb);
+}
+
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
+    gemm_forward(out, x, layer, options);
+}
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+    PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
+    gemm_backward_input(dx, dout, layer, options);
+}
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+    PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
+    gemm_backward_weight(layer, dout, x, {});
+}
+
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
+    conv1x1_forward(out, x, layer, options);
+}
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
+    conv1x1_backward_input(dx, dout, layer, {});
+}
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
+    conv1x1_backward_weight(layer, dout, x);
 }
 
 }  // namespace gpu
@@ -5788,32 +5957,55 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-#define REGISTERS_4(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define REGISTERS_8(c, i) REGISTERS_4(c, i), REGISTERS_4(c, i + 4)
-#define REGISTERS_32(c, i) \
-    REGISTERS_8(c, i), REGISTERS_8(c, i + 8), REGISTERS_8(c, i + 16), REGISTERS_8(c, i + 24)
-#define NAMES_10(t) \
-    "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define NAMES_30 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9," NAMES_10(1) "," NAMES_10(2)
-#define NAMES_60 NAMES_30 "," NAMES_10(3) "," NAMES_10(4) "," NAMES_10(5)
-#define NAMES_90 NAMES_60 "," NAMES_10(6) "," NAMES_10(7) "," NAMES_10(8)
-// c (64, N) += a (64, 16) b (16, N); thread t's c[4 j + e]: row t / 32 * 16 + t % 32 / 4 + e / 2 * 8, column
-// 8 j + t % 4 * 2 + e % 2.
+// clang-format off
+#define REGISTERS_8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
+                          "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+// c (64, N) += a (64, 16) b (16, N), a and b by their matrix descriptors. Thread t's c[4 j + e] lies in row
+// t / 32 * 16 + t % 32 / 4 + e / 2 * 8 and column 8 j + t % 4 * 2 + e % 2.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 8 || N == 64 || N == 128 || N == 192, "");
-#define WGMMA(n, c_names, a_name, b_name, a_order, b_order, ...)                                     \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names "}, %" #a_name \
-                 ", %" #b_name ", 1, 1, 1, %" #a_order ", %" #b_order ";"                            \
-                 : __VA_ARGS__                                                                       \
-                 : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
-    if constexpr (N == 8) WGMMA(8, "%0,%1,%2,%3", 4, 5, 6, 7, REGISTERS_4(c, 0));
-    if constexpr (N == 64) WGMMA(64, NAMES_30 ",%30,%31", 32, 33, 34, 35, REGISTERS_32(c, 0));
+    static_assert(N == 8 || N == 64 || N == 128 || N == 192, "a shape that is spelled below");
+    if constexpr (N == 8)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3}, "
+            "%4, %5, 1, 1, 1, %6, %7;"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+    if constexpr (N == 64)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "%32, %33, 1, 1, 1, %34, %35;"
+            : REGISTERS_8(c, 0), REGISTERS_8(c, 8), REGISTERS_8(c, 16), REGISTERS_8(c, 24)
+            : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
     if constexpr (N == 128)
-        WGMMA(128, NAMES_60 ",%60,%61,%62,%63", 64, 65, 66, 67, REGISTERS_32(c, 0), REGISTERS_32(c, 32));
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+            "%64, %65, 1, 1, 1, %66, %67;"
+            : REGISTERS_8(c, 0), REGISTERS_8(c, 8), REGISTERS_8(c, 16), REGISTERS_8(c, 24),
+              REGISTERS_8(c, 32), REGISTERS_8(c, 40), REGISTERS_8(c, 48), REGISTERS_8(c, 56)
+            : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
     if constexpr (N == 192)
-        WGMMA(192, NAMES_90 ",%90,%91,%92,%93,%94,%95", 96, 97, 98, 99, REGISTERS_32(c, 0),
-              REGISTERS_32(c, 32), REGISTERS_32(c, 64));
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+            " %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+            " %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+            "%96, %97, 1, 1, 1, %98, %99;"
+            : REGISTERS_8(c, 0), REGISTERS_8(c, 8), REGISTERS_8(c, 16), REGISTERS_8(c, 24),
+              REGISTERS_8(c, 32), REGISTERS_8(c, 40), REGISTERS_8(c, 48), REGISTERS_8(c, 56),
+              REGISTERS_8(c, 64), REGISTERS_8(c, 72), REGISTERS_8(c, 80), REGISTERS_8(c, 88)
+            : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));
+// clang-format on
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
@@ -6261,7 +6453,7 @@ static bool hopper_norms(const Norm& norm, int O) {
            O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
 }
 // Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked, auto then) {
+template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
     Gemm g = asked;
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
@@ -6279,8 +6471,6 @@ template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked
     else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
     else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
     if (!sums) launch_gemm_sums(asked);
-    // No thread has a vector of outputs, which the copy engine takes from shared memory: a pass of its own.
-    if constexpr (requires { then.items(); }) run(then);
     return true;
 }
 
@@ -6421,7 +6611,7 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// launch_weight_gradient of 3x3: by the warpgroups and splits that take the least time, estimated of an H100.
+// conv3x3_backward_weight: by the warpgroups and splits that take the least time, estimated of an H100.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -6446,6 +6636,6 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 }  // namespace gpu
 #elif defined(__CUDACC__)
 static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&, auto) { return false; }
+template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

@@ -478,67 +478,76 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 enum { BAND = 252 };  // pixels of a task's products
 
-template <int TAPS, class After>
-static void product_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options, const After& then) {
-    int M = out.rows(), O = out.C, K = x.C();
-    PROFILE(TAPS == 1 ? "1x1 forward" : "3x3 forward", convolution_work(M, TAPS, K, O));
-    if constexpr (TAPS == 9) convolve(out, x.first, layer, false, options);
-    else {
-        bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs block by block
-        auto weights = [&](int o0, int c) { return transposed(layer.w + (size_t)o0 * K + c, K); };
-        auto pack = [&](int o0, int o1) { matmul_pack(thread_floats(), weights(o0, 0), fits * K, o1 - o0); };
-        auto multiply_band = [&](int p0, int p1, int o0, int o1) {
-            const float *bias = layer.bias, *residual = options.residual.data;
-            for (size_t p = p0; p < (size_t)p1; p++)
-                SIMD_FOR (int o = o0; o < o1; o++)
-                    out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
-            float* target = out.data + (size_t)p0 * O + o0;
-            for (int c : {0, x.first.C}) {
-                Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
-                matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
-            }
-            for (size_t p = p0; p < (size_t)p1; p++)  // while it is in the cache
-                SIMD_FOR (int o = o0; o < o1; o++) then(p * O + o);
-        };
-        int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
-        each_tile(M, BAND, O, columns, multiply_band, pack);
-    }
+static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+    PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
+    convolve(out, x.first, layer, false, options);
     if (out.moments) channel_moments(out);
 }
-
-template <int TAPS, class After>
-static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, Backward options, const After& then) {
-    int O = dout.C, K = dx.C();
-    PROFILE(TAPS == 1 ? "1x1 dX" : "3x3 dX", convolution_work(dout.rows(), TAPS, K, O));
-    if constexpr (TAPS == 9)
-        convolve(dx.first, dout, {layer.w}, true, {.residual = options.accumulate ? dx.first : Tensor()});
-    else
-        for (int first : {0, dx.first.C}) {
-            const Tensor& of = dx.of(first);
-            each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {  // band by band
-                matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
-                       {layer.w + first + c0, K}, options.accumulate);
-                for (size_t p = p0; p < (size_t)p1; p++)
-                    SIMD_FOR (int c = c0; c < c1; c++) then(p * of.C + c);
-            });
-        }
-    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+    PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
+    convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
+    if (options.norm.affine) groupnorm_backward_sums(dx, dx, options.norm);
+}
+static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+    bias_backward(layer, demb, dout);
+    PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
+    convolution_weight_gradient(layer.dw, dout, x);
 }
 
-template <int TAPS>
-static void launch_weight_gradient(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
-    int M = dout.rows(), O = dout.C, K = x.C();
-    bias_backward(layer, demb, dout);
-    PROFILE(TAPS == 1 ? "1x1 dW" : "3x3 dW", convolution_work(M, TAPS, K, O, sizeof(float)));
-    if constexpr (TAPS == 9) convolution_weight_gradient(layer.dw, dout, x.first);
-    else  // each thread owns a tile of dw and walks over all pixels: no partial sums to add up
-        for (int first : {0, x.first.C}) {
-            const Tensor& of = x.of(first);
-            each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
-                matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
-                       transposed(dout.data + o0, O), pixels_of(of, 0, c0), false);
-            });
+static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+    int M = out.rows(), O = out.C, K = x.C();
+    PROFILE("1x1 forward", convolution_work(M, 1, K, O));
+    bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs block by block
+    auto weights = [&](int o0, int c) { return transposed(layer.w + (size_t)o0 * K + c, K); };
+    auto pack = [&](int o0, int o1) { matmul_pack(thread_floats(), weights(o0, 0), fits * K, o1 - o0); };
+    auto multiply_band = [&](int p0, int p1, int o0, int o1) {
+        const float *bias = layer.bias, *residual = options.residual.data;
+        for (size_t p = p0; p < (size_t)p1; p++)
+            SIMD_FOR (int o = o0; o < o1; o++)
+                out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
+        float* target = out.data + (size_t)p0 * O + o0;
+        for (int c : {0, x.first.C}) {
+            Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
+            matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
         }
+    };
+    int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
+    each_tile(M, BAND, O, columns, multiply_band, pack);
+    if (out.moments) channel_moments(out);
+}
+static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+    int O = dout.C, K = dx.C();
+    PROFILE("1x1 dX", convolution_work(dout.rows(), 1, K, O));
+    for (int first : {0, dx.first.C}) {
+        const Tensor& of = dx.of(first);
+        each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {  // band by band
+            matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
+                   {layer.w + first + c0, K}, options.accumulate);
+        });
+    }
+    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
+}
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+    int M = dout.rows(), O = dout.C, K = x.C();
+    bias_backward(layer, {}, dout);
+    PROFILE("1x1 dW", convolution_work(M, 1, K, O, sizeof(float)));
+    for (int first : {0, x.first.C}) {  // each thread owns a tile of dw and walks over all pixels
+        const Tensor& of = x.of(first);
+        each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
+            matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
+                   transposed(dout.data + o0, O), pixels_of(of, 0, c0), false);
+        });
+    }
+}
+
+static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
+    conv1x1_forward(out, x, layer, options);
+}
+static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
+    conv1x1_backward_input(dx, dout, layer, {});
+}
+static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
+    conv1x1_backward_weight(layer, dout, x);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -657,8 +666,6 @@ static std::string backend_meet() {
     return "sockets";
 }
 static void backend_part() {}
-static void on_message_lane(auto launches) { launches(); }
-static void await_messages() {}
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);

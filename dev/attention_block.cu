@@ -184,9 +184,9 @@ static void attention_block_forward3(Problem& p) {
            joined = p.tensor_out<floatX>("joined"), out = p.tensor_out<floatX>("out"),
            normed = p.tensor_scratch("normed", x);
     norm_alone(normed, forward_norm(p, "norm", "", x));
-    product_forward(qkv, normed, forward_layer<Linear>(p, "qkv"));
+    conv1x1_forward(qkv, normed, forward_layer<Linear>(p, "qkv"));
     attention_forward(joined, p.out<float>("lse"), qkv, s.heads);
-    product_forward(out, joined, forward_layer<Linear>(p, "proj_out"));
+    conv1x1_forward(out, joined, forward_layer<Linear>(p, "proj_out"));
     each_vector(s.size(), AddVectors{out.data, x.data});
 }
 
@@ -198,12 +198,12 @@ static void attention_block_backward3(Problem& p) {
            dqkv = p.tensor_scratch("dqkv", qkv), dnormed = p.tensor_scratch("dnormed", normed);
     Norm norm = backward_norm(p, "norm", "", x);
     Linear to_qkv = backward_layer<Linear>(p, "qkv"), projection = backward_layer<Linear>(p, "proj_out");
-    weight_gradient(projection, dout, joined);
-    input_gradient(djoined, dout, projection);
+    on_side_stream_deferred([=] { conv1x1_backward_weight(projection, dout, joined); });
+    conv1x1_backward_input(djoined, dout, projection);
     attention_backward(dqkv, djoined, joined, p.in<float>("lse"), qkv, s.heads);
-    input_gradient(dnormed, dqkv, to_qkv);
+    conv1x1_backward_input(dnormed, dqkv, to_qkv);
     norm_alone_backward(dx, normed, dnormed, norm);
-    weight_gradient(to_qkv, dqkv, normed);
+    on_side_stream_deferred([=] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
     each_vector(s.size(), AddVectors{dx.data, dout.data});
 }
 #endif

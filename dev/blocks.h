@@ -449,7 +449,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     }
     m.weights = (floatX*)p.in<floatX>("weights", parameters);
     m.fp32_params = (float*)p.in<float>("exact weights", parameters);
-    if (backward) m.gradients = p.out<float>("gradients", gradients);
+    if (backward) m.dw = p.out<float>("gradients", gradients);
 
     auto at = [](Buffer* buffer, const void* address) { buffer->offset = (size_t)address; };
     at(&x.out, p.in<floatX>("x"));

@@ -323,16 +323,16 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
 // ---- the program's: 5, on a CPU 3 -------------------------------------------------------------------------
 
 static void conv1x1_program_forward(Problem& p) {
-    product_forward<1>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    conv1x1_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void conv1x1_program_input_gradient(Problem& p) {
-    input_gradient<1>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
+    conv1x1_backward_input(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
 static void conv1x1_program_weight_gradient(Problem& p) {
     Tensor dout = p.tensor_in<floatX>("dout");
     float* dbias = ON_GPU ? nullptr : p.scratch<float>("dbias", dout.C);  // on a CPU it comes with dw
-    launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = dbias}, dout, p.tensor_in<floatX>("x"), Rows());
+    conv1x1_backward_weight({.dw = p.out<float>("dw"), .dbias = dbias}, dout, p.tensor_in<floatX>("x"));
 }
 
 static Work work_of(const Problem& p, bool weight_gradient) {

@@ -671,8 +671,8 @@ static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const float
 
 // 9: production, train_unet.cu's own.
 static void conv3x3_forward9(Problem& p) {
-    product_forward<9>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    conv3x3_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 
 #endif  // __CUDACC__
@@ -724,7 +724,7 @@ static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forw
 }
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
 static void conv3x3_input_gradient9(Problem& p) {
-    input_gradient<9>(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
+    conv3x3_backward_input(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
 
 #endif  // __CUDACC__
@@ -1067,8 +1067,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 
 // 9: production.
 static void conv3x3_weight_gradient9(Problem& p) {
-    launch_weight_gradient<9>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"),
-                              p.tensor_in<floatX>("x"), Rows());
+    conv3x3_backward_weight({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
@@ -1206,7 +1205,9 @@ static void conv3x3_backward8(Problem& p) {
 #endif
 // 9: production: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
-    weight_gradient<9>({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
+    Conv gradients = {.dw = p.out<float>("dw")};
+    Tensor dout = p.tensor_in<floatX>("dout"), x = p.tensor_in<floatX>("x");
+    on_side_stream_deferred([=] { conv3x3_backward_weight(gradients, dout, x); });
     conv3x3_input_gradient9(p);
 }
 #endif  // __CUDACC__
@@ -1256,15 +1257,15 @@ static const Ladder conv3x3_ladder = {
             };
         };
         auto forward4 = [](Tensor out, Tensor x, const float* w, const float* bias) {
-            product_forward<9>(out, x, {.w = w, .bias = bias});
+            conv3x3_forward(out, x, {.w = w, .bias = bias});
         };
         auto input_gradient4 = [](Tensor dx, Tensor dout, const float* w) {
-            cpu::input_gradient<9>(dx, dout, {.w = w}, {});
+            conv3x3_backward_input(dx, dout, {.w = w});
         };
         auto weight_gradient4 = [](Problem& p) {
             Tensor dout = p.tensor_in<float>("dout");
-            launch_weight_gradient<9>({.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)},
-                                      dout, p.tensor_in<float>("x"), Rows());
+            conv3x3_backward_weight({.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)},
+                                    dout, p.tensor_in<float>("x"));
         };
         const char* program = "train_unet.cu: Winograd F(2x2)";
         versions.insert(

@@ -22,7 +22,7 @@ template <typename T> static constexpr int GELU_ELEMENTS = 16 / sizeof(T);
 template <typename T> static constexpr int GELU_ELEMENTS = 1;
 #endif
 
-// Both can be done as what follows a product, see Nothing in section 3: `finish` has 16 bytes of its outputs.
+// On Hopper both can follow a product of large_products.h, whose kernel calls extra() and finish() itself.
 template <typename T> struct GeluForward {
     TensorOf<T> out, x;
 

@@ -82,16 +82,24 @@ __device__ inline void store_rows(const HeadMaps& maps, const HeadRows<D, ROWS>&
 
 // c (64, N) += a (64, 16) b (16, N), b transposed. a: in registers, as mma takes it, which is how c is left.
 template <int N> __device__ inline void wgmma_of_registers(float* c, const uint32_t* a, uint64_t b) {
-    static_assert(N == 8 || N == 64, "");
-#define WGMMA_OF_REGISTERS(n, c_names, a_names, b_name, ...)                          \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" c_names \
-                 "}"                                                                  \
-                 ", {" a_names "}, %" #b_name ", 1, 1, 1, 1;"                         \
-                 : __VA_ARGS__                                                        \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-    if constexpr (N == 8) WGMMA_OF_REGISTERS(8, "%0,%1,%2,%3", "%4,%5,%6,%7", 8, REGISTERS_4(c, 0));
+    static_assert(N == 8 || N == 64, "a shape that is spelled below");
+    // clang-format off
+    if constexpr (N == 8)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, %8, 1, 1, 1, 1;"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     if constexpr (N == 64)
-        WGMMA_OF_REGISTERS(64, NAMES_30 ",%30,%31", "%32,%33,%34,%35", 36, REGISTERS_32(c, 0));
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+            "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+            "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+            : REGISTERS_8(c, 0), REGISTERS_8(c, 8), REGISTERS_8(c, 16), REGISTERS_8(c, 24)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    // clang-format on
 }
 
 // The compiler keeps what is done with sums before a place before it, and after, after: it would move some of

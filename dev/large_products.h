@@ -5,9 +5,8 @@
 // half its peak. Here tiles are 128 by 192, for 77 operations a byte. 192 divides the widths of the paper's
 // models, but 1024.
 //
-// GELU, or its gradient, is done while a product's outputs are at hand, as behind the program's own products:
-// see Nothing there. A gate is no such layer: its loads made a product of DiT-XL/2 take 40 us longer on an H200,
-// and by itself it takes 12.
+// GELU, or its gradient, is done while a product's outputs are at hand: see Nothing. A gate is not done there:
+// its loads made a product of DiT-XL/2 take 40 us longer on an H200, and by itself it takes 12.
 #pragma once
 
 #ifdef HOPPER
@@ -34,6 +33,16 @@ struct LargeProduct {
     __host__ __device__ int tiles() const { return ceil_div(M, LARGE_M) * n_tiles(); }
     __host__ __device__ int chunks() const { return ceil_div(K, 64); }  // of 64 k
     __host__ __device__ int items() const { return whole + splits * (tiles() - whole); }
+};
+// What is done to a large product's outputs while they are at hand: nothing, or a layer of gelu.h. Such a layer
+// can also be run by itself, with the same bits. A thread calls
+//     extra(first)                   to load what the layer needs for the 16 bytes from element `first` on
+//     finish(first, product, extra)  to do the layer's work on these bytes of the product
+// and stores the product itself, unless OVERWRITES says that the layer's output takes its place.
+struct Nothing {
+    enum { OVERWRITES = false };
+    __device__ int extra(size_t) const { return 0; }
+    __device__ void finish(size_t, const auto&, int) const {}
 };
 // What a block does, one item after another: chunks [first, last) of a tile. All blocks are at about the same k
 // at a time, so that what several of them need comes from the L2.
@@ -259,8 +268,8 @@ static bool fills_multiprocessors(int M, int N) {
     return ceil_div(M, LARGE_M) * ceil_div(N, LARGE_N) >= gpu_multiprocessors;
 }
 
-template <class After>
-static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& then) {
+template <class After = Nothing>
+static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After& then = {}) {
     const int M = x.rows(), N = out.C, K = x.C;
     if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 forward", convolution_work(M, 1, K, N));
@@ -269,8 +278,8 @@ static bool large_forward(Tensor out, Tensor x, const Linear& layer, const After
     launch_large<false, false>(g, then);
     return true;
 }
-template <class After>
-static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& then) {
+template <class After = Nothing>
+static bool large_input_gradient(Tensor dx, Tensor dout, const Linear& layer, const After& then = {}) {
     const int M = dx.rows(), N = dx.C, K = dout.C;
     if (!takes_large(fills_multiprocessors(M, N))) return false;
     PROFILE("1x1 dX", convolution_work(M, 1, K, N));
@@ -307,18 +316,29 @@ static bool large_weight_gradient(Linear layer, Tensor dout, Tensor x) {
 }  // namespace gpu
 using gpu::large_forward, gpu::large_input_gradient, gpu::large_weight_gradient;
 #else
-static bool large_forward(Tensor, Tensor, const Linear&, const auto&) { return false; }
-static bool large_input_gradient(Tensor, Tensor, const Linear&, const auto&) { return false; }
+static bool large_forward(Tensor, Tensor, const Linear&, const auto&...) { return false; }
+static bool large_input_gradient(Tensor, Tensor, const Linear&, const auto&...) { return false; }
 static bool large_weight_gradient(const Linear&, Tensor, Tensor) { return false; }
 #endif
 
-// A linear layer and what follows it; for shapes see section 3 of train_unet.cu. Weight gradients as there.
-template <class After> static void linear_forward(Tensor out, Tensor x, Linear layer, const After& then) {
-    if (!large_forward(out, x, layer, then)) product_forward(out, x, layer, {}, then);
+// A linear layer; for shapes see section 3 of train_unet.cu.
+static void dit_linear_forward(Tensor out, Tensor x, Linear layer) {
+    if (!large_forward(out, x, layer)) conv1x1_forward(out, x, layer);
 }
-template <class After> static void linear_backward(Tensor dx, Tensor dout, Linear layer, const After& then) {
-    if (!large_input_gradient(dx, dout, layer, then)) input_gradient(dx, dout, layer, {}, then);
+static void dit_linear_backward(Tensor dx, Tensor dout, Linear layer) {
+    if (!large_input_gradient(dx, dout, layer)) conv1x1_backward_input(dx, dout, layer);
 }
-static void linear_weights(Linear layer, Tensor dout, Tensor x) {
-    if (!large_weight_gradient(layer, dout, x)) weight_gradient(layer, dout, x);
+// The same, and then a layer that reads what they wrote: a pass of its own, unless the product is a large one.
+static void dit_linear_forward(Tensor out, Tensor x, Linear layer, const auto& then) {
+    if (large_forward(out, x, layer, then)) return;
+    conv1x1_forward(out, x, layer);
+    run(then);
+}
+static void dit_linear_backward(Tensor dx, Tensor dout, Linear layer, const auto& then) {
+    if (large_input_gradient(dx, dout, layer, then)) return;
+    conv1x1_backward_input(dx, dout, layer);
+    run(then);
+}
+static void dit_linear_weights(Linear layer, Tensor dout, Tensor x) {
+    if (!large_weight_gradient(layer, dout, x)) on_side_stream_deferred([=] { conv1x1_backward_weight(layer, dout, x); });
 }

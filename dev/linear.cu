@@ -25,15 +25,14 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void linear_forward0(Problem& p) {
-    cpu::product_forward<1>(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
-                            {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward(), Nothing());
+    cpu::linear_forward(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
+                        {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
 static void linear_backward0(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
-    cpu::launch_weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
-                                   p.tensor_in<float>("x"), cpu::Rows());
-    cpu::input_gradient<1>(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::Backward(),
-                           Nothing());
+    cpu::linear_backward_weight({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
+                                p.tensor_in<float>("x"));
+    cpu::linear_backward_input(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")});
 }
 
 #ifdef __CUDACC__
@@ -153,14 +152,15 @@ static void linear_backward2(Problem& p) {
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
 static void linear_forward3(Problem& p) {
-    product_forward<1>(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
-                       {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
+    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+                   {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void linear_backward3(Problem& p) {
     Tensor dout = p.tensor_in<floatX>("dout");
-    weight_gradient<1>({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
-                       p.tensor_in<floatX>("x"));
-    input_gradient<1>(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
+    Linear gradients = {.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")};
+    Tensor x = p.tensor_in<floatX>("x");
+    on_side_stream_deferred([=] { linear_backward_weight(gradients, dout, x); });
+    linear_backward_input(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
 #endif
 

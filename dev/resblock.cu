@@ -148,13 +148,13 @@ static void resblock_forward3(Problem& p) {
            skip = s.widens ? p.tensor_scratch("skip", out) : x;
     norm_alone(normed1, forward_norm(p, "in_layers.0", "1", x));
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    product_forward(h, active1, forward_layer<Conv>(p, "in_layers.2"));
-    product_forward(projected, emb, forward_layer<Linear>(p, "emb_layers.1"));
+    conv3x3_forward(h, active1, forward_layer<Conv>(p, "in_layers.2"));
+    linear_forward(projected, emb, forward_layer<Linear>(p, "emb_layers.1"));
     each_vector(s.out(), AddEmbeddingVectors{h.data, projected.data, s.T, s.O});
     norm_alone(normed2, forward_norm(p, "out_layers.0", "2", h));
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
-    product_forward(out, active2, forward_layer<Conv>(p, "out_layers.3"));
-    if (s.widens) product_forward(skip, x, forward_layer<Linear>(p, "skip_connection"));
+    conv3x3_forward(out, active2, forward_layer<Conv>(p, "out_layers.3"));
+    if (s.widens) conv1x1_forward(skip, x, forward_layer<Linear>(p, "skip_connection"));
     each_vector(s.out(), AddVectors{out.data, skip.data});
 }
 
@@ -176,25 +176,25 @@ static void resblock_backward3(Problem& p) {
     // What the norms' backward writes of the normed tensors has been made before, for the SiLU's.
     each_vector(s.out(), NormVectors{normed2.data, norm2});
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
-    weight_gradient(conv2, dout, active2);
-    input_gradient(dnormed2, dout, conv2);
+    on_side_stream_deferred([=] { conv3x3_backward_weight(conv2, dout, active2); });
+    conv3x3_backward_input(dnormed2, dout, conv2);
     each_vector(s.out(), SiluBackwardVectors{dnormed2.data, dnormed2.data, normed2.data});
     norm_alone_backward(dh, normed2, dnormed2, norm2);
 
     each_vector(s.in(), NormVectors{normed1.data, norm1});
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
-    weight_gradient(conv1, dh, active1, {dprojected.data, s.O});
-    input_gradient(dnormed1, dh, conv1);
+    on_side_stream_deferred([=] { conv3x3_backward_weight(conv1, dh, active1, {dprojected.data, s.O}); });
+    conv3x3_backward_input(dnormed1, dh, conv1);
     wait_for(newest_event);  // dprojected is the side stream's
-    weight_gradient(projection, dprojected, emb);
-    input_gradient(demb, dprojected, projection);
+    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
+    linear_backward_input(demb, dprojected, projection);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
     each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
     norm_alone_backward(dx, normed1, dnormed1, norm1);
     if (s.widens) {
         Linear skip = backward_layer<Linear>(p, "skip_connection");
-        weight_gradient(skip, dout, x);
-        input_gradient(dskip, dout, skip);
+        on_side_stream_deferred([=] { conv1x1_backward_weight(skip, dout, x); });
+        conv1x1_backward_input(dskip, dout, skip);
     }
     each_vector(s.in(), AddVectors{dx.data, dskip.data});
     if (s.C2)
@@ -211,7 +211,7 @@ static void resblock_forward4(Problem& p) {
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
-    m.embedding_ready = on_side_stream([=] { product_forward(projected, emb, projection); });
+    m.embedding_ready = on_side_stream([=] { linear_forward(projected, emb, projection); });
     ResBlock{{&m, block, B}}.forward();
 }
 static void resblock_backward4(Problem& p) {
@@ -222,8 +222,9 @@ static void resblock_backward4(Problem& p) {
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
     ResBlock{{&m, block, B}}.backward();
     wait_for(newest_event);  // dprojected is the side stream's
-    weight_gradient(projection, dprojected, p.tensor_in<floatX>("emb"));
-    input_gradient(p.tensor_out<floatX>("demb"), dprojected, projection);
+    Tensor emb = p.tensor_in<floatX>("emb");
+    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
+    linear_backward_input(p.tensor_out<floatX>("demb"), dprojected, projection);
 }
 
 static Work work_of(const Problem& p, bool backward) {

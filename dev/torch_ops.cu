@@ -182,25 +182,23 @@ struct LaunchedLayers final : Layers {
     void product_forward(const Place& place, const ProductCall& c) const override {
         Forward options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
         at(place, product_workspace(), [&] {
-            if (c.taps == 9) ::product_forward(tensor(c.out), tensor(c.x), product<9>(c.w, c.bias), options);
-            else ::product_forward(tensor(c.out), tensor(c.x), product<1>(c.w, c.bias), options);
+            if (c.taps == 9) conv3x3_forward(tensor(c.out), tensor(c.x), product<9>(c.w, c.bias), options);
+            else conv1x1_forward(tensor(c.out), tensor(c.x), product<1>(c.w, c.bias), options);
         });
     }
     void input_gradient(const Place& place, const ProductCall& c) const override {
         at(place, product_workspace(), [&] {
-            if (c.taps == 9) ::input_gradient(tensor(c.x), tensor(c.out), product<9>(c.w));
-            else ::input_gradient(tensor(c.x), tensor(c.out), product<1>(c.w));
+            if (c.taps == 9) conv3x3_backward_input(tensor(c.x), tensor(c.out), product<9>(c.w));
+            else conv1x1_backward_input(tensor(c.x), tensor(c.out), product<1>(c.w));
         });
     }
     void weight_gradient(const Place& place, const WeightGradientCall& c) const override {
         Rows demb = {(floatX*)c.demb, c.dout.C};
         at(place, weight_workspace(c.dout), [&] {  // not on a side stream: PyTorch waits for its own alone
             if (c.taps == 9)
-                launch_weight_gradient<9>({nullptr, nullptr, c.dw, c.dbias}, tensor(c.dout), tensor(c.x),
-                                          demb);
+                conv3x3_backward_weight({nullptr, nullptr, c.dw, c.dbias}, tensor(c.dout), tensor(c.x), demb);
             else
-                launch_weight_gradient<1>({nullptr, nullptr, c.dw, c.dbias}, tensor(c.dout), tensor(c.x),
-                                          demb);
+                conv1x1_backward_weight({nullptr, nullptr, c.dw, c.dbias}, tensor(c.dout), tensor(c.x));
         });
     }
 
@@ -230,7 +228,7 @@ struct LaunchedLayers final : Layers {
             x.moments = scratch_sums(place, x);
             channel_moments(x);
             Joined input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
-            ::product_forward(tensor(c.out), input, product<9>(c.w, c.bias), options);
+            conv3x3_forward(tensor(c.out), input, product<9>(c.w, c.bias), options);
         });
     }
     void norm_product_backward(const Place& place, const NormCall& n, const ProductCall& c,
@@ -239,11 +237,11 @@ struct LaunchedLayers final : Layers {
             Tensor x = tensor(n.x), dnormed = scratch_like(place, x), normed = dnormed, dout = tensor(c.out);
             Norm norm = norm_of(n, x);
             norm.sums = scratch_sums(place, x);
-            ::input_gradient(dnormed, dout, product<9>(c.w), {.norm = norm});
+            conv3x3_backward_input(dnormed, dout, product<9>(c.w), {.norm = norm});
             if (n.dscale_shift) run(ModulationBackward<floatX>{norm});
             groupnorm_backward(tensor(n.out), normed, dnormed, norm);
-            launch_weight_gradient<9>({nullptr, nullptr, weights.dw, weights.dbias}, dout, normed,
-                                      {(floatX*)weights.demb, dout.C});
+            conv3x3_backward_weight({nullptr, nullptr, weights.dw, weights.dbias}, dout, normed,
+                                    {(floatX*)weights.demb, dout.C});
         });
     }
 

@@ -407,13 +407,13 @@ struct PatchesBlock : DitModule {
         Tensor tokens = take_tensor(h, patch * patch * PIXEL);
         gather(tokens);
         run(Positions<floatX>{out});
-        product_forward(out, tokens, projection, {.residual = out});
+        conv1x1_forward(out, tokens, projection, {.residual = out});
         wait_for(m->embedding_ready);  // which the side stream made meanwhile
     }
     void backward() {
         Tensor tokens = take_late(h, patch * patch * PIXEL);
         gather(tokens);
-        weight_gradient(projection, dout, tokens);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, tokens); });
     }
 };
 
@@ -437,13 +437,13 @@ struct TransformerBlock : DitModule {
     void forward() {
         Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
         norm(normed, x.first, 0, SHIFT1);
-        linear_forward(qkv, normed, to_qkv, Nothing());
+        dit_linear_forward(qkv, normed, to_qkv);
         token_attention_forward(joined, lse, qkv, block.heads);
-        linear_forward(branch1, joined, projection, Nothing());
+        dit_linear_forward(branch1, joined, projection);
         run(Gate<floatX>{middle, branch1, modulation(GATE1), x.first});
         norm(normed, middle, 1, SHIFT2);
-        linear_forward(hidden, normed, fc1, GeluForward<floatX>{active, hidden});
-        linear_forward(branch2, active, fc2, Nothing());
+        dit_linear_forward(hidden, normed, fc1, GeluForward<floatX>{active, hidden});
+        dit_linear_forward(branch2, active, fc2);
         run(Gate<floatX>{out, branch2, modulation(GATE2), middle});
     }
     void backward() {
@@ -453,20 +453,20 @@ struct TransformerBlock : DitModule {
         Tensor dqkv = {branch1.data, B, h, h, 3 * D};  // where branch1, middle and branch2 were
         take_sums(MODULATIONS);
         run(Stream<false, true>{dout, dout, {}, ends(dbranch, branch2, GATE2)});
-        linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
-        linear_weights(fc2, dbranch, active);
-        linear_backward(dnormed, dhidden, fc1, Nothing());
+        dit_linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
+        dit_linear_weights(fc2, dbranch, active);
+        dit_linear_backward(dnormed, dhidden, fc1);
         run(Stream<true, true>{dmiddle, dout, begins(normed2, dnormed, middle, 1, SHIFT2),
                                ends(dbranch1, branch1, GATE1)});
-        linear_weights(fc1, dhidden, normed2);
+        dit_linear_weights(fc1, dhidden, normed2);
 
-        linear_weights(projection, dbranch1, joined);
-        linear_backward(dnormed, dbranch1, projection, Nothing());  // of the joined heads
+        dit_linear_weights(projection, dbranch1, joined);
+        dit_linear_backward(dnormed, dbranch1, projection);  // of the joined heads
         token_attention_backward(dqkv, dnormed, joined, lse, qkv, block.heads);
-        linear_backward(dnormed, dqkv, to_qkv, Nothing());
+        dit_linear_backward(dnormed, dqkv, to_qkv);
         run(Stream<true, false>{dx.first, dmiddle, begins(normed1, dnormed, x.first, 0, SHIFT1), {}});
         add_up_sums();
-        linear_weights(to_qkv, dqkv, normed1);
+        dit_linear_weights(to_qkv, dqkv, normed1);
     }
 };
 
@@ -478,17 +478,17 @@ struct FinalBlock : DitModule {
     void forward() {
         Tensor normed = take_tensor(h, D), tokens = take_tensor(h, O);
         norm(normed, x.first, 0, SHIFT1);
-        product_forward(tokens, normed, linear);
+        conv1x1_forward(tokens, normed, linear);
         run(Patches<floatX>{tokens, out, patch, block.O, true});
     }
     void backward() {
         Tensor normed = take_late(h, D), dtokens = take_late(h, O), dnormed = take_tensor(h, D);
         take_sums(2);
         run(Patches<floatX>{dtokens, dout, patch, block.O});
-        input_gradient(dnormed, dtokens, linear);
+        conv1x1_backward_input(dnormed, dtokens, linear);
         run(Stream<true, false>{dx.first, {}, begins(normed, dnormed, x.first, 0, SHIFT1), {}});
         add_up_sums();
-        weight_gradient(linear, dtokens, normed);
+        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(linear, dtokens, normed); });
     }
 };
 

@@ -55,9 +55,9 @@ static void test_linear(LayerCase& c) {
     auto gradients = allocate<float>(found.size());
     backend_upload(gradients.get(), found.data(), found.size() * sizeof(float));
     Linear layer = {c.tensor("w").data, c.tensor("bias").data, gradients.get(), gradients.get() + outputs * inputs};
-    linear_forward(out, x, layer, Nothing());
-    linear_backward(dx, dout, layer, Nothing());
-    linear_weights(layer, dout, x);
+    dit_linear_forward(out, x, layer);
+    dit_linear_backward(dx, dout, layer);
+    dit_linear_weights(layer, dout, x);
     wait_for(newest_event);
     backend_download(found.data(), gradients.get(), found.size() * sizeof(float));
     c.compare("out", out), c.compare("dx", dx);
@@ -66,10 +66,10 @@ static void test_linear(LayerCase& c) {
 
     Tensor hidden = c.tensor("hidden"), out2 = c.out("out"), dhidden = c.out("dx");
     Tensor active = c.out("out"), active2 = c.out("out"), again = c.out("dx"), again2 = c.out("dx");
-    linear_forward(out2, x, layer, GeluForward<floatX>{active, out2});
+    dit_linear_forward(out2, x, layer, GeluForward<floatX>{active, out2});
     run(GeluForward<floatX>{active2, out});
     c.same("out before GELU", out2, out), c.same("GELU", active, active2);
-    linear_backward(dhidden, dout, layer, GeluBackward<floatX, true>{dhidden, dhidden, hidden, again});
+    dit_linear_backward(dhidden, dout, layer, GeluBackward<floatX, true>{dhidden, dhidden, hidden, again});
     run(GeluBackward<floatX, true>{dx, dx, hidden, again2});
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
 }

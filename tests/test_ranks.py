@@ -224,7 +224,7 @@ def test_launchers(tmp_path, images8, name):
     """What launchers say is read: of several ranks a CPU's program is none, alone it is as ever. See test_gpu.py."""
     flags = start_flags(Config(**TOY | dict(batch_size=8)), images8, tmp_path / "run", 2)
     for rank in (0, 3):
-        refused(TRAIN, *flags, says=["a launcher has started 4 ranks", "--processes 4"], env=launched(name, rank, 4, 29500))
+        refused(TRAIN, *flags, says=["started 4 ranks", "--processes 4"], status=2, env=launched(name, rank, 4, 29500))
     assert not (tmp_path / "run").exists()
     assert "ranks" not in run(TRAIN, *flags, env=launched(name, 0, 1, 29500)).stdout
 
