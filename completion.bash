@@ -31,7 +31,7 @@ _train_unet() {
             END {
                 if (flag == "--preset" || flag == "--model") printf "%s", presets
                 else if (choices ~ /\|/) { gsub(/\|/, "\n", choices); print choices }
-                else if (from == "Files" || flag ~ /(_file|_dir|_names?|_weights|_image|^--mask|^--config|^--resume)$/) print "FILES"
+                else if (from == "Files" || flag ~ /(_file|_dir|_names?|_weights|^--config|^--resume)$/) print "FILES"
             }' <<< "$help")
     fi
     if [[ $words == FILES ]]; then

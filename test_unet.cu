@@ -22,7 +22,7 @@
 //
 //   1  HARNESS
 //   2  RANDOM NUMBERS, CHECKSUM
-//   3  MATRIX PRODUCT
+//   3  THE CPU'S MATRIX PRODUCT AND LAYERS
 //   4  GRADIENTS BY FINITE DIFFERENCES
 //   5  PLAN
 //   6  THREADS AND BATCHES
@@ -176,14 +176,13 @@ static void append(std::vector<double>* numbers, const float2& sums) {
     numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
 }
 static void append(std::vector<double>* numbers, const Beginning& p) {
-    numbers->insert(numbers->end(),
-                    {(double)p.seed, (double)p.other, p.weight, p.other_weight, (double)p.label});
+    numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
 static void append(std::vector<double>* numbers, const Timestep& t) {
     numbers->insert(numbers->end(), {t.signal, t.noise, t.log_least, t.log_range, t.mean_error, t.weight});
 }
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
-    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x, s.guidance});
+    numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.to_x});
 }
 static void append(std::vector<double>* numbers, const SamplerState& s) {
     numbers->push_back(s.done);
@@ -195,7 +194,8 @@ static void append(std::vector<double>* numbers, const StepState& s) {
                                      a.correction1, a.correction2});
     numbers->insert(numbers->end(), a.ema_weight, a.ema_weight + MAX_EMAS);
     numbers->insert(numbers->end(), {a.clip, (double)s.finite, (double)s.accepted, s.loss, s.norm});
-    numbers->insert(numbers->end(), s.quartiles, s.quartiles + 8);
+    numbers->insert(numbers->end(), s.quartile_sums, s.quartile_sums + 4);
+    numbers->insert(numbers->end(), s.quartile_counts, s.quartile_counts + 4);
     numbers->insert(numbers->end(), {(double)s.history.skipped, (double)s.history.seen});
     numbers->insert(numbers->end(), s.history.losses, s.history.losses + WINDOW);
     numbers->insert(numbers->end(), s.history.norms, s.history.norms + WINDOW);
@@ -259,40 +259,57 @@ typedef Pair<floatX> Layer;
 typedef Pair<float> Floats;
 
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
-#define LAYERS_OF(side, launched)                                                                               \
-    typedef side::Tensor Tensor;                                                                           \
-    typedef side::Joined Joined;                                                                           \
-    template <int TAPS> using Product = side::Product<TAPS>;                                               \
-    static void product_forward(Tensor out, Joined x, side::Conv layer, side::Forward options = {}) {      \
-        side::conv3x3_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void product_forward(Tensor out, Joined x, side::Linear layer, side::Forward options = {}) {    \
-        side::conv1x1_forward(out, x, layer, options);                                                     \
-    }                                                                                                      \
-    static void input_gradient(Tensor dx, Tensor dout, side::Conv layer, side::Backward options = {}) {    \
-        side::conv3x3_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void input_gradient(Joined dx, Tensor dout, side::Linear layer, side::Backward options = {}) {  \
-        side::conv1x1_backward_input(dx, dout, layer, options);                                            \
-    }                                                                                                      \
-    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) {           \
-        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                         \
-    }                                                                                                      \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                               \
-        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                               \
-    }                                                                                                      \
-    static constexpr auto groupnorm_forward = side::groupnorm_forward;                                     \
-    static constexpr auto groupnorm_for_product = side::groupnorm_for_product;                             \
-    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;                         \
-    static constexpr auto groupnorm_backward = side::groupnorm_backward;                                   \
-    static constexpr auto attention_forward = side::attention_forward;                                     \
-    static constexpr auto attention_backward = side::attention_backward;                                   \
+#define LAYERS_OF(side, launched)                                                                \
+    typedef side::Tensor Tensor;                                                                 \
+    typedef side::Joined Joined;                                                                 \
+    template <int TAPS> using Product = side::Product<TAPS>;                                     \
+    static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
+        launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
+    }                                                                                            \
+    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+        launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
+    }                                                                                            \
+    static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
+    static constexpr auto groupnorm_backward_sums = side::groupnorm_backward_sums;               \
+    static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
+    static constexpr auto attention_forward = side::attention_forward;                           \
+    static constexpr auto attention_backward = side::attention_backward;                         \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
+
+// A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
+// splits there are.
+static int forced_tile = -1, forced_splits = 0;
+static std::string forced() {
+    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
+    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
+    if (forces && choice.kernel != gpu::PORTABLE_128x16) {
+        const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+    }
+    gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
+}
 
 static void at_once(auto launches) { launches(); }
 
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
+    template <int TAPS>
+    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+        launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
+    }
+    template <int TAPS>
+    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+        launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
+    }
+    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+        gpu::groupnorm_forward(normed, norm);
+        return normed;
+    }
     static constexpr bool here = false;
     typedef floatX T;
     template <typename Element> Element* operator()(Pair<Element>& b, bool present = true) const {
@@ -302,6 +319,19 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
+    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+        cpu::conv3x3_forward(out, x, layer, options);
+    }
+    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+        cpu::conv1x1_forward(out, x, layer, options);
+    }
+    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
+        cpu::conv3x3_backward_input(dx, dout, layer, options);
+    }
+    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+        cpu::conv1x1_backward_input(dx, dout, layer, options);
+    }
+    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -374,10 +404,6 @@ static void check(const std::string& layer, const std::string& shape, const std:
 
 // ---- matrix products --------------------------------------------------------------------------------------
 
-static std::string forced() {
-    return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
-}
-
 // The parameters of a product, (O, TAPS, C) and (O), and their gradients.
 template <int TAPS> struct Weights {
     Layer w, bias;
@@ -414,27 +440,15 @@ static void test_conv(const ConvTest& s) {
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&gx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&ge, KEPT, "demb", LIMIT});
-    auto sum_in_double = [&] {  // dw on the CPU, whose fp32 sums are no measure for very many pixels
-#pragma omp parallel for
-        for (int o = 0; o < O; o++) {
-            std::vector<double> sums(9 * C);
-            for (int p = 0; p < (int)M; p++)
-                for (int tap = 0; tap < 9; tap++) {
-                    int dy = tap / 3 - 1, dx = tap % 3 - 1, py = p / W % H + dy, px = p % W + dx;
-                    if (py < 0 || py >= H || px < 0 || px >= W) continue;
-                    const float* pixel = &x.host[(size_t)(p + dy * W + dx) * C];
-                    double d = dout.host[(size_t)p * O + o];
-                    for (int c = 0; c < C; c++) sums[tap * C + c] += d * pixel[c];
-                }
-            std::copy(sums.begin(), sums.end(), &weights.dw.host[(size_t)o * 9 * C]);
-        }
-    };
     check("conv3x3 backward", shape, outputs, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(dout), B, H, W, O};
         on.weight_gradient(weights(on), from, Tensor{on(x), B, H, W, C}, {on(ge, s.demb), pitch});
         if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
-        if (on.here && M >= 300000) sum_in_double();
+        if constexpr (on.here)
+            if (M >= 300000)  // for which sums in fp32 are no measure
+                cpu::plain::conv3x3_backward_weight(weights(on), from, {on(x), B, H, W, C},
+                                                    {on(ge, s.demb), pitch});
     });
 }
 
@@ -914,23 +928,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
 
     Output input_output = {&input, KEPT, "input", LIMIT};
     std::vector<Beginning> noises = begin_with(consecutive(41, B));
-    noises.back() = {7, 4000000000u, 0.8f, 0.6f, 0};
+    noises.back() = {4000000000u, 0};
     Pair<Beginning> begins(noises);
-    Floats limits(B, 0.1f), saved(n), known((size_t)(channels + 1) * H * W);
+    Floats saved(n);
     Pair<SamplerState> sampler(std::vector<SamplerState>(1));
-    bool keeps = predict != PREDICT_EPS;
+    bool clamps = true;
+    float guidance = 2.5f;
     auto drawing = [&](auto on) {
-        return Drawing<typename decltype(on)::T>{{on(input), B, H, W, PIXEL},
-                                                 on(out),
-                                                 on(input) + n,
-                                                 on(out) + n,
-                                                 channels,
-                                                 on(x),
-                                                 on(saved),
-                                                 on(begins),
-                                                 on(limits),
-                                                 on(sampler),
-                                                 on(known, keeps)};
+        return Drawing<typename decltype(on)::T>{.input = {on(input), B, H, W, PIXEL},
+                                                 .out = on(out),
+                                                 .channels = channels,
+                                                 .clamps = clamps,
+                                                 .guidance = guidance,
+                                                 .x = on(x),
+                                                 .saved = on(saved),
+                                                 .begins = on(begins),
+                                                 .state = on(sampler)};
     };
     auto check_update = [&](const char* name) {
         check(name, shape,
@@ -944,16 +957,13 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
-        for (int threshold : {THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE}) {
-            SamplerStep s = {9, 500, threshold, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
-            s.guidance = threshold == THRESHOLD_NONE ? 1 : 2.5f;
-            s.widest = threshold == THRESHOLD_CLAMP && channels <= PIXEL / 2 ? 0.7f : 0;
-            s.known_signal = 0.7f, s.known_noise = 0.7f, s.to_known = keeps ? 0.4f : 0;
+        for (bool within : {true, false}) {
+            SamplerStep s = {9, 500, 1.1f, -0.4f, 0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f};
+            clamps = within;
+            guidance = within ? 2.5f : 1;
+            s.widest = within && channels <= PIXEL / 2 ? 0.7f : 0;
             sampler.host[0] = {.done = 6, .step = s};
             x.upload(), sampler.upload();
-            check("dynamic threshold", shape, {{&limits, WRITTEN, "limits", FLOAT_LIMIT}},
-                  [&](auto on) { on.run(ThresholdLimits<typename decltype(on)::T>{drawing(on)}); });
-            limits.upload();
             check_update("update pictures");
         }
     for (bool training : {true, false}) {
@@ -1793,7 +1803,7 @@ static void test_checksum() {
 }
 
 // ===========================================================================================================
-// 3  MATRIX PRODUCT
+// 3  THE CPU'S MATRIX PRODUCT AND LAYERS
 // ===========================================================================================================
 
 static void test_matmul() {
@@ -1840,6 +1850,195 @@ static void test_matmul() {
     bool edges = std::isnan(fast_exp(NAN)) && fast_exp(-1000.0f) < 1e-37f && fast_exp(1000.0f) > 1e38f &&
                  sigmoid(-200.0f) < 1e-37f && sigmoid(200.0f) == 1.0f && fast_exp(0.0f) == 1.0f;
     report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
+}
+
+// ---- the fast layers against their specification ----------------------------------------------------------
+
+struct PlainLayers {
+    static constexpr auto conv3x3_forward = cpu::plain::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::plain::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::plain::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::plain::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::plain::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::plain::conv1x1_backward_weight;
+    static constexpr auto groupnorm_silu_forward = cpu::plain::groupnorm_silu_forward;
+    static constexpr auto groupnorm_silu_backward = cpu::plain::groupnorm_silu_backward;
+    static constexpr auto attention_forward = cpu::plain::attention_forward;
+    static constexpr auto attention_backward = cpu::plain::attention_backward;
+};
+struct FastLayers {
+    static constexpr auto conv3x3_forward = cpu::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::conv1x1_backward_weight;
+    static constexpr auto attention_forward = cpu::attention_forward;
+    static constexpr auto attention_backward = cpu::attention_backward;
+
+    static void groupnorm_silu_forward(Tensor out, const Norm& norm) {
+        cpu::channel_moments(norm.x.first);
+        if (norm.x.second) cpu::channel_moments(norm.x.second);
+        cpu::groupnorm_forward(out, norm);
+    }
+    static void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+        std::vector<float> dy(dout.count()), normed(dout.count());
+        Tensor dy_tensor = dout, normed_tensor = dout;
+        dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
+        cpu::groupnorm_backward_sums(dy_tensor, dout, norm);
+        if (norm.dmodulation.data) cpu::run(ModulationBackward<float>{norm});
+        cpu::groupnorm_backward(dx, normed_tensor, dy_tensor, norm, options);
+    }
+};
+
+// The tensors that a layer writes, by name.
+typedef std::map<std::string, std::vector<float>> Written;
+static std::vector<float> unwritten(size_t n) { return std::vector<float>(n, NAN); }
+
+// call(layers, written) calls a layer, plain and fast, each over the same numbers. The fast one finds NaN in its
+// workspace.
+static void compare(Verdict* verdict, const std::string& name, const Written& before, auto call) {
+    Written expected = before, found = before;
+    memset(cpu::cpu_workspace, 255, cpu::cpu_workspace_bytes());
+    call(PlainLayers(), expected);
+    call(FastLayers(), found);
+    for (auto& [tensor, values] : expected)
+        if (values.size()) verdict->note(name + " " + tensor, error_of(found[tensor], values));
+}
+
+struct LayerShape {
+    int B, H, W, C, C2, O;  // C2: channels of a second input, or 0
+    std::string name() const { return text("B%d %dx%d C%d+%d O%d", B, H, W, C, C2, O); }
+    std::vector<float> normals(uint32_t seed, int channels) const {
+        return normals_of(seed, (size_t)B * H * W * channels);
+    }
+    Tensor tensor(std::vector<float>& values) const {
+        int channels = (int)(values.size() / ((size_t)B * H * W));
+        return {values.data(), B, H, W, channels};
+    }
+    Joined joined(std::vector<float>& first, std::vector<float>& second) const {
+        return {tensor(first), C2 ? tensor(second) : Tensor()};
+    }
+};
+
+// adds: a row of an embedding, the residual, and to what dx holds
+static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), dout = s.normals(2, s.O), residual = s.normals(3, s.O),
+                       w = normals_of(4, (size_t)s.O * 9 * s.C), bias = normals_of(5, s.O),
+                       emb = normals_of(6, (size_t)s.B * s.O);
+    Conv layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options = {.emb = {emb.data(), s.O}, .residual = s.tensor(residual)};
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_forward(s.tensor(to["out"]), s.tensor(x), layer, options);
+    });
+    compare(verdict, s.name(), {{"dx", adds ? x : unwritten(x.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_backward_input(s.tensor(to["dx"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    Written gradients = {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}, {"demb", unwritten(emb.size())}};
+    compare(verdict, s.name(), gradients, [&](auto layers, Written& to) {
+        Conv trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+        layers.conv3x3_backward_weight(trained, s.tensor(dout), s.tensor(x), {to["demb"].data(), s.O});
+    });
+}
+
+static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, s.O),
+                       residual = s.normals(4, s.O), w = normals_of(5, (size_t)s.O * (s.C + s.C2)),
+                       bias = normals_of(6, s.O);
+    Linear layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options.residual = s.tensor(residual);
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv1x1_forward(s.tensor(to["out"]), s.joined(x, x2), layer, options);
+    });
+    Written dx = {{"dx", adds ? x : unwritten(x.size())}, {"dx2", adds ? x2 : unwritten(x2.size())}};
+    compare(verdict, s.name(), dx, [&](auto layers, Written& to) {
+        layers.conv1x1_backward_input(s.joined(to["dx"], to["dx2"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    compare(verdict, s.name(), {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}},
+            [&](auto layers, Written& to) {
+                Linear trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+                layers.conv1x1_backward_weight(trained, s.tensor(dout), s.joined(x, x2));
+            });
+}
+
+// adds: modulated, to what dx holds, and where the norm has one input the gradient of a branch around it
+static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool silu, bool adds) {
+    const int C = s.C + s.C2;
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, C),
+                       branch = s.normals(4, s.C), w = normals_of(5, C), bias = normals_of(6, C),
+                       modulation = normals_of(7, (size_t)s.B * 2 * C);
+    for (float& value : x) value += 3;
+    std::vector<float2> statistics((size_t)s.B * C), affine(statistics),
+        sums(statistics.size() * norm_parts(s.H * s.W)), moments(sums), moments2(sums);
+    Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
+    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
+    norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
+    if (adds) norm.modulation = {modulation.data(), 2 * C};
+    std::string name = s.name() + text(" G%d%s%s", groups, silu ? " SiLU" : "", adds ? " adds" : "");
+
+    compare(verdict, name, {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.groupnorm_silu_forward(s.tensor(to["out"]), norm);
+    });
+    Written gradients = {{"dx", adds ? x : unwritten(x.size())},
+                         {"dx2", adds ? x2 : unwritten(x2.size())},
+                         {"dw", unwritten(C)},
+                         {"dbias", unwritten(C)},
+                         {"dmodulation", unwritten(adds ? modulation.size() : 0)}};
+    Backward options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
+    compare(verdict, name, gradients, [&](auto layers, Written& to) {
+        Norm trained = norm;
+        trained.dw = to["dw"].data(), trained.dbias = to["dbias"].data();
+        if (adds) trained.dmodulation = {to["dmodulation"].data(), 2 * C};
+        layers.groupnorm_silu_backward(s.joined(to["dx"], to["dx2"]), s.tensor(dout), trained, options);
+    });
+}
+
+static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
+    std::vector<float> qkv = s.normals(1, 3 * s.C), dout = s.normals(2, s.C), out = unwritten(dout.size()),
+                       lse = unwritten((size_t)s.B * heads * s.H * s.W);
+    cpu::plain::attention_forward(s.tensor(out), lse.data(), s.tensor(qkv), heads);
+    std::string name = s.name() + text(" heads %d", heads);
+
+    Written forward = {{"out", unwritten(out.size())}, {"lse", unwritten(lse.size())}};
+    compare(verdict, name, forward, [&](auto layers, Written& to) {
+        layers.attention_forward(s.tensor(to["out"]), to["lse"].data(), s.tensor(qkv), heads);
+    });
+    compare(verdict, name, {{"dqkv", unwritten(qkv.size())}}, [&](auto layers, Written& to) {
+        layers.attention_backward(s.tensor(to["dqkv"]), s.tensor(dout), s.tensor(out), lse.data(), s.tensor(qkv),
+                                  heads);
+    });
+}
+
+static void test_plain_layers() {
+    Verdict conv3x3(5e-6), conv1x1(1e-6), groupnorm(2e-6), attention(3e-6);
+    // the last shapes need two passes, tasks of many outputs and of many tiles, and a norm's second tile
+    const LayerShape shapes[] = {{1, 1, 1, 1, 0, 1},    {2, 1, 5, 3, 5, 2},    {1, 7, 2, 8, 16, 40},
+                                 {3, 5, 3, 40, 24, 17}, {2, 9, 11, 32, 64, 8}, {1, 3, 3, 520, 8, 24},
+                                 {1, 4, 5, 24, 0, 150}, {5, 15, 17, 16, 8, 8}};
+    for (const LayerShape& s : shapes)
+        for (bool adds : {false, true}) {
+            compare_conv3x3(&conv3x3, s, adds);
+            compare_conv1x1(&conv1x1, s, adds);
+        }
+    for (bool silu : {false, true})
+        for (bool adds : {false, true}) {
+            compare_groupnorm(&groupnorm, {1, 1, 3, 8, 0, 0}, 1, silu, adds);
+            compare_groupnorm(&groupnorm, {2, 5, 3, 24, 0, 0}, 3, silu, adds);
+            compare_groupnorm(&groupnorm, {3, 15, 17, 40, 56, 0}, 2, silu, adds);
+            compare_groupnorm(&groupnorm, {1, 16, 16, 136, 0, 0}, 34, silu, adds);
+        }
+    compare_attention(&attention, {1, 1, 1, 8, 0, 0}, 1);
+    compare_attention(&attention, {2, 3, 5, 40, 0, 0}, 5);
+    compare_attention(&attention, {1, 9, 9, 48, 0, 0}, 2);
+    compare_attention(&attention, {1, 64, 65, 4, 0, 0}, 1);
+    conv3x3.line("conv3x3, plain and fast");
+    conv1x1.line("conv1x1, plain and fast");
+    groupnorm.line("groupnorm_silu, plain and fast");
+    attention.line("attention, plain and fast");
 }
 
 // ===========================================================================================================
@@ -2337,26 +2536,22 @@ static void test_sampling() {
     bool same = true;
     double worst = 0;
     for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
-                      Flags{{"sampler", "heun"}, {"threshold", "dynamic"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(with(
-            with(toy_flags(), {{"sample_steps", "5"}, {"strip", "3"}, {"predict", "v"}, {"ema_rate", "0"}}),
-            how));
+                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
+        Config config =
+            config_of(with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
         std::vector<std::vector<float>> drawn;
         size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
-            std::vector<float> pictures, one, strip;
-            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false, &strip) &&
+            std::vector<float> pictures, one;
+            same &= draw_pictures(&m, &pictures, begin_with({100, 5, 102, 7}), false) &&
                     draw_pictures(&m, &one, begin_with({102}), false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
-            for (size_t i = 0; i < 4; i++)  // a row of the strip ends with its picture
-                same &= same_bits(&strip[(3 * i + 2) * n], &pictures[i * n], n * sizeof(float)) &&
-                        !same_bits(&strip[3 * i * n], &pictures[i * n], n * sizeof(float));
             drawn.push_back(pictures);
         }
         double error = error_of(drawn[0], drawn[1]);
@@ -3425,10 +3620,10 @@ static void pointwise_case(const Case& c, Verdict* v) {
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
-        const float* sums = state.quartiles;
+        const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
-            v->note("samples of a quartile", state.quartiles[4 + q] == c.at("counts")[q] ? 0 : INFINITY);
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
         for (int b = 0; b < B; b++)  // a sample at a time
@@ -3623,18 +3818,17 @@ static void twin_case(const Case& c, Verdict* v) {
         std::vector<double> abar = make_abar(config);
         config.spacing = c.arg(8);
         std::vector<Beginning> begins = begin_with({c.word(9), c.word(10)});
-        std::vector<float> x(B * image), input(x), out(x), saved(x), limits(B);
+        std::vector<float> x(B * image), input(x), out(x), saved(x);
         SamplerState state = {};
-        Drawing<float> drawing = {tensor_of(input, B, H, H, PIXEL),
-                                  out.data(),
-                                  nullptr,
-                                  nullptr,
-                                  3,
-                                  x.data(),
-                                  saved.data(),
-                                  begins.data(),
-                                  limits.data(),
-                                  &state};
+        Drawing<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                  .out = out.data(),
+                                  .channels = 3,
+                                  .clamps = config.threshold == THRESHOLD_CLAMP,
+                                  .guidance = 1,
+                                  .x = x.data(),
+                                  .saved = saved.data(),
+                                  .begins = begins.data(),
+                                  .state = &state};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             double a = sqrt(abar[t]), b = sqrt(1 - abar[t]);
@@ -3647,7 +3841,6 @@ static void twin_case(const Case& c, Verdict* v) {
                                                                : x0[i]);
             }
             state.step = s;
-            cpu::run(ThresholdLimits<float>{drawing});
             cpu::run(UpdatePictures<float>{drawing});
         }
         wrong = n != (size_t)B * 3 * H * H;
@@ -3734,6 +3927,7 @@ static const struct {
              {"random", test_random},
              {"checksum", test_checksum},
              {"matmul", test_matmul},
+             {"plain layers", test_plain_layers},
              {"differences", test_finite_differences},
              {"plan", test_plan},
              {"plan configurations", test_configurations},
@@ -3850,9 +4044,9 @@ static void test_microbatch(double limit) {
             };
             worse(&losses, fabs(last.loss / whole.loss - 1));
             worse(&gradients, error_of(values.data(), whole_gradient.data(), values.size()));
-            std::vector<double> sums(whole.quartiles, whole.quartiles + 4);
-            worse(&quartiles, error_of(last.quartiles, sums.data(), 4));
-            for (int q = 0; q < 4; q++) less &= last.quartiles[4 + q] == whole.quartiles[4 + q];
+            std::vector<double> sums(whole.quartile_sums, whole.quartile_sums + 4);
+            worse(&quartiles, error_of(last.quartile_sums, sums.data(), 4));
+            for (int q = 0; q < 4; q++) less &= last.quartile_counts[q] == whole.quartile_counts[q];
             less &= m->plan.arena_bytes < activations, activations = m->plan.arena_bytes;
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time

@@ -30,11 +30,12 @@
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side stream is done with it: see unet_backward.
-// Layers       Declared once, in section 3. namespace cpu holds the specification of each (unet_cpu.h);
-//              namespace gpu, in the CUDA build, launchers of kernels that do the same. Arguments: outputs, inputs, parameters,
-//              options by name; tensors and parameters are values that know their sizes. Launchers own their
-//              geometry, never synchronise, always check. Layers of independent items, and those that
-//              add up in teams, are written once, for both: structs that run() is called with.
+// Layers       Declared once, in section 3. In unet_cpu.h namespace cpu::plain holds the specification of each,
+//              namespace cpu what a CPU runs; namespace gpu, in the CUDA build, launchers of kernels that do the
+//              same. Arguments: outputs, inputs, parameters, options by name; tensors and parameters are values
+//              that know their sizes. Launchers own their geometry, never synchronise, always check. Layers of
+//              independent items, and those that add up in teams, are written once, for both: structs that
+//              run() is called with.
 // Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
 //              can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
@@ -46,9 +47,9 @@
 //   1  CONFIGURATION
 //   2  MEMORY, TENSORS, RANDOMNESS: arenas; the machine; ranks; tensors; randomness
 //   3  THE LAYERS, DECLARED: what layers take; the layers; layers written once for both builds
-//   4  BLOCKS: what a block reads and writes; embedding; first convolution; residual block; attention block;
-//        up- and down-sampling; last block
-//   5  PLAN AND WALK: plan; walk
+//   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
+//        block; attention block; up- and down-sampling; last block
+//   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; drawing pictures
@@ -56,8 +57,8 @@
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
-//        input gradient; weight gradient; launchers
-//  12  HOPPER: tensor copies and warpgroup products; forward and input gradient; weight gradient
+//        input gradient; which kernel does a GEMM; weight gradient; launchers
+//  12  HOPPER: TMA and WGMMA; forward and input gradient; weight gradient
 
 #include <cassert>
 #include <cerrno>
@@ -132,7 +133,7 @@ enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
-enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };
+enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
 // What the optimiser goes by: small enough to be handed to a kernel.
 struct Hyper {
@@ -175,10 +176,9 @@ struct Config {
     float min_snr_gamma, offset_noise;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
-    Path seeds, classes, class_names, guidance_interval, guide_weights, init_image, mask;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold, interpolate, strip;
-    int jump_length, jump_n_sample;
-    float eta, guidance_scale, strength;  // strength: NaN where it was not told
+    Path seeds, classes, class_names;
+    int generate, sampler, sample_steps, spacing, use_ema, threshold;
+    float eta, guidance_scale;
     // what to do
     int gpus, processes, resume_given, print_config, dry_run, help;
 };
@@ -191,9 +191,8 @@ static int microbatch_of(const Config& c) {
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice, unless the second answer is another model's.
-static bool calls_twice(const Config& c) { return is_guided(c) && !*c.guide_weights; }
-static int pictures_at_a_time(const Config& c, int batch) { return calls_twice(c) ? batch / 2 : batch; }
+// Guided, the network has each picture twice: with its class and without.
+static int pictures_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -507,27 +506,31 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): mean and sum of squares about it, of each part of an image. Where a norm
-    // reads the tensor next, whatever writes the tensor leaves them behind; null where none does.
+    // (B, norm_parts(H * W), C): the mean of each part of an image, and the sum of squared distances from it.
+    // Whatever writes a tensor that a norm reads next writes them too; null where no norm does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
-    size_t count() const { return (size_t)B * H * W * C; }
+    HOST_DEVICE size_t count() const { return (size_t)B * H * W * C; }
     TensorOf with_channels(int channels) const { return {data, B, H, W, channels}; }
+    TensorOf without_moments() const { return {data, B, H, W, C}; }
 };
 
-// torch.cat([first, second], dim=1), read and written where the two lie; second: there or not.
+// torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct JoinedOf {
     TensorOf<Real> first, second;
-    const float2* affine;  // of a norm, (B, C): meant is what it would write; null: what lies there
+    // (B, C), where the tensor is still to be normed by whoever reads it: see Norm.affine. Null where it is
+    // not.
+    const float2* affine;
     JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
-    // Of channel c: which of the two it is in, and where among its channels.
+    // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Where it lies, of a pixel of all images; and its moments, of a part of all images.
+    // Channel c of a pixel, counted through all images; its moments in a part, counted through all images,
+    // too.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
 };
@@ -539,15 +542,17 @@ template <typename Real> struct RowsOf {
     HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
 };
 
-// The parameters of a product of so many taps, nine or one: w (O, 3, 3, C) or (O, C), bias (O).
+// The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
 template <typename Real, int TAPS> struct ProductOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it where wanted; a group may straddle the two of
-// x. w, bias (C) are never rounded. Forward leaves a record of each image's channels, (B, C), for all who
-// read x again: statistics, its group's mean and rstd; affine: the norm is x .x + .y, before SiLU twice that.
+// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
+// x. w and bias (C) are never rounded. Forward writes two numbers a channel of an image, (B, C), for all who
+// read x again: statistics are mean and rstd of the channel's group, affine is the scale and shift that norm
+// it. With SiLU both are halved, because silu(y) = h + h tanh(h) with h = y / 2 is one instruction fewer a
+// number: see silu_of_half.
 template <typename Real> struct NormOf {
     JoinedOf<Real> x = {};
     int groups = 1;
@@ -555,10 +560,11 @@ template <typename Real> struct NormOf {
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     float2 *statistics = nullptr, *affine = nullptr;
-    float2* sums = nullptr;  // (B, norm_parts(H * W), C), scratch between the halves of backward
-    // (B, 2C): what is normed, before SiLU, times 1 + the first half, plus the second; null: as it is.
+    float2* sums = nullptr;  // (B, norm_parts(H * W), C): scratch between the two calls of backward
+    // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
+    // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
-    // The factor of channel c in image b; and its weight and bias, modulated.
+    // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
     }
@@ -568,14 +574,16 @@ template <typename Real> struct NormOf {
     }
 };
 
-// What a product may add to its output: a row for all pixels of an image, and a tensor, perhaps the output.
+// What a convolution may add to its output: a row of `emb` to all pixels of an image, and a tensor, which may
+// be the output itself.
 template <typename Real> struct ForwardOptionsOf {
     RowsOf<Real> emb = {};
     TensorOf<Real> residual = {};
 };
 
-// What making dx may do besides: += dx. A norm: add the gradient of a branch around it. A product, where x is
-// what a norm wrote: the first half of that norm's gradient, groupnorm_backward_sums(dx, dx, norm).
+// How dx is written: added to what is there (`accumulate`). A norm may add the gradient of a branch around it
+// (`residual`). A convolution that reads what a norm wrote may do groupnorm_backward_sums(dx, dx, norm) as
+// well.
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
@@ -597,23 +605,25 @@ template <typename Real> struct BackwardOptionsOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments go by parts of an image, of so many pixels; the last may have fewer.
+// A norm's sums and moments are those of parts of an image. A part has 128 pixels, the last one perhaps
+// fewer.
 enum { NORM_PART = 128 };
 HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x is
-// a tensor, or one that is still to be normed: see groupnorm_for_product.
+// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
+// is a tensor, or one that is still to be normed: see groupnorm_for_product.
 static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
 // dx = [+=] F.conv_transpose2d(dout, w, padding=1)
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
-// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where wanted,
-// is dout.sum((1, 2)).
+// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
+// wanted, is dout.sum((1, 2)).
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side.
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
+// side.
 static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
 // dx = [+=] dout @ w
 static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
@@ -625,20 +635,23 @@ static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options =
 static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
 static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
-// x.moments, of a tensor that no product wrote.
+// Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
-// What norm writes, for a 3x3 product with O outputs to read: in `normed`, or to be normed on the way there.
-// `normed`, and what norm reads and leaves, stay as they are until that product has run.
+// Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
+// itself with Joined's affine set, which the convolution then norms while it loads it. Nobody may write
+// `normed`, x or the norm's statistics before that convolution has run.
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
-// Backward in two halves. With dy the gradient before SiLU, x^ = (x - mean) rstd, N elements in a group:
+// Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
-// where w is an image's, modulated, and dw and dbias count each image's sums so.
-// First dy (may be dout) from dout, the gradient of what the norm wrote, and norm.sums: of dy, and of dy x^.
+// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
+// gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
+// dy and dy x^. dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
-// Then dw, dbias and dx; and once more what the norm wrote, for the weight gradient of the product behind it.
-// normed may be dy. dx.first may be dy, if normed is not, or x where there is no second and nothing to add.
+// The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
+// gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
+// x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
@@ -912,8 +925,9 @@ static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false)
 
 // ==== 4  BLOCKS ============================================================================================
 
-// A piece of the arena, in use from moment `first` of the walk to moment `last`: block i of n runs forward at
-// moment i and backward at moment 2 n - 1 - i. Buffers that are never in use at the same moment may overlap.
+// A piece of the arena, which is in use from step `first` of the plan to step `last`: block i of n runs
+// forward at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may
+// overlap.
 struct Buffer {
     size_t offset, bytes;
     int first, last;
@@ -922,7 +936,7 @@ struct Buffer {
 struct Block {
     BlockKind kind;
     char name[48] = "";
-    int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, of the output
+    int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
     int emb = -1;               // its first channel of block 0's output; -1: it reads none
@@ -973,6 +987,7 @@ struct Model : OptimiserMemory {
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says
     Arena scratch, late;      // the parts of it that the block under way may take from
+    bool counts = false;      // there is no memory yet: a block's arenas only count, see measure_buffers
     Event embedding_ready;    // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
@@ -992,15 +1007,50 @@ struct Model : OptimiserMemory {
     struct SamplerStep* sampler;         // every step from noise to a picture, in order
     struct SamplerState* sampler_state;  // where the pictures being drawn are among them
     struct Beginning* begins;            // (B): theirs
-    float* limits;                       // (B): theirs, for dynamic thresholding
-    float* known = nullptr;              // (C + 1, H, W): the --init_image, and the --mask or zeros
     std::shared_ptr<char[]> memory;
     size_t bytes;
     std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
     std::string data_checksum = "";             // of the images that it is trained on
 };
 
+// ---- a block's parameters ---------------------------------------------------------------------------------
+// Declares a parameter, as named_parameters() calls it.
+static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
+    Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
+    for (int size : shape) t.count *= size;
+
+    t.size = (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    if (is_conv2d(t)) t.size = (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3];
+
+    plan->num_parameters += t.count;
+    plan->num_floats += t.size;
+    if (is_matrix(t)) plan->num_decayed += t.size;
+    plan->tensors.push_back(t);
+}
+
+// Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a
+// product forward and one for each of its two gradients, but the first layer of a block that reads no other
+// block needs no gradient of its input.
+static void add_layer(Plan* plan, const Block& block, const std::string& layer, const std::vector<int>& shape,
+                      Init init = INIT_UNIFORM) {
+    bool is_first = block.input < 0 && (int)plan->tensors.size() == block.param;
+    std::string name = block.name + ("." + layer);
+
+    add_parameter(plan, name + "weight", shape, init);
+    if (shape.size() > 1) {
+        double pixels = shape.size() == 2 ? 1 : (double)block.out_H * block.out_H;  // an embedding has one
+        int products = is_first ? 2 : 3;
+        plan->flops += products * 2.0 * (double)plan->tensors.back().count * pixels;
+    }
+    add_parameter(plan, name + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
+}
+
 // ---- what a block reads and writes ------------------------------------------------------------------------
+static Arena arena_of(const Model* m, const Buffer& b) {
+    if (m->counts) return {nullptr, SIZE_MAX, 0};
+    return {m->arena + b.offset, b.bytes, 0};
+}
+
 // Tensor `n` of those of its size in a buffer.
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
     size_t count = (size_t)B * H * H * C;
@@ -1020,7 +1070,13 @@ static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
 
-// A block under way, as PyTorch's nn.Module. Each kind is such a struct: forward, backward, what these share.
+// A block under way, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
+//   declare             its parameters, in the order of PyTorch's named_parameters(), and operations beside products
+//   the members         what forward keeps for backward, taken from the buffers `hidden`, `inner` and `stats`
+//   reserve_forward     the scratch of forward, and then forward itself
+//   reserve_backward    the scratch of backward, and then backward itself
+// The plan constructs each block and calls its reserve functions with arenas that only count: see
+// measure_buffers.
 struct Module {
     Model* m;
     const Block& block;
@@ -1028,37 +1084,56 @@ struct Module {
     Joined x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
     Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
+    Arena kept_hidden = arena_of(m, block.hidden);
+    Arena kept_inner = arena_of(m, block.inner);
+    Arena kept_stats = arena_of(m, block.stats);
 
     Joined of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
     Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
+
+    // Layer `n` of the block: a weight, and behind it its bias.
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
-    // Layer `n` of the block: a weight, and behind it its bias.
     template <typename Layer> Layer layer(int n, const auto* weights) const {
         const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
         return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
     }
     template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
-    // Layer `n`, a norm of `input`; the block's norms before it are of so many channels.
-    Norm norm_of(int n, Joined input, int before = 0) const {
+
+    // Layer `n`, a norm of `input`.
+    Norm norm_of(int n, Joined input) {
         Norm norm = layer<Norm>(n, m->fp32_params);
-        norm.x = input, norm.groups = m->config.norm_groups, norm.silu = !block.heads;
-        norm.statistics = (float2*)(m->arena + block.stats.offset) + (size_t)2 * B * before;
-        norm.affine = norm.statistics + (size_t)B * input.C();
+        size_t count = (size_t)B * input.C();
+        norm.x = input;
+        norm.groups = m->config.norm_groups;
+        norm.silu = !block.heads;
+        norm.statistics = take<float2>(&kept_stats, 2 * count);
+        norm.affine = norm.statistics + count;
         return norm;
     }
-    // Scratch of the block under way; late: what its last weight gradient reads.
-    Tensor take_tensor(int H, int C) {
-        return {take<floatX>(&m->scratch, (size_t)B * H * H * C), B, H, H, C};
+
+    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient
+    // reads.
+    Tensor take_from(Arena* arena, int H, int C) const {
+        return {take<floatX>(arena, (size_t)B * H * H * C), B, H, H, C};
     }
-    Tensor take_late(int H, int C) { return {take<floatX>(&m->late, (size_t)B * H * H * C), B, H, H, C}; }
+    Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
+    Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
     float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    void reserve_forward() {}
+    void reserve_backward() {}
+
+    // layer(arguments) on the side stream, beside what the block does next.
+    static Event beside(auto layer, auto... arguments) {
+        return on_side_stream_deferred([=] { layer(arguments...); });
+    }
+
     // Up- or down-sampling, whichever the block does.
     void resize(Tensor out, Tensor x) const {
         if (block.out_H > block.H) upsample_forward(out, x);
@@ -1074,19 +1149,33 @@ struct Module {
 // With --class_cond a row a class is added before the second SiLU.
 struct EmbedBlock : Module {
     enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
+
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int E = block->O;
+        add_layer(plan, *block, "0.", {E, block->C});
+        add_layer(plan, *block, "2.", {E, E});
+        if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, E}, INIT_NORMAL);
+        block->O = 0;  // residual blocks add theirs
+    }
+
     int E = m->plan.tensors[block.param].shape[0];
-    Tensor sinusoids = tensor(block.inner, 1, block.C);
-    Tensor hidden = tensor(block.hidden, 1, E, 0), linear2 = tensor(block.hidden, 1, E, 1);
-    Tensor embedding = tensor(block.hidden, 1, E, 2);
+    Tensor sinusoids = take_from(&kept_inner, 1, block.C);
+    Tensor hidden = take_from(&kept_hidden, 1, E);
+    Tensor linear2 = take_from(&kept_hidden, 1, E);
+    Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
     Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
-    // The residual blocks' embedding layers in one: see place_parameters.
-    const Parameter* joined = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
-    Linear projections = layer_at<Linear>(m->weights, joined[0].offset, joined[1].offset);
+
+    // The residual blocks' embedding layers as one: see place_parameters.
+    Linear all_projections() const {
+        const Parameter* first = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
+        return layer_at<Linear>(m->weights, first[0].offset, first[1].offset);
+    }
 
     void forward() {
-        Tensor active = embedding;  // one after the other
+        Tensor active = embedding;  // which is written over it
+        Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // beside the image's way to the first residual block
         m->embedding_ready = on_side_stream([=, *this] {
@@ -1099,87 +1188,144 @@ struct EmbedBlock : Module {
             linear_forward(out, embedding, projections);
         });
     }
+
+    Tensor active = {}, dlinear2 = {}, dhidden = {};
+    void reserve_backward() {
+        active = take_tensor(1, E);
+        dlinear2 = take_tensor(1, E);
+        dhidden = take_tensor(1, E);
+    }
     void backward() {
-        Tensor active = take_tensor(1, E), dlinear2 = take_tensor(1, E), dhidden = take_tensor(1, E);
+        reserve_backward();
         Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
-        on_side_stream_deferred([=, *this] { linear_backward_weight(projections, dout, embedding); });
+        Linear projections = all_projections();
+        beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
         run(SiluForward<floatX>{.out = active, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear2_layer, dlinear2, active); });
+        beside(linear_backward_weight, linear2_layer, dlinear2, active);
         linear_backward_input(dactive, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
-        on_side_stream_deferred([=, *this] { linear_backward_weight(linear1_layer, dhidden, sinusoids); });
+        beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
 
 #ifndef OTHER_NETWORK
 // ---- first convolution ------------------------------------------------------------------------------------
 struct ConvInBlock : Module {
+    static void declare(Plan* plan, const Config&, Block* block) {
+        add_layer(plan, *block, "", {block->O, block->C, 3, 3});
+    }
+
     Conv conv = layer<Conv>(0);
 
     void forward() { conv3x3_forward(out, x, conv); }
-    void backward() { on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, x.first); }); }
+    void backward() { beside(conv3x3_backward_weight, conv, dout, x.first, Rows()); }
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
-// h = conv1(SiLU(GN([x, skip]))) + linear(SiLU(emb)) per channel;  out = conv2(SiLU(GN(h))) + [x, skip],
-// through a 1x1 convolution where the width changes. With --use_scale_shift_norm the linear layer's twice as
-// many outputs modulate the second norm instead. With --resblock_updown some blocks change the size, of what
-// conv1 reads and of x. Kept for backward: h and the norms' statistics.
+// h = conv1(silu(norm1(x))) + embedding;  out = conv2(silu(norm2(h))) + skip(x)
+//
+// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
+// identity. --use_scale_shift_norm: the embedding, of twice as many channels, modulates norm2 instead.
+// --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
-    Tensor h = tensor(block.hidden, block.out_H, block.O);
-    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h, x.C());
-    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
-    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
-    bool adds_x = !widens && !resizes;  // to its output, as it is
-    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
-    // The block's channels of the embedding's projections: they are added to h, or modulate what is normed.
-    bool modulates = m->config.use_scale_shift_norm;
-    Rows emb = own_channels(output_of(m, m->plan.blocks[0], B));
-    bool drops = m->dropping && m->config.dropout > 0;
 
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int C = block->C + block->C2, O = block->O, projected = c.use_scale_shift_norm ? 2 * O : O;
+        add_layer(plan, *block, "in_layers.0.", {C}, INIT_ONES);
+        add_layer(plan, *block, "in_layers.2.", {O, C, 3, 3});
+        add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
+        for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
+        block->emb = plan->blocks[0].O;
+        plan->blocks[0].O += projected;
+        add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
+        add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
+        if (C != O) add_layer(plan, *block, "skip_connection.", {O, C, 1, 1});
+    }
+
+    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
+    bool modulates = m->config.use_scale_shift_norm;
+    bool drops = m->dropping && m->config.dropout > 0;
+    bool adds_x = !widens && !resizes;  // the residual is x itself
+
+    Tensor h = take_from(&kept_hidden, block.out_H, block.O);
+    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
+    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
+    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
+    Rows embedding = own_channels(output_of(m, m->plan.blocks[0], B));
+
+    // The block's channels of block 0's output, or of its gradient.
     Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
+
     void drop(Tensor y) const {
         const Config& c = m->config;
         run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropping});
     }
 
-    void forward() {
-        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));
-        Tensor residual = adds_x ? x.first : out.with_channels(block.O);  // whose moments are still to come
-        Tensor normed1 = normed.with_channels(x.C()), normed2 = normed.with_channels(block.O);
-        Tensor before = resizes ? take_tensor(block.H, block.C) : normed1;
+    Tensor normed1 = {}, normed2 = {};  // what the convolutions read
+    Tensor before = {};                 // what norm1 writes, before it is resized
+
+    void reserve_forward() {
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // one after the other
+        normed1 = normed.with_channels(x.C());
+        normed2 = normed.with_channels(block.O);
+        before = resizes ? take_tensor(block.H, block.C) : normed1;
         h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
-        if (modulates) norm2.modulation = std::exchange(emb, {});
-        Event residual_ready;
-        if (widens) residual_ready = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
-        if (resizes) {
-            groupnorm_forward(before, norm1);
-            resize(normed1, before), resize(residual, x.first);
-        }
-        Joined input1 = resizes ? normed1 : groupnorm_for_product(normed1, norm1, block.O);
+    }
+    void forward() {
+        reserve_forward();
+        Tensor residual = adds_x ? x.first : out.without_moments();
+
+        Event skipped;
+        if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
+
+        Joined input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
+        if (resizes) resize(residual, x.first);
         wait_for(m->embedding_ready);
-        conv3x3_forward(h, input1, conv1, {.emb = emb});
-        if (drops) {
-            groupnorm_forward(normed2, norm2);
-            drop(normed2);
-        }
-        Joined input2 = drops ? normed2 : groupnorm_for_product(normed2, norm2, block.O);
-        wait_for(residual_ready);
+        conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
+
+        if (modulates) norm2.modulation = embedding;
+        Joined input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
+        wait_for(skipped);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
-    void backward() {
-        Tensor dh = h;
-        Rows demb = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+    Tensor resized_norm1() const {
+        groupnorm_forward(before, norm1);
+        resize(normed1, before);
+        return normed1;
+    }
+    Tensor dropped_norm2() const {
+        groupnorm_forward(normed2, norm2);
+        drop(normed2);
+        return normed2;
+    }
+
+    // In backward a norm's input and output are made again where the gradient was, for the weight gradients:
+    //
+    // memory    holds, one after the other              is read last by
+    // normed2   d(norm2's output), norm2's output       conv2's weight gradient
+    // h         h, dh                                   conv1's weight gradient, as `late` is
+    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
+    // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
+    // dx        skip's input gradient, + norm1's        the block before
+    void reserve_backward() {
         norm1.sums = norm2.sums = take_sums(std::max(block.H, block.out_H), std::max(x.C(), block.O));
-        if (modulates) norm2.modulation = emb, norm2.dmodulation = std::exchange(demb, {});
-        // A norm's backward puts what was normed in place of the gradient that it reads.
-        Tensor dnormed2 = take_tensor(block.out_H, block.O), normed2 = dnormed2;
-        Tensor normed1 = take_late(block.out_H, x.C()), dnormed1 = normed1;
-        Tensor dbefore = resizes ? take_tensor(block.H, block.C) : dnormed1, before = dbefore;
+        normed2 = take_tensor(block.out_H, block.O);
+        normed1 = take_late(block.out_H, x.C());
+        before = resizes ? take_tensor(block.H, block.C) : normed1;
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed2 = normed2, dh = h, dnormed1 = normed1, dbefore = before;
+        Rows dembedding = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+        if (modulates) {
+            norm2.modulation = embedding;
+            norm2.dmodulation = std::exchange(dembedding, {});
+        }
+
         conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
         if (drops) {
             drop(dnormed2);
@@ -1187,12 +1333,13 @@ struct ResBlock : Module {
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
         if (widens) {
-            on_side_stream_deferred([=, *this] { conv1x1_backward_weight(skip, dout, x); });
+            beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv2, dout, normed2); });
+        beside(conv3x3_backward_weight, conv2, dout, normed2, Rows());
+
         conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
             resize_backward(dx.first, dout, block.accumulate);
@@ -1202,36 +1349,58 @@ struct ResBlock : Module {
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resize(normed1, before);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv1, dh, normed1, demb); });
+        beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
     }
 };
 
 // ---- attention block --------------------------------------------------------------------------------------
-// out = x + projection(attention(qkv(GN(x)))). Kept for backward: qkv, the joined heads, statistics and lse.
+// out = x + projection(attention(qkv(norm(x))))
 struct AttentionBlock : Module {
     enum { ATT_NORM, ATT_QKV, ATT_PROJ };
-    Tensor qkv = tensor(block.hidden, block.H, 3 * block.C), joined = tensor(block.inner, block.H, block.C);
-    Norm norm = norm_of(ATT_NORM, x);
-    float* lse = (float*)(norm.affine + (size_t)B * block.C);
-    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
 
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        int C = block->C;
+        double T = (double)block->H * block->H;
+        bool in_decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);
+        block->heads = heads_of(c, C, in_decoder);
+        add_layer(plan, *block, "norm.", {C}, INIT_ONES);
+        add_layer(plan, *block, "qkv.", {3 * C, C, 1});
+        add_layer(plan, *block, "proj_out.", {C, C, 1}, INIT_ZEROS);
+        plan->flops += 3.0 * 4 * T * T * C;  // scores, and their values
+    }
+
+    Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
+    Tensor joined = take_from(&kept_inner, block.H, block.C);  // the heads' outputs
+    Norm norm = norm_of(ATT_NORM, x);
+    float* lse = take<float>(&kept_stats, (size_t)B* block.heads* block.H* block.H);
+    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
+    Tensor normed = {};
+
+    void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
-        Tensor normed = take_tensor(block.H, block.C);
+        reserve_forward();
         groupnorm_forward(normed, norm);
         conv1x1_forward(qkv, normed, to_qkv);
         attention_forward(joined, lse, qkv, block.heads);
         conv1x1_forward(out, joined, projection, {.residual = x.first});
     }
-    void backward() {
-        Tensor djoined = take_tensor(block.H, block.C), dnormed = djoined;  // one after the other
-        Tensor dqkv = take_late(block.H, 3 * block.C), normed = take_late(block.H, block.C);
+
+    Tensor djoined = {}, dqkv = {};
+    void reserve_backward() {
+        djoined = take_tensor(block.H, block.C);
+        dqkv = take_late(block.H, 3 * block.C);
+        normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(projection, dout, joined); });
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed = djoined;  // which is written over it
+        beside(conv1x1_backward_weight, projection, dout, joined);
         conv1x1_backward_input(djoined, dout, projection);
         attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
         conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
-        on_side_stream_deferred([=, *this] { conv1x1_backward_weight(to_qkv, dqkv, normed); });
+        beside(conv1x1_backward_weight, to_qkv, dqkv, normed);
     }
 };
 
@@ -1240,86 +1409,126 @@ struct AttentionBlock : Module {
 // w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
 // every other pixel of every other row of the convolution without a stride.
 struct ResampleBlock : Module {
+    static void declare(Plan* plan, const Config& c, Block* block) {
+        std::string layer = block->kind == BLOCK_UP ? "conv." : "op.";
+        if (c.conv_resample) add_layer(plan, *block, layer, {block->O, block->C, 3, 3});
+    }
+
     bool convolves = block.num_params, up = block.out_H > block.H;
     Conv conv = convolves ? layer<Conv>(0) : Conv();
     int larger = std::max(block.H, block.out_H);
+    Tensor large = {}, dlarge = {};  // at the larger of the two sizes
 
+    void reserve_forward() {
+        if (convolves) large = take_tensor(larger, block.C);
+    }
     void forward() {
-        Tensor large = convolves ? take_tensor(larger, block.C) : Tensor();
+        reserve_forward();
         if (!convolves) {
             resize(out, x.first);
         } else if (up) {
             upsample_forward(large, x.first);
-            return conv3x3_forward(out, large, conv);
+            conv3x3_forward(out, large, conv);
+            return;  // the convolution has left the output's moments
         } else {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         }
         channel_moments(out);
     }
+
+    void reserve_backward() {
+        if (!convolves) return;
+        large = take_tensor(larger, block.C);
+        dlarge = take_tensor(larger, block.C);
+    }
     void backward() {
+        reserve_backward();
         if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
-        Tensor large = take_tensor(larger, block.C), dlarge = take_tensor(larger, block.C);
         Event weights_done;  // it reads scratch, and dout
         if (up) {
             upsample_forward(large, x.first);
-            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, large); });
+            weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
             conv3x3_backward_input(dlarge, dout, conv);
             upsample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
-            weights_done = on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dlarge, x.first); });
+            weights_done = beside(conv3x3_backward_weight, conv, dlarge, x.first, Rows());
             conv3x3_backward_input(dx.first, dlarge, conv, {.accumulate = block.accumulate});
         }
         wait_for(weights_done);
     }
 };
 
-// ---- last block: group norm, SiLU, convolution to the image -----------------------------------------------
+// ---- last block: out = conv(silu(norm(x))) ----------------------------------------------------------------
 struct OutBlock : Module {
     enum { OUT_NORM, OUT_CONV };
+
+    static void declare(Plan* plan, const Config&, Block* block) {
+        add_layer(plan, *block, "0.", {block->C}, INIT_ONES);
+        add_layer(plan, *block, "2.", {block->O, block->C, 3, 3}, INIT_ZEROS);
+    }
+
     Norm norm = norm_of(OUT_NORM, x);
     Conv conv = layer<Conv>(OUT_CONV);
+    Tensor normed = {};
 
+    void reserve_forward() { normed = take_tensor(block.H, block.C); }
     void forward() {
-        Tensor normed = take_tensor(block.H, block.C);
+        reserve_forward();
         groupnorm_forward(normed, norm);
         conv3x3_forward(out, normed, conv);
     }
-    void backward() {
-        Tensor normed = take_late(block.H, block.C);
+
+    void reserve_backward() {
+        normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
-        conv3x3_backward_input(dx.first, dout, conv, {.norm = norm});
-        groupnorm_backward(dx, normed, dx.first, norm);
-        on_side_stream_deferred([=, *this] { conv3x3_backward_weight(conv, dout, normed); });
+    }
+    void backward() {
+        reserve_backward();
+        Tensor dnormed = dx.first;  // of the same size
+        conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
+        groupnorm_backward(dx, normed, dnormed, norm);
+        beside(conv3x3_backward_weight, conv, dout, normed, Rows());
     }
 };
+
+// use(std::type_identity<the struct of a kind>())
+static void with_kind(BlockKind kind, auto use) {
+    switch (kind) {
+        case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
+        case BLOCK_CONV_IN: return use(std::type_identity<ConvInBlock>());
+        case BLOCK_RES: return use(std::type_identity<ResBlock>());
+        case BLOCK_ATTENTION: return use(std::type_identity<AttentionBlock>());
+        case BLOCK_DOWN:
+        case BLOCK_UP: return use(std::type_identity<ResampleBlock>());
+        case BLOCK_OUT: return use(std::type_identity<OutBlock>());
+    }
+}
+// pass(module), the block under way.
+static void with_module(Model* m, const Block& block, int B, auto pass) {
+    with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
+}
 #endif
 
-// ==== 5  PLAN AND WALK =====================================================================================
+// ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Declares a parameter, as named_parameters() calls it.
-static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
-    Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
-    for (int size : shape) t.count *= size;
-    t.size = is_conv2d(t) ? (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3]
-                          : (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
-    plan->num_parameters += t.count, plan->num_floats += t.size;
-    if (is_matrix(t)) plan->num_decayed += t.size;
-    plan->tensors.push_back(t);
-}
-
-// Gives every parameter its place: matrices first, as backward finishes their gradients, from the last block's
-// to the first's. Between the matrices and the other parameters lie those of the residual blocks' embedding
-// layers, which so are one layer, of which block 0 has all outputs. Files keep PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their
+// gradients: last block to first. The embedding layers of all residual blocks lie next to each other, so that
+// block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
+// PyTorch's order.
 static void place_parameters(Plan* plan) {
     size_t offset = 0;
     auto place = [&](bool matrix, bool joined, auto tensors) {
-        for (Parameter& t : tensors)
-            if (is_matrix(t) == matrix && t.joined == joined) t.offset = offset, offset += t.size;
+        for (Parameter& t : tensors) {
+            if (is_matrix(t) != matrix || t.joined != joined) continue;
+            t.offset = offset;
+            offset += t.size;
+        }
     };
     place(true, false, std::views::reverse(plan->tensors));
-    for (bool matrix : {true, false}) place(matrix, true, std::views::all(plan->tensors));
+    place(true, true, std::views::all(plan->tensors));
+    place(false, true, std::views::all(plan->tensors));
     place(false, false, std::views::all(plan->tensors));
 }
 
@@ -1329,38 +1538,83 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// The size of what blocks write, and every buffer's moments, from its first writer to its last reader.
-// Backward reads again what forward read, but for what resampling without weights reads and the embedding's
-// output that is only added. The network's own output stays for the caller.
+// Computes the live range of every buffer, in steps of the plan: from its first write to its last read.
+// Computes also the size of a block's output, its moments and its gradient; the others' come from
+// measure_buffers.
 static void time_buffers(Plan* plan, const Config& c) {
     int n = (int)plan->blocks.size();
-    auto during = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
+    auto live = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        int back = 2 * n - 1 - i;                        // the block's moment in backward
-        int kept = plan->training || i == 0 ? back : i;  // the embedding is still being made
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;  // the step of the block's backward
+        const int end = 2 * n;           // beyond the last step: for the caller
+        // Block 0 runs on the side stream, which is still at work when the main stream is at the next blocks.
+        const int kept = plan->training || i == 0 ? back : i;
+
         size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-        b.out = {0, aligned(B * pixels * padded(b.O) * sizeof(floatX)), i, i < n - 1 ? i : 2 * n};
-        if (i && i < n - 1 && c.norm_groups)  // a group norm reads `out`
-            b.moments = {0, aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2)), i, i};
-        if (plan->training)  // before the walk back the network's gradient is given; the ends' stay on
-            b.gradient = {0, b.out.bytes, back, i == n - 1 || i == 1 ? back + 1 : back};
-        during(&b.hidden, i, kept + (plan->training && b.emb >= 0));  // a gradient, read as `late` is
-        during(&b.inner, i, kept), during(&b.stats, i, kept);
-        during(&b.scratch_forward, i, i), during(&b.scratch_backward, back, back);
-        during(&b.late, back, back + 1);
+        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+        live(&b.out, i, is_last ? end : i);
+        if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
+            b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
+            live(&b.moments, i, i);
+        }
+        // The only weight gradient of the first and of the last convolution reads the output's gradient, and
+        // may go on beside the next block's backward.
+        if (plan->training) {
+            b.gradient.bytes = b.out.bytes;
+            live(&b.gradient, back, is_last || i == 1 ? back + 1 : back);
+        }
+        live(&b.hidden, i,
+             kept + (plan->training && b.emb >= 0));  // h becomes dh, which is read as `late` is
+        live(&b.inner, i, kept);
+        live(&b.stats, i, kept);
+        live(&b.scratch_forward, i, i);
+        live(&b.scratch_backward, back, back);
+        live(&b.late, back, back + 1);
+
+        // What the block reads lives as long. Backward reads it again, but for what resampling without
+        // weights reads, and for the embedding where it is only added.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool once = !b.num_params || (!source && !c.use_scale_shift_norm);
-            read.out.last = std::max(read.out.last, once ? i : kept);
+            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            read.out.last = std::max(read.out.last, again ? kept : i);
             read.moments.last = i;
             read.gradient.first = std::min(read.gradient.first, back);
         }
     }
 }
 
-// Gives every buffer a place, the largest first, each the lowest where it meets none in use at the same time.
+static void with_module(Model* m, const Block& block, int B, auto pass);
+// Measures what blocks keep and their scratch: constructs each block over arenas that only count, and has it
+// reserve its memory as forward and backward do. Nothing is launched.
+static void measure_buffers(Plan* plan, const Config& c) {
+    Model m = Model();
+    m.config = c;
+    m.plan = *plan;
+    m.counts = true;
+    for (Block& block : plan->blocks) {
+        with_module(&m, block, plan->batch, [&](auto constructed) {
+            block.hidden.bytes = constructed.kept_hidden.used;
+            block.inner.bytes = constructed.kept_inner.used;
+            block.stats.bytes = constructed.kept_stats.used;
+            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            constructed.reserve_forward();
+            block.scratch_forward.bytes = m.scratch.used;
+        });
+        if (!plan->training) continue;
+        with_module(&m, block, plan->batch, [&](auto constructed) {
+            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            constructed.reserve_backward();
+            block.scratch_backward.bytes = m.scratch.used;
+            block.late.bytes = m.late.used;
+        });
+    }
+}
+
+// Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same
+// step.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
@@ -1376,168 +1630,118 @@ static void place_buffers(Plan* plan) {
 
 static Plan make_plan(const Config& c, int batch, bool training);
 #ifndef OTHER_NETWORK
-// Adds a block behind the last one, declares its tensors in the order of PyTorch's named_parameters() and
-// counts the memory it works in; take() stops the program where that is too little for its scratch. Operations
-// are those of every product forward, and as many for each of its two gradients. The block comes with its kind
-// and O, and with skip and out_H where it has a skip or changes the size.
+// Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it
+// reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    bool embeds = block.kind == BLOCK_EMBED, follows = !embeds && block.kind != BLOCK_CONV_IN;
-    if (follows) block.input = (int)plan->blocks.size() - 1;
-    block.C = follows ? plan->blocks.back().O : embeds ? c.num_channels : c.in_channels;
-    block.H = follows ? plan->blocks.back().out_H : embeds ? 1 : c.image_size;
-    bool decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);  // has begun
+    block.C = block.kind == BLOCK_EMBED ? c.num_channels : c.in_channels;
+    block.H = block.kind == BLOCK_EMBED ? 1 : c.image_size;
+    if (block.kind != BLOCK_EMBED && block.kind != BLOCK_CONV_IN) {
+        block.input = (int)plan->blocks.size() - 1;
+        block.C = plan->blocks.back().O;
+        block.H = plan->blocks.back().out_H;
+    }
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
     }
     if (!block.out_H) block.out_H = block.H;
-    int C = block.C, K = C + block.C2, O = block.O;
-    size_t B = plan->batch, T = (size_t)block.H * block.H, out_T = (size_t)block.out_H * block.out_H;
-    size_t larger = std::max(T, out_T), float2s = B * norm_parts((int)larger) * sizeof(float2);
-    size_t norm = 2 * B * sizeof(float2);  // what it leaves of a channel
-    auto bytes_of = [](size_t count) { return aligned(count * sizeof(floatX)); };
-    size_t &hidden = block.hidden.bytes, &inner = block.inner.bytes, &stats = block.stats.bytes;
-    size_t &forward = block.scratch_forward.bytes, &backward = block.scratch_backward.bytes;
-    size_t& late = block.late.bytes;
-    size_t resized = T == out_T ? 0 : bytes_of(B * T * C);  // what a residual block holds besides
+
     block.param = (int)plan->tensors.size();
-    int products = block.input < 0 ? 2 : 3;  // of its first layer: what nothing comes before has no gradient
-    // a weight and its bias; `layer` is empty or ends in a dot
-    auto add_layer = [&](std::string layer, const std::vector<int>& shape, Init init = INIT_UNIFORM) {
-        layer = name + "." + layer;
-        add_parameter(plan, layer + "weight", shape, init);
-        double pixels = shape.size() == 2 ? 1 : (double)out_T;  // that the weight meets; an embedding's: one
-        if (shape.size() > 1)
-            plan->flops += products * 2.0 * (double)plan->tensors.back().count * pixels, products = 3;
-        add_parameter(plan, layer + "bias", {shape[0]}, init == INIT_ONES ? INIT_ZEROS : init);
-    };
-    switch (block.kind) {
-        case BLOCK_EMBED:
-            add_layer("0.", {O, C});
-            add_layer("2.", {O, O});
-            if (int rows = label_rows(c)) add_parameter(plan, LABEL_TABLE, {rows, O}, INIT_NORMAL);
-            hidden = bytes_of(3 * B * O), inner = bytes_of(B * C), backward = 3 * bytes_of(B * O);
-            block.O = 0;  // residual blocks add theirs
-            break;
-        case BLOCK_CONV_IN: add_layer("", {O, K, 3, 3}); break;
-        case BLOCK_RES:
-            add_layer("in_layers.0.", {K}, INIT_ONES);
-            add_layer("in_layers.2.", {O, K, 3, 3});
-            add_layer("emb_layers.1.", {O << c.use_scale_shift_norm, embedding_width(c)});
-            for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
-            block.emb = plan->blocks[0].O, plan->blocks[0].O += (int)plan->tensors.back().count;
-            add_layer("out_layers.0.", {O}, INIT_ONES);
-            add_layer("out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
-            if (K != O) add_layer("skip_connection.", {O, K, 1, 1});
-            hidden = bytes_of(B * out_T * O), late = bytes_of(B * out_T * K), stats = aligned(norm * (K + O));
-            forward = bytes_of(B * out_T * std::max(K, O)) + resized + aligned(float2s * O);
-            backward = hidden + resized + aligned(float2s * std::max(K, O));
-            break;
-        case BLOCK_ATTENTION:
-            add_layer("norm.", {K}, INIT_ONES);
-            add_layer("qkv.", {3 * K, K, 1});
-            add_layer("proj_out.", {K, K, 1}, INIT_ZEROS);
-            block.heads = heads_of(c, K, decoder);
-            plan->flops += 3.0 * 4 * (double)T * (double)T * C;  // scores, and their values
-            hidden = bytes_of(3 * B * T * C), inner = forward = bytes_of(B * T * C), late = hidden + inner;
-            backward = inner + aligned(float2s * C);
-            stats = aligned(norm * C + B * block.heads * T * sizeof(float));
-            break;
-        case BLOCK_DOWN:
-        case BLOCK_UP:
-            if (!c.conv_resample) break;
-            add_layer(block.kind == BLOCK_UP ? "conv." : "op.", {O, K, 3, 3});
-            forward = bytes_of(B * larger * C), backward = 2 * forward;
-            break;
-        case BLOCK_OUT:
-            add_layer("0.", {K}, INIT_ONES);
-            add_layer("2.", {O, K, 3, 3}, INIT_ZEROS);
-            forward = late = bytes_of(B * T * C), backward = aligned(float2s * C), stats = aligned(norm * C);
-            break;
-    }
+    with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { Kind::declare(plan, c, &block); });
     block.num_params = (int)plan->tensors.size() - block.param;
-    if (!plan->training) backward = late = 0;
     plan->blocks.push_back(block);
 }
 
+// The UNet: a level is num_res_blocks residual blocks, each of which may be followed by attention. The
+// encoder goes down from level to level; each of its groups' outputs is a skip, which the decoder reads on
+// its way up.
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
-    int each = c.num_res_blocks + 1, count = list_length(c.channel_mult) * each;  // groups of a level, of all
-    int width = level_width(c, 0), part = 0;
-    std::vector<int> skips;
-    std::string group;  // of blocks, which it numbers
-    auto add = [&](BlockKind kind, int skip = -1) {
-        int H = plan.blocks.back().out_H, out_H = kind == BLOCK_UP ? 2 * H : kind == BLOCK_DOWN ? H / 2 : 0;
-        if (out_H && c.resblock_updown) kind = BLOCK_RES;
-        add_block(&plan, c, text("%s.%d", group.c_str(), part++),
-                  {.kind = kind, .O = width, .out_H = out_H, .skip = skip});
+    const int levels = list_length(c.channel_mult);
+    int width = level_width(c, 0);
+    std::vector<int> skips;  // blocks
+    std::string group;       // of blocks, which it numbers
+    int part = 0, outputs = 0;
+
+    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto last_size = [&] { return plan.blocks.back().out_H; };
+    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
+        Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
+        add_block(&plan, c, text("%s.%d", group.c_str(), part++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
-        if (attends(c, plan.blocks.back().out_H)) add(BLOCK_ATTENTION);
+        if (attends(c, last_size())) add(BLOCK_ATTENTION);
     };
+    auto add_resampling = [&](BlockKind kind, int out_H) {
+        add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
+    };
+    auto begin_input_group = [&] { begin_group(text("input_blocks.%zu", skips.size())); };
+    auto end_input_group = [&] { skips.push_back((int)plan.blocks.size() - 1); };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
-    for (int i = 0; i < count; i++) {
-        group = text("input_blocks.%d", i), part = 0;
-        if (i % each) add_residual();
-        else add(i ? BLOCK_DOWN : BLOCK_CONV_IN);
-        width = level_width(c, i / each);
-        skips.push_back((int)plan.blocks.size() - 1);
+
+    begin_input_group();
+    add(BLOCK_CONV_IN);
+    end_input_group();
+    for (int level = 0; level < levels; level++) {
+        width = level_width(c, level);
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            begin_input_group();
+            add_residual();
+            end_input_group();
+        }
+        if (level == levels - 1) break;
+        begin_input_group();
+        add_resampling(BLOCK_DOWN, last_size() / 2);
+        end_input_group();
     }
-    group = "middle_block", part = 0;
-    for (BlockKind kind : {BLOCK_RES, BLOCK_ATTENTION, BLOCK_RES}) add(kind);
-    for (int i = count - 1; i >= 0; i--) {  // which input group's output is read
-        group = text("output_blocks.%d", count - 1 - i), part = 0;
-        width = level_width(c, i / each);
-        add_residual(skips[i]);
-        if (i && i % each == 0) add(BLOCK_UP);
+
+    begin_group("middle_block");
+    add(BLOCK_RES);
+    add(BLOCK_ATTENTION);
+    add(BLOCK_RES);
+
+    for (int level = levels - 1; level >= 0; level--) {
+        width = level_width(c, level);
+        for (int i = 0; i <= c.num_res_blocks; i++) {
+            begin_group(text("output_blocks.%d", outputs++));
+            add_residual(skips.back());
+            skips.pop_back();
+            if (level && i == c.num_res_blocks) add_resampling(BLOCK_UP, 2 * last_size());
+        }
     }
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
+
     place_parameters(&plan);
     time_buffers(&plan, c);
+    measure_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
 }
-
-// ---- walk -------------------------------------------------------------------------------------------------
-// pass(module) with the struct of the block's kind.
-static void with_module(Model* m, const Block& block, int B, auto pass) {
-    switch (block.kind) {
-        case BLOCK_EMBED: return pass(EmbedBlock{{m, block, B}});
-        case BLOCK_CONV_IN: return pass(ConvInBlock{{m, block, B}});
-        case BLOCK_RES: return pass(ResBlock{{m, block, B}});
-        case BLOCK_ATTENTION: return pass(AttentionBlock{{m, block, B}});
-        case BLOCK_DOWN:
-        case BLOCK_UP: return pass(ResampleBlock{{m, block, B}});
-        case BLOCK_OUT: return pass(OutBlock{{m, block, B}});
-    }
-}
 #endif
 
-static void with_module(Model* m, const Block& block, int B, auto pass);
-static Arena part_of_arena(const Model* m, const Buffer& b) { return {m->arena + b.offset, b.bytes, 0}; }
-
+// ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
     m->first = first;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
-        m->scratch = part_of_arena(m, block.scratch_forward);
+        m->scratch = arena_of(m, block.scratch_forward);
         with_module(m, block, B, [](auto module) { module.forward(); });
     }
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient may
-// go on beside the block that follows in backward; the others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
+// may go on beside the block that follows in backward; the others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
-        m->scratch = part_of_arena(m, block.scratch_backward), m->late = part_of_arena(m, block.late);
+        m->scratch = arena_of(m, block.scratch_backward), m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         with_module(m, block, B, [](auto module) { module.backward(); });
         wait_for(event_before(newest_event));
@@ -1749,28 +1953,18 @@ template <typename T> struct PredictionLoss {
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A call of the network and what a sampler makes of it, whichever sampler it is: linear in the prediction of
 // the picture, the noisy picture x and what an earlier call saved,
-//   x0 = threshold(from_x x + from_out out)
+//   x0 = clamp(from_x x + from_out out)
 //   x <- to_x0 x0 + to_x x + to_saved saved + sigma noise,   saved <- save_x0 x0 + save_x x,
 // with the old x and saved on the right. A learned sigma is up to exp(widest) times as large. The first step,
-// number 0, calls nothing: x becomes noise, or with an --init_image to_known image + sigma noise. Over x goes
-// what --mask keeps of the image, noised: known_signal image + known_noise noise.
+// number 0, calls nothing: x becomes noise.
 struct SamplerStep {
     uint32_t number = 0;  // of those that follow, counted from 1
     int timestep = -1;    // what the network is told; -1: it is not called
-    int threshold = THRESHOLD_NONE;
     float from_x = 0, from_out = 0;
     float to_x0 = 0, to_x = 0, to_saved = 0, sigma = 0;
     float save_x0 = 1, save_x = 0;  // x0 itself is saved, but where Heun's step has a second call
-    float guidance = 1;             // see Drawing
-    float widest = 0, to_known = 0, known_signal = 0, known_noise = 0;
+    float widest = 0;
 };
-
-// How much of the chain pictures go through, less with an --init_image: Meng et al., "SDEdit" (2022).
-static float strength_of(const Config& c) {
-    if (!*c.init_image) return 1;
-    if (!std::isnan(c.strength)) return c.strength;
-    return *c.mask ? 1 : 0.5f;
-}
 
 // By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
 static int spacing_of(const Config& c) {
@@ -1817,29 +2011,12 @@ static std::vector<int> karras_timesteps(const std::vector<double>& abar, int co
     return timesteps;
 }
 
-// The timesteps that a sampler visits, rising: of the whole chain, or of the part that --strength names.
+// The timesteps that a sampler visits, rising.
 static std::vector<int> drawn_timesteps(const Config& c, const std::vector<double>& abar) {
     int T = c.diffusion_steps, count = sampler_steps(c), spacing = spacing_of(c);
-    std::vector<int> timesteps = spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
-                                 : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
-                                                               : karras_timesteps(abar, count);
-    std::erase_if(timesteps, [&](int t) { return (float)t >= strength_of(c) * (float)T; });
-    return timesteps;
-}
-
-// The places among n timesteps that x comes to, one after the other, at last -1, where no noise is left. With
-// a --mask it goes back up from every jump_length-th, jump_n_sample - 1 times, so that what is drawn and what
-// is kept come to fit: Lugmayr et al., "RePaint" (2022), algorithm 1 and its authors' schedule.
-static std::vector<int> places_of(const Config& c, int n) {
-    std::vector<int> places, jumps(n);  // jumps: still to come, from each
-    for (int i = 0; *c.mask && i < n - c.jump_length; i += c.jump_length) jumps[i] = c.jump_n_sample - 1;
-    for (int i = n - 1; i >= 0; i--) {
-        places.push_back(i);
-        if (jumps[i]-- > 0)
-            for (int k = 0; k < c.jump_length; k++) places.push_back(++i);
-    }
-    places.push_back(-1);
-    return places;
+    return spacing == SPACING_UNIFORM    ? uniform_timesteps(T, count)
+           : spacing == SPACING_TRAILING ? trailing_timesteps(T, count)
+                                         : karras_timesteps(abar, count);
 }
 
 // Below, a step goes from the noise of abar = a to that of abar = next, with alpha = sqrt(abar).
@@ -1883,15 +2060,12 @@ static void heun_step(SamplerStep* first, SamplerStep* second, double a, double 
     second->to_saved = 1;
 }
 
-// A call of the network at a timestep, and how the picture follows from its answer. guided: guidance_interval's.
-static SamplerStep call_at(const Config& c, const std::vector<double>& abar, std::pair<double, double> guided,
-                           int timestep) {
+// A call of the network at a timestep, and how the picture follows from its answer.
+static SamplerStep call_at(const Config& c, const std::vector<double>& abar, int timestep) {
     double alpha = sqrt(abar[timestep]), noise = sqrt(1 - abar[timestep]);
-    double part = (double)timestep / c.diffusion_steps;
-    SamplerStep s = {.timestep = timestep, .threshold = c.threshold, .from_out = 1};
+    SamplerStep s = {.timestep = timestep, .from_out = 1};
     if (c.predict == PREDICT_EPS) s.from_x = (float)(1 / alpha), s.from_out = (float)(-noise / alpha);
     if (c.predict == PREDICT_V) s.from_x = (float)alpha, s.from_out = (float)-noise;
-    if (part >= guided.first && part <= guided.second) s.guidance = c.guidance_scale;
     return s;
 }
 
@@ -1901,42 +2075,29 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<double> abar = make_abar(c);
     std::vector<int> timesteps = drawn_timesteps(c, abar);
     double eta = c.sampler == SAMPLER_DDPM ? 1 : c.eta;
-    auto guided = guidance_interval(c);
     std::vector<SamplerStep> steps;
-    auto add = [&](SamplerStep s, double next) {  // it ends at abar = next
+    auto add = [&](SamplerStep s) {
         s.number = (uint32_t)steps.size();
-        s.known_signal = (float)sqrt(next), s.known_noise = (float)sqrt(1 - next);
         steps.push_back(s);
     };
-    auto level_at = [&](int place) { return place < 0 ? 1.0 : abar[timesteps[place]]; };
-
-    std::vector<int> places = places_of(c, (int)timesteps.size());
-    double start = level_at(places[0]);
-    // noise alone, unless there is an image; with a mask, from the chain's beginning on, beside what is kept
-    bool noised = *c.init_image && (!*c.mask || strength_of(c) < 1);
-    add({.sigma = noised ? (float)sqrt(1 - start) : 1, .to_known = noised ? (float)sqrt(start) : 0}, start);
-
-    for (size_t k = 0; k + 1 < places.size(); k++) {
-        int i = places[k], to = places[k + 1];
-        double a = level_at(i), next = level_at(to);
-        if (to > i) {  // back into the noise, as the chain itself goes
-            add({.to_x = (float)sqrt(next / a), .sigma = (float)sqrt(1 - next / a)}, next);
-            continue;
-        }
-        SamplerStep s = call_at(c, abar, guided, timesteps[i]);
+    int last = (int)timesteps.size() - 1;
+    add({.sigma = 1});
+    for (int i = last; i >= 0; i--) {
+        double a = abar[timesteps[i]], next = i ? abar[timesteps[i - 1]] : 1.0;
+        SamplerStep s = call_at(c, abar, timesteps[i]);
         if (c.sampler == SAMPLER_HEUN && heun_corrects(a, next)) {
-            SamplerStep second = call_at(c, abar, guided, timesteps[to]);
+            SamplerStep second = call_at(c, abar, timesteps[i - 1]);
             heun_step(&s, &second, a, next);
-            add(s, next);
+            add(s);
             s = second;
-        } else if (c.sampler == SAMPLER_DPMPP && k > 0) {
-            dpmpp_step(&s, level_at(places[k - 1]), a, next);
+        } else if (c.sampler == SAMPLER_DPMPP && i < last) {
+            dpmpp_step(&s, abar[timesteps[i + 1]], a, next);
         } else {
             ddim_step(&s, a, next, eta);
         }
         if (c.learn_sigma && c.sampler == SAMPLER_DDPM && i)
             s.widest = (float)(log((1 - a) / (1 - next)) / 2);
-        add(s, next);
+        add(s);
     }
     return steps;
 }
@@ -1944,11 +2105,9 @@ static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
 }
 
-// What a picture comes from: its class, and its noise, weight z(seed) + other_weight z(other), z(s) being
-// seed s's normals. Noise that a sampler adds later is the seed's.
+// What a picture comes from: the seed of its noise, and its class.
 struct Beginning {
-    uint32_t seed, other;
-    float weight, other_weight;
+    uint32_t seed;
     int label;
 };
 
@@ -1958,60 +2117,32 @@ struct SamplerState {
     SamplerStep step;  // the one under way
 };
 
-// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a weaker
-// answer too, and answer = weak + guidance (told - weak): without the class, Ho and Salimans,
-// "Classifier-Free Diffusion Guidance" (2022); an earlier or smaller model's, Karras et al., "Guiding a
-// Diffusion Model with a Bad Version of Itself" (2024).
+// Pictures that are being drawn at the same time, and the network's answers. Guided, there is a second answer
+// behind the first, without the class, and answer = weak + guidance (told - weak): Ho and Salimans,
+// "Classifier-Free Diffusion Guidance" (2022).
 template <typename T> struct Drawing {
-    TensorOf<T> input;             // x for the network
-    const T* out;                  // (B, H, W, PIXEL): what it answers to the pictures with their classes
-    T* weak_input;                 // x for the weaker answer; null: there is none
-    const T* weak_out;             // which is this
-    int channels;                  // of a picture
-    float *x, *saved;              // (B, H, W, PIXEL)
-    const Beginning* begins;       // (B)
-    float* limits;                 // (B): of dynamic thresholding
-    SamplerState* state;           // how far they are
-    const float* known = nullptr;  // (C + 1, H, W): the --init_image, and above 0 where it is kept
+    TensorOf<T> input;        // x for the network; guided, as much follows for the second answer
+    const T* out;             // (B, H, W, PIXEL): what it answers to the pictures with their classes
+    int channels;             // of a picture
+    bool clamps;              // x0 to [-1, 1]
+    float guidance;           // 1: there is one answer
+    float *x, *saved;         // (B, H, W, PIXEL)
+    const Beginning* begins;  // (B)
+    SamplerState* state;      // how far they are
 
     HOST_DEVICE float predicted_x0(const SamplerStep& s, size_t at) const {
         float answer = (float)out[at];
-        if (s.guidance != 1) {
-            float weak = (float)weak_out[at];
-            answer = weak + s.guidance * (answer - weak);
+        if (guidance != 1) {
+            float weak = (float)out[input.count() + at];
+            answer = fmaf(guidance, answer - weak, weak);
         }
-        return s.from_x * x[at] + s.from_out * answer;
+        float x0 = fmaf(s.from_x, x[at], s.from_out * answer);
+        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
+        return x0;
     }
 };
 
-// limits (B), of dynamic thresholding: the 99.5th percentile of each picture's |x0|, at least 1 (Saharia et
-// al., "Photorealistic Text-to-Image Diffusion Models", 2022, section 2.3). It is the value numbered rank in
-// rising order, the largest that no more than rank lie below. Floats above 0 are in the order of their bits,
-// so that it is found exactly, bit by bit. A team does a picture.
-template <typename T> struct ThresholdLimits {
-    Drawing<T> drawing;
-
-    enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return drawing.input.B; }
-    HOST_DEVICE void operator()(Team team) const {
-        uint32_t found = 0;
-        const SamplerStep step = drawing.state->step;
-        int pixels = drawing.input.T(), rank = (int)((995L * (pixels * drawing.channels - 1) + 999) / 1000);
-        size_t first = (size_t)team.index * pixels;
-        for (uint32_t bit = 1u << 30; bit; bit /= 2) {
-            Sum below = 0;
-            for (size_t i = first + team.thread; i < first + pixels; i += team.threads)
-                for (int c = 0; c < drawing.channels; c++) {
-                    FloatBits x0 = {drawing.predicted_x0(step, i * PIXEL + c)};
-                    below += (x0.bits & 0x7FFFFFFF) < (found | bit);
-                }
-            if (team_sum(below) <= rank) found |= bit;
-        }
-        FloatBits limit = {.bits = found};
-        if (team.thread == 0) drawing.limits[team.index] = limit.value > 1 ? limit.value : 1;
-    }
-};
-
+// fmaf says how each sum is rounded, so that every compiler draws the same bits.
 // x and what is saved become what SamplerStep says, of each picture by its Beginning alone: the step is done.
 template <typename T> struct UpdatePictures {
     Drawing<T> drawing;
@@ -2021,33 +2152,22 @@ template <typename T> struct UpdatePictures {
         const SamplerStep step = drawing.state->step;
         if (item == 0) drawing.state->done++;
         FourPixels four(item, drawing.input.T());
-        const float limit = step.threshold == THRESHOLD_DYNAMIC ? drawing.limits[four.b] : 1;
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < drawing.channels; c++) {
-            float normal[4] = {}, other[4] = {}, masked[4] = {};
-            const float* known = drawing.known;
-            const Beginning from = drawing.begins[four.b];
-            uint32_t number = step.number;
-            int e = four.element(c), mask = four.element(drawing.channels);  // where it lies behind the image
-            if (step.sigma > 0) random_normals_at(normal, from.seed, STREAM_SAMPLER, e, 0, number);
-            if (number == 0 && from.other_weight != 0)
-                random_normals_at(other, from.other, STREAM_SAMPLER, e, 0, 0);
-            if (known) random_normals_at(masked, from.seed, STREAM_SAMPLER, e, 0, number + (1u << 31));
+            float normal[4] = {};
+            if (step.sigma > 0)
+                random_normals_at(normal, drawing.begins[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
+                                  step.number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = drawing.predicted_x0(step, at);
-                if (step.threshold != THRESHOLD_NONE)  // kept within [-1, 1]; a NaN stays one
-                    x0 = (x0 < -limit ? -limit : x0 > limit ? limit : x0) / limit;
                 float x = drawing.x[at], saved = drawing.saved[at], sigma = step.sigma;
                 if (step.widest > 0)
                     sigma *= expf(step.widest * 0.5f * ((float)drawing.out[at + drawing.channels] + 1));
-                float noise = number ? normal[i] : from.weight * normal[i] + from.other_weight * other[i];
-                float next = step.to_x0 * x0 + step.to_x * x + step.to_saved * saved + sigma * noise;
-                if (known) next += step.to_known * known[e + i];
-                if (known && known[mask + i] > 0)
-                    next = step.known_signal * known[e + i] + step.known_noise * masked[i];
+                float next = fmaf(step.to_saved, saved, fmaf(step.to_x0, x0, step.to_x * x));
+                next = fmaf(sigma, normal[i], next);
                 drawing.x[at] = next, drawing.input.data[at] = (T)next;
-                if (drawing.weak_input) drawing.weak_input[at] = (T)next;
-                drawing.saved[at] = step.save_x0 * x0 + step.save_x * x;
+                if (drawing.guidance != 1) drawing.input.data[drawing.input.count() + at] = (T)next;
+                drawing.saved[at] = fmaf(step.save_x0, x0, step.save_x * x);
             }
         }
     }
@@ -2088,8 +2208,8 @@ struct StepState {
     int accepted;      // and no outliers: the weights may be updated
     int stop;          // a rank was asked to
     float loss, norm;  // these are they, the norm before clipping
-    // by quartile of the timesteps: the sums of their samples' mean squared errors, unweighted; their numbers
-    float quartiles[8] = {};
+    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
@@ -2131,12 +2251,14 @@ template <typename T> struct UpdateWeights {
         size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
+
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
-        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i), m_n = load<4>(m + i),
-                         v_n = load<4>(v + i);
+        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
+        Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
         Vector<T, 4> working_n;
+
         for (int j = 0; j < 4; j++) {
             float g = g_n.of[j] * a.clip;
             m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
@@ -2144,8 +2266,11 @@ template <typename T> struct UpdateWeights {
             w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
             working_n.of[j] = (T)w_n.of[j];
         }
-        store(w + i, w_n), store(m + i, m_n), store(v + i, v_n);
+        store(w + i, w_n);
+        store(m + i, m_n);
+        store(v + i, v_n);
         if (working) store(working + i, working_n);
+
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
             for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
@@ -2172,18 +2297,25 @@ struct AddGradients {
 HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     if (s < c.warmup_steps) return c.lr * (double)(s + 1) / c.warmup_steps;
     if (c.lr_schedule == LR_CONSTANT) return c.lr;
-    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1,
-           done = fmin((double)(s - c.warmup_steps) / span, 1.0), last = c.final_lr_fraction;
-    return c.lr *
-           (last + (1 - last) * (c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done));
+
+    double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
+    double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
+    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;
+    double last = c.final_lr_fraction;
+    return c.lr * (last + (1 - last) * falling);
 }
 
-// The learning rate goes by steps; what the moments and the running means hold, by the updates among them.
+// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up by the updates among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
-    double n = (double)(updates + 1), rising = 1 - pow(1 + n, -0.75);
-    float lr = (float)learning_rate(c, s), correction1 = (float)(1 - pow((double)c.beta1, n)),
-          correction2 = (float)(1 - pow((double)c.beta2, n));
-    AdamW a = {lr, c.weight_decay, c.beta1, c.beta2, c.adam_eps, correction1, correction2};
+    double n = (double)(updates + 1);
+    AdamW a = {.lr = (float)learning_rate(c, s),
+               .weight_decay = c.weight_decay,
+               .beta1 = c.beta1,
+               .beta2 = c.beta2,
+               .eps = c.adam_eps,
+               .correction1 = (float)(1 - pow((double)c.beta1, n)),
+               .correction2 = (float)(1 - pow((double)c.beta2, n))};
+    double rising = 1 - pow(1 + n, -0.75);
     for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
@@ -2202,16 +2334,26 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     int count = h->seen < WINDOW ? h->seen : WINDOW;
-    bool outlier = c.skip_outliers > 0 && count >= WINDOW_LEAST &&
-                   (is_outlier(loss, h->losses, count, c.skip_outliers) ||
-                    is_outlier(norm, h->norms, count, c.skip_outliers));
-    state->loss = loss, state->norm = norm;
+    bool outlier = false;
+    if (c.skip_outliers > 0 && count >= WINDOW_LEAST)
+        outlier = is_outlier(loss, h->losses, count, c.skip_outliers) ||
+                  is_outlier(norm, h->norms, count, c.skip_outliers);
+
+    state->loss = loss;
+    state->norm = norm;
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
     state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
-    if (state->accepted) h->losses[h->seen % WINDOW] = loss, h->norms[h->seen % WINDOW] = norm, h->seen++;
-    else if (state->finite) h->skipped++;
-    if (state->finite) state->step++;
+
+    if (!state->finite) return;
+    state->step++;
+    if (outlier) {
+        h->skipped++;
+    } else {
+        h->losses[h->seen % WINDOW] = loss;
+        h->norms[h->seen % WINDOW] = norm;
+        h->seen++;
+    }
 }
 
 // ==== 8  TRAINING ==========================================================================================
@@ -2273,8 +2415,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(whole * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
-    place(B, m->begins, m->limits);
-    if (*c.init_image) place((c.in_channels + 1) * pixels, m->known);
+    place(B, m->begins);
     return arena.used;
 }
 
@@ -2326,7 +2467,7 @@ static void check_memory(const Model& m, double pictures = 0, const char* instea
     double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
     double model = ON_GPU ? 0 : (double)memory_of(m);
     std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz") && !m.config.strip;
+    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
     if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
     check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
                       "the model and " + what, instead);
@@ -2432,7 +2573,8 @@ struct BatchSource {
     float drop = 0;
 };
 
-// A step begins: the state's update; an item is a sample: timestep, image (-1 - image: mirrored) and label.
+// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, and
+// computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2441,14 +2583,16 @@ struct BeginStep {
 
     size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
+        const BatchSource& s = source;
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
-        const BatchSource& s = source;
+
         uint64_t n = (uint64_t)step * s.batch + b;
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
+
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
         labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
@@ -2464,9 +2608,13 @@ struct LoadImages {
 
     size_t items() const { return (size_t)B * source.channels * source.size * source.size; }
     HOST_DEVICE void operator()(size_t i) const {
-        int W = source.size, image = source.channels * W * W, chosen = sources[i / image], e = i % image;
-        if (chosen < 0) chosen = -1 - chosen, e += W - 1 - 2 * (e % W);  // mirrored
-        size_t at = (size_t)chosen * image + e;
+        int W = source.size, elements = source.channels * W * W;
+        int image = sources[i / elements], e = i % elements;
+        if (image < 0) {  // mirrored
+            image = -1 - image;
+            e += W - 1 - 2 * (e % W);
+        }
+        size_t at = (size_t)image * elements + e;
         images[i] = source.bytes ? (float)source.bytes[at] / 127.5f - 1.0f : source.floats[at];
     }
 };
@@ -2486,6 +2634,7 @@ struct FinishStep {
     HOST_DEVICE void operator()(Team team) const {
         enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
+
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
@@ -2498,9 +2647,12 @@ struct FinishStep {
             sums[SQUARED_NORM] += grad_norm_partials[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
+
         float mean = (float)((double)sums[WEIGHTED] / loss.elements());
-        UNROLLED_FOR (int i = 0; i < 8; i++)
-            state->quartiles[i] = (float)(sums[QUARTILES + i] / (i < 4 ? loss.pixels * loss.channels : 1));
+        UNROLLED_FOR (int q = 0; q < 4; q++) {
+            state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
+            state->quartile_counts[q] = (float)sums[COUNTS + q];
+        }
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
         conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
@@ -2514,27 +2666,33 @@ static std::atomic<int> stop_requested = 0;
 struct Trainer {
     Model model = Model();
     Dataset images, validation;
+
+    // what the run starts from, and what is said of it
+    std::vector<long> checkpoints;     // that lay there when the run was configured
+    WeightsFile start = {};            // without a path: the run starts from fresh weights
+    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
+    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    std::vector<std::string> notes;    // what was assumed of the classes
+
+    // what the device reads and writes in a step
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     Graph graph;                                  // of a step
-    std::vector<long> checkpoints;  // that lay there when the run was configured
-    WeightsFile start = {};         // that the run starts from; without a path: from fresh weights
-    long saved = 0, sampled = -1;   // steps of the newest checkpoint and grid of pictures
-    long begun = 0;                 // steps given to the device
-    long step = 0;                  // optimiser steps done, as far as the host knows
-    float smoothed = 0;             // running mean of the loss, without those of skipped steps
+
+    // where the run is
+    long begun = 0;                // steps given to the device
+    long step = 0;                 // optimiser steps done, as far as the host knows
+    long saved = 0, sampled = -1;  // steps of the newest checkpoint and grid of pictures
+    float smoothed = 0;            // running mean of the loss, without those of skipped steps
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> notes;    // what was assumed of the classes
-    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
     // StepState's of the steps since the last line of the log, added up
-    std::array<double, 8> quartiles = {};
+    std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
 // All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
@@ -2554,16 +2712,26 @@ static void prepare_steps(Trainer* t) {
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
-    BatchSource* source = &t->source;
-    source->bytes = for_device(data.bytes), source->floats = for_device(data.floats);
-    source->order = t->order.get(), source->count = data.count, source->slots = slots;
-    source->batch = c.batch_size, source->size = c.image_size, source->channels = c.in_channels;
-    source->diffusion_steps = c.diffusion_steps, source->seed = c.seed, source->flip = c.flip;
-    if (m->labels) source->labels = for_device(data.labels);
-    source->no_class = c.num_classes, source->drop = c.cond_drop_prob;
+    t->source = {.bytes = for_device(data.bytes),
+                 .floats = for_device(data.floats),
+                 .order = t->order.get(),
+                 .count = data.count,
+                 .slots = slots,
+                 .batch = c.batch_size,
+                 .size = c.image_size,
+                 .channels = c.in_channels,
+                 .flip = c.flip,
+                 .diffusion_steps = c.diffusion_steps,
+                 .seed = c.seed,
+                 .no_class = c.num_classes,
+                 .drop = c.cond_drop_prob};
+    if (m->labels) t->source.labels = for_device(data.labels);
+
     StepState state = StepState();
-    state.step = t->begun = t->step, state.history = t->history;
+    state.step = t->step;
+    state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
+    t->begun = t->step;
     t->epochs = t->step * c.batch_size / data.count;
 }
 
@@ -2679,20 +2847,29 @@ static void begin_next_step(Trainer* t) {
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
+
+    int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     launch_graph(&t->graph, [&] { enqueue_step(t); });
-    backend_copy(&t->results[t->begun % STEPS_IN_FLIGHT], t->model.state, sizeof(StepState));
-    record_event((int)(t->begun++ % STEPS_IN_FLIGHT));
+    backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
+    record_event(slot);
+    t->begun++;
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
-    synchronize_event((int)(t->step % STEPS_IN_FLIGHT));
-    const StepState& result = t->results[t->step % STEPS_IN_FLIGHT];
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
-    t->step += result.finite;
-    t->history = result.history;
+    int slot = (int)(t->step % STEPS_IN_FLIGHT);
+    synchronize_event(slot);
+    const StepState& result = t->results[slot];
+
     if (result.stop) stop_requested = stop_asked = 1;
-    for (int i = 0; result.finite && i < 8; i++) t->quartiles[i] += result.quartiles[i];
+    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    t->history = result.history;
+    if (!result.finite) return result;
+    t->step++;
+    for (int q = 0; q < 4; q++) {
+        t->quartile_sums[q] += result.quartile_sums[q];
+        t->quartile_counts[q] += result.quartile_counts[q];
+    }
     return result;
 }
 
@@ -2747,6 +2924,7 @@ static double validation_loss(Trainer* t) {
     std::vector<int> timesteps(most);
     std::vector<double> sums(batches);
     auto [begin, end] = share_of(batches, world.rank);
+
     use_weights(m, chosen_weights(m));
     for (size_t batch = begin; batch < end && !stop_asked; batch++) {
         int first = (int)batch * most, B = std::min(most, t->validation.count - first);
@@ -2756,10 +2934,12 @@ static double validation_loss(Trainer* t) {
         backend_upload(m->images, images.data(), B * elements * sizeof(float));
         backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
         if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+
         add_noise(m, B, first, m->timesteps, nullptr);
         unet_forward(m, B);
         BatchLoss loss = batch_loss(m, B);
         run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+
         std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
         backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
         sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
@@ -2770,10 +2950,9 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- drawing pictures -------------------------------------------------------------------------------------
-// Pictures as the seeds say, without interpolation.
 static std::vector<Beginning> begin_with(const std::vector<uint32_t>& seeds) {
     std::vector<Beginning> begins;
-    for (uint32_t seed : seeds) begins.push_back({seed, 0, 1.0f, 0.0f, 0});
+    for (uint32_t seed : seeds) begins.push_back({seed, 0});
     return begins;
 }
 // The pictures' classes. Returns how many there are; 0 where not equally many pictures are of each.
@@ -2807,71 +2986,58 @@ struct Progress {
     }
 };
 
-// pictures (count, H, W, PIXEL). strip (count, columns, H, W, PIXEL), where columns are asked for: what each
-// picture was predicted to be after steps evenly spread from the first to the last. Returns false on Ctrl-C.
-// Each rank draws some of the batches, and rank 0 has them all in the end.
-// A step reads nothing from the host, and is recorded for each size of batch and number of answers. While
-// nothing is trained target and images are free for x and what the sampler saves.
+// pictures (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank draws some of the batches, and rank 0 has
+// them all in the end. A step reads nothing from the host, and is recorded for each size of batch, and apart
+// where it calls nothing. While nothing is trained target and images are free for x and what the sampler saves.
 static bool draw_pictures(Model* m, std::vector<float>* pictures, const std::vector<Beginning>& begins,
-                          bool show_progress, std::vector<float>* strip = nullptr, Model* guide = nullptr) {
+                          bool show_progress) {
     const Config& c = m->config;
-    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size(),
-        columns = strip ? c.strip : 0;
+    int elements = PIXEL * c.image_size * c.image_size, count = (int)begins.size();
     std::vector<SamplerStep> steps = make_sampler(c);
     backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
     pictures->resize((size_t)count * elements);
-    if (strip) strip->resize((size_t)count * columns * elements);
     use_weights(m, chosen_weights(m));
     float *x = m->target, *saved = m->images;
     size_t most = pictures_at_a_time(c, m->plan.batch);
     auto [begin, end] = share_of(count, world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    std::map<std::pair<int, int>, Graph> graphs;
+    std::map<std::pair<int, bool>, Graph> graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first), begun = 0, step = 0;
+        int B = (int)std::min(most, end - first), begun = 0, rows = is_guided(c) ? 2 * B : B;
         size_t bytes = (size_t)B * elements * sizeof(float);
         backend_upload(m->begins, &begins[first], B * sizeof(Beginning));
         Tensor input = unet_input(m, B);
-        const Model* weak = guide ? guide : m;  // which has the pictures a second time
-        size_t behind = guide ? 0 : input.count();
-        floatX *out = unet_output(m), *weak_out = unet_output(weak) + behind,
-               *weak_input = is_guided(c) ? weak->input + behind : nullptr;
-        Drawing<floatX> drawing = {input, out,       weak_input, weak_out,         c.in_channels, x,
-                                   saved, m->begins, m->limits,  m->sampler_state, m->known};
+        floatX* out = unet_output(m);
+        Drawing<floatX> drawing = {.input = input,
+                                   .out = out,
+                                   .channels = c.in_channels,
+                                   .clamps = c.threshold == THRESHOLD_CLAMP,
+                                   .guidance = c.guidance_scale,
+                                   .x = x,
+                                   .saved = saved,
+                                   .begins = m->begins,
+                                   .state = m->sampler_state};
         for (float* held : {x, saved}) backend_zero(held, bytes);  // the start takes 0 times these,
-        backend_zero(out, input.count() * sizeof(floatX));         // which may hold a NaN
+        backend_zero(out, rows * elements * sizeof(floatX));       // which may hold a NaN
         backend_zero(m->sampler_state, sizeof(SamplerState));
         for (const SamplerStep& s : steps) {
             synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
             if (stop_asked) break;
-            int answers = (s.timestep >= 0) + (s.guidance != 1);  // guided two
-            launch_graph(&graphs[{B, answers}], [&] {
-                auto call = [&](Model* model, int rows) {
-                    run(TellNetwork{m->sampler_state, model->timesteps, model->labels, m->sampler, m->begins,
-                                    rows, B, c.num_classes});
-                    if (answers) unet_forward(model, rows);
-                };
-                call(m, answers == 2 && !guide ? 2 * B : B);
-                if (answers == 2 && guide) call(guide, B);
-                if (s.threshold == THRESHOLD_DYNAMIC) run(ThresholdLimits<floatX>{drawing});
+            bool calls = s.timestep >= 0;
+            launch_graph(&graphs[{B, calls}], [&] {
+                run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, rows, B,
+                                c.num_classes});
+                if (calls) unet_forward(m, rows);
                 run(UpdatePictures<floatX>{drawing});
             });
             record_event(begun++ % STEPS_IN_FLIGHT);
-            if (answers) progress.count();
-            if (!answers || s.save_x) continue;  // a step ends where x0 is saved; for a strip we wait for it
-            int last = sampler_steps(c) - 1;
-            for (int column = 0; column < columns; column++)
-                for (int b = 0; b < B && step == (columns > 1 ? column * last / (columns - 1) : last); b++)
-                    backend_download(&(*strip)[((first + b) * columns + column) * elements],
-                                     saved + (size_t)b * elements, elements * sizeof(float));
-            step++;
+            if (calls) progress.count();
         }
         backend_download(pictures->data() + first * elements, x, bytes);
     }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
     collect(pictures, m, most * elements);
-    if (columns) collect(strip, m, most * columns * elements);
     return true;
 }
 
@@ -3038,8 +3204,10 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
 // Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
 static double time_step(Config config, int batch, double seconds) {
     Trainer t;
-    config.batch_size = batch, config.optimiser.lr = 0;  // so that no weight leaves the numbers
+    config.batch_size = batch;
+    config.optimiser.lr = 0;  // so that no weight leaves the numbers
     prepare_trial_run(&t, config);
+
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
@@ -3185,55 +3353,28 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Noise that turns from one seed's to another's in equal angles (slerp), and stays as long as noise is.
-static std::vector<Beginning> noise_between(uint32_t seed, uint32_t last_seed, int count, int elements) {
-    double xy = 0, xx = 0, yy = 0;
-    for (int e = 0; e < elements; e++) {
-        float x[4], y[4];
-        random_normals(x, seed, STREAM_SAMPLER, e / 4, 0, 0);
-        random_normals(y, last_seed, STREAM_SAMPLER, e / 4, 0, 0);
-        double a = x[e % 4], b = y[e % 4];
-        xy += a * b, xx += a * a, yy += b * b;
-    }
-    double angle = acos(xy / sqrt(xx * yy));
-    std::vector<Beginning> begins;
-    for (int i = 0; i < count; i++) {
-        double part = (double)i / (count - 1), from = sin((1 - part) * angle), to = sin(part * angle);
-        begins.push_back({seed, last_seed, (float)(from / sin(angle)), (float)(to / sin(angle)), 0});
-    }
-    return begins;
-}
-
-// Which pictures --generate, --seed, --seeds and --interpolate ask for.
+// Which pictures --generate, --seed and --seeds ask for.
 static std::vector<Beginning> wanted_pictures(const Config& c) {
     std::vector<uint32_t> seeds =
         *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
     if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
         fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
              counted(c.generate, "picture").c_str(), UINT32_MAX);
-    int count = c.interpolate ? c.interpolate : (int)seeds.size();
-    if (c.generate && c.generate != count)
-        fail("--generate %d contradicts --%s, which asks for %s; leave --generate out", c.generate,
-             c.interpolate ? "interpolate" : "seeds", counted(count, "picture").c_str());
-    if (c.strip > sampler_steps(c))
-        fail("--strip %d shows more steps than the sampler takes, %d", c.strip, sampler_steps(c));
-    if (!c.interpolate) return begin_with(seeds);
-    if (!*c.seeds || seeds.size() != 2 || seeds[0] == seeds[1] || count < 2)
-        fail("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9");
-    if (c.sampler == SAMPLER_DDPM || c.eta > 0 || *c.mask)
-        fail("--interpolate needs a sampler that adds no noise: another than ddpm, no --eta and no --mask");
-    return noise_between(seeds[0], seeds[1], count, c.in_channels * c.image_size * c.image_size);
+    if (c.generate && c.generate != (int)seeds.size())
+        fail("--generate %d contradicts --seeds, which asks for %s; leave --generate out", c.generate,
+             counted((long)seeds.size(), "picture").c_str());
+    return begin_with(seeds);
 }
 
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-    static const char* const THRESHOLDS[] = {"", ", dynamic threshold", ", no threshold"};
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    return line + THRESHOLDS[c.threshold];
+    if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
+    return line;
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, and these.
@@ -3247,19 +3388,8 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_DRAW);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
-    if (const GivenFlag* g = was_given(given, "strength"); g && *config.init_image && is_earlier_default(*g))
-        fail("%s: strength 0 meant 'not told' to earlier versions; remove the line, or type --strength 0",
-             g->origin.c_str());
-    using Needs = std::pair<const char*, const char*>;
-    for (auto [name, needed] : {Needs{"mask", "init_image"}, Needs{"strength", "init_image"},
-                                Needs{"jump_length", "mask"}, Needs{"jump_n_sample", "mask"}})
-        if (is_asked(was_given(given, name)) && flag_text(config, flag_named(needed)).empty())
-            fail("--%s does nothing without --%s", name, needed);
     check_config(config);
-    if (strength_of(config) > 0 && drawn_timesteps(config, make_abar(config)).empty())
-        fail("--strength %s is less noise than the least of %s has; use more --sample_steps, or "
-             "--spacing uniform",
-             float_text(strength_of(config)).c_str(), counted(sampler_steps(config), "timestep").c_str());
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -3270,10 +3400,9 @@ static std::pair<Config, WeightsFile> drawing_config(const std::vector<GivenFlag
     return {config, file};
 }
 
-// The grid or arrays, and what --strip and --output_dir ask for. rows: see rows_text.
+// The grid or arrays, and what --output_dir asks for. rows: see rows_text.
 static void write_pictures(const Config& c, const std::vector<Beginning>& begins, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& pictures,
-                           const std::vector<float>& strip, double seconds) {
+                           const std::string& rows, const std::vector<float>& pictures, double seconds) {
     int count = (int)begins.size();
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::vector<int> classes;
@@ -3282,51 +3411,12 @@ static void write_pictures(const Config& c, const std::vector<Beginning>& begins
     else write_grid(c.output_name, pictures, layout, c);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
-    if (c.strip) {
-        std::string path = std::string(c.output_name, strlen(c.output_name) - 4) + "_strip.png";
-        write_grid(path, strip, grid_layout(count * c.strip, count, c.image_size), c);
-        say("%s: %s of each", path.c_str(), counted(c.strip, "step").c_str());
-    }
     if (!*c.output_dir) return;
     size_t elements = pictures.size() / count;
-    for (int n = 0; n < count; n++)  // between two seeds the pictures are numbered instead
-        write_grid(text("%s/%06u.png", c.output_dir, c.interpolate ? n : begins[n].seed),
+    for (int n = 0; n < count; n++)
+        write_grid(text("%s/%06u.png", c.output_dir, begins[n].seed),
                    std::span(pictures).subspan(n * elements, elements), {1, 1, 1}, c, 0);
     say("%s: each picture on its own", c.output_dir);
-}
-
-// Adds the first picture of an image file, (channels, H, W), for --init_image and --mask.
-static void add_first_picture(std::vector<float>* known, const char* path, Config c, int channels) {
-    c.in_channels = channels, c.class_cond = 0;  // it needs no label
-    Dataset images = read_images(path, c);
-    for (int e = 0; e < channels * c.image_size * c.image_size; e++) known->push_back(images.value(e));
-}
-
-// The model of --guide_weights, its running mean where there is one, for the same pictures.
-static void load_guide(Model* guide, const Config& c, const std::vector<std::string>& class_names) {
-    WeightsFile file = open_weights(c.guide_weights);
-    const Config& g = file.config;
-    if (!file.class_names.empty() && !class_names.empty() && file.class_names != class_names)
-        fail("--guide_weights %s has the classes %s, and the model that it is to guide %s, in this order; "
-             "python generate.py matches them by name",
-             c.guide_weights, listed(file.class_names).c_str(), listed(class_names).c_str());
-    if (g.class_cond && file.class_names.empty() != class_names.empty())
-        say("note: only one of the two models names its classes; those of %s are taken for the same in their "
-            "order",
-            c.guide_weights);
-    for (const char* name : {"image_size", "in_channels", "diffusion_steps", "noise_schedule", "predict",
-                             "zero_terminal_snr", "num_classes"}) {
-        const Flag& flag = flag_named(name);
-        bool classes = is_named(flag, "num_classes");
-        if (classes ? g.class_cond && g.num_classes != (c.class_cond ? c.num_classes : 0)
-                    : flag_text(g, flag) != flag_text(c, flag))
-            fail("--guide_weights %s has --%s %s, and the model that it is to guide %s", c.guide_weights,
-                 name, flag_text(g, flag).c_str(), flag_text(c, flag).c_str());
-    }
-    *guide = plan_model(g, c.batch_size, false);
-    allocate_model(guide);
-    read_parameters(*guide, guide->master, file, ARRAY_SECTIONS[file.sections.contains("ema")]);
-    use_weights(guide, guide->master);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
@@ -3335,41 +3425,31 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     std::vector<std::string> names = shown_names(config, file.class_names);
     std::vector<uint32_t> classes = wanted_classes(config, names);
     int count = (int)begins.size(), groups = set_classes(&begins, classes);
-    int calls = calls_twice(config) ? 2 : 1;  // of the network for a picture
+    int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
-    check_memory(m, (double)count * (1 + config.strip), "draw them in parts, with --seeds");
+    check_memory(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
-    std::vector<float> known;
-    if (*config.init_image) add_first_picture(&known, config.init_image, config, config.in_channels);
-    if (*config.mask) add_first_picture(&known, config.mask, config, 1);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = *config.seeds ? config.seeds : text("%u to %u", begins[0].seed, begins.back().seed);
-    say("%s with %s (%s, step %ld), %s, seeds %s%s", counted(count, "picture").c_str(), file.path.c_str(),
-        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str(),
-        config.interpolate ? " and between" : "");
-    if (m.known) backend_upload(m.known, known.data(), known.size() * sizeof(float));
-    Model guide;
-    if (*config.guide_weights) load_guide(&guide, config, file.class_names);
-    std::vector<float> pictures, strip;
+    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
+        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+    std::vector<float> pictures;
     double start = seconds_now();
-    if (!draw_pictures(&m, &pictures, begins, true, &strip, *config.guide_weights ? &guide : nullptr)) {
+    if (!draw_pictures(&m, &pictures, begins, true)) {
         if (world.rank) return;
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
     if (world.rank) return;
-    if (config.interpolate) groups = 0;
     GridLayout layout = grid_layout(count, groups, config.image_size);
-    // the way from one seed to another in a row, if it is not too long
-    if (config.interpolate && count <= 16) layout.columns = count;
     std::string rows = rows_text(names, classes, groups, layout);
-    write_pictures(config, begins, layout, rows, pictures, strip, seconds_now() - start);
+    write_pictures(config, begins, layout, rows, pictures, seconds_now() - start);
     if (long broken = count_broken(pictures, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -3390,6 +3470,9 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     *config = file.config;
     apply_flags(config, given);
     t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    if (file.sections.contains("guidance_interval"))
+        t->notes.push_back(file.path +
+                           " has a --guidance_interval, which is generate.py's: grids are guided throughout");
 }
 
 // Each rank has as many of the parts that a batch goes through the network in: see sum_of_ranks.
@@ -3479,8 +3562,8 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     }
     std::vector<std::string> class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
-    *config.guide_weights = *config.init_image = *config.mask = 0;  // a --config file's are for --generate
     check_config(config);
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && !pictures_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
@@ -3626,24 +3709,28 @@ static void save_samples(Trainer* t) {
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
     if (steps > 1)
         printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
                1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
     printf("\n");
+
     auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
     auto best = std::ranges::min_element(t.validated, {}, finite);
-    if (best != t.validated.end() && std::isfinite(best->second))
+    if (best != t.validated.end() && std::isfinite(best->second)) {
+        bool kept = file_exists(checkpoint_path(c.out_dir, best->first));
         printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
-               file_exists(checkpoint_path(c.out_dir, best->first)) ? "there" : "not kept");
+               kept ? "there" : "not kept");
+    }
+
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint.c_str());
-    std::string samples = samples_path(c.out_dir, t.step);
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./" PROGRAM " --generate 64 --model_weights %s", shell_word(checkpoint).c_str());
+
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
     if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
@@ -3692,8 +3779,42 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    void pause(double seconds) { start += seconds, end += seconds, log_start += seconds; }
+
+    void pause(double seconds) {
+        start += seconds;
+        end += seconds;
+        log_start += seconds;
+    }
 };
+
+// What the log says of a step, besides its result.
+struct StepReport {
+    double ms;  // a mean since the line before
+    double images_per_s;
+    double lr;
+};
+
+// A line of metrics.jsonl.
+static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
+    static const double peak = backend_peak() * world.size;
+    double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
+    std::string each, mfu, quartiles;
+    if (world.size > 1) each = text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    if (peak) mfu = text(", \"mfu\": %.4f", tflops / peak);
+
+    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
+    for (int q = 0; q < 4; q++)
+        quartiles += (q ? ", " : "") + json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    t->quartile_sums = t->quartile_counts = {};
+
+    add_metrics(&t->metrics,
+                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
+                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
+                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
+                     t->step, result.loss, (double)t->smoothed, result.norm, report.lr, report.ms,
+                     report.images_per_s, each.c_str(), tflops, mfu.c_str(),
+                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+}
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
@@ -3703,72 +3824,79 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double now = pace->end = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     if (!logs && !(terminal && now - pace->shown > 1)) return;
     pace->shown = now;
-    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged),
-           images_per_s = c.batch_size * 1e3 / ms, lr = learning_rate(c.optimiser, t->step - 1),
-           tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
-    static const double peak = backend_peak() * world.size;
-    bool shares = world.size > 1;
+    double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
+    StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
+
     printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
     if (logs)
         printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
-               result.norm, lr, ms, images_per_s);
-    if (logs && shares) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
+               result.norm, report.lr, ms, report.images_per_s);
+    if (logs && world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
-    printf(t->history.skipped ? " | %d skipped\n" : "\n", t->history.skipped);
-    pace->logged = t->step, pace->log_start = now;
-    // the loss by quartile of the timesteps since the last line; null where no sample fell into one
-    std::string quartiles;
-    for (int q = 0; q < 4; q++)
-        quartiles += (q ? ", " : "") + json_number(t->quartiles[q] / t->quartiles[4 + q]);
-    t->quartiles = {};
-    std::string each = shares ? text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size) : "";
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, lr, ms, images_per_s,
-                     each.c_str(), tflops, peak ? text(", \"mfu\": %.4f", tflops / peak).c_str() : "",
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+
+    if (t->history.skipped) printf(" | %d skipped", t->history.skipped);
+    printf("\n");
+    pace->logged = t->step;
+    pace->log_start = now;
+    log_step(t, result, report);
+}
+
+// Whether what comes every so many steps comes after this one.
+static bool is_due(long step, int every) { return every && step % every == 0; }
+
+// What a stop or a crash came before: the validation and the pictures that were due when the run ended.
+static void catch_up(Trainer* t) {
+    const Config& c = t->model.config;
+    bool ended = t->step == t->start.config.steps;
+    auto lacks = [&](bool here) { return of_ranks(&t->model, !here)[0]; };  // rank 0's answer
+    if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
+        lacks(t->validated.contains(t->step)))
+        validate(t);
+    if ((ended || is_due(t->step, c.sample_every)) && lacks(file_exists(samples_path(c.out_dir, t->step))))
+        save_samples(t);
+    fflush(stdout);
+}
+
+// The step up to which the device is kept busy: not past one after which the host works with the weights.
+static long last_to_begin(const Trainer& t) {
+    const Config& c = t.model.config;
+    long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
+    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
+        if (every) last = std::min(last, (t.step / every + 1) * every);
+    return last;
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
-    auto due = [&](int every) { return every && t->step % every == 0; };
-    auto finds = [&](bool here) { return of_ranks(&t->model, here)[0]; };  // rank 0's answer
-    if (t->step && c.resume_given) {  // a stop or a crash may have come before what was due
-        bool ended = t->step == t->start.config.steps;
-        if (t->validation.count && (ended || due(c.val_every)) && finds(!t->validated.contains(t->step)))
-            validate(t);
-        if ((ended || due(c.sample_every)) && finds(!file_exists(samples_path(c.out_dir, t->step))))
-            save_samples(t);
-        fflush(stdout);
-    }
+    if (t->step && c.resume_given) catch_up(t);
+
     Pace pace = {t->step};
     while (t->step < c.steps && !stop_requested) {
-        // the device is kept busy, but not past a step after which the host works with the weights
-        long busy = std::min(t->step + STEPS_IN_FLIGHT, (long)c.steps);
-        for (int every : {c.save_every, c.sample_every, t->validation.count ? c.val_every : 0})
-            if (every) busy = std::min(busy, (t->step / every + 1) * every);
-        while (t->begun < busy) begin_next_step(t);
+        while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
         show_step(t, result, &pace);
         fflush(stdout);
+
         double paused = seconds_now();
-        if (t->validation.count && (due(c.val_every) || t->step == c.steps)) validate(t);
-        if (due(c.save_every)) save(t);
-        if (due(c.sample_every)) save_samples(t);
+        if (t->validation.count && (is_due(t->step, c.val_every) || t->step == c.steps)) validate(t);
+        if (is_due(t->step, c.save_every)) save(t);
+        if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
     while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
-    double seconds = pace.end - pace.start;
+
     if (isatty(1)) printf("\r\033[K");
-    if (t->saved != t->step || finds(!file_exists(checkpoint_path(c.out_dir, t->step)))) save(t);
+    double seconds = pace.end - pace.start;
+    std::string checkpoint = checkpoint_path(c.out_dir, t->step);
+    bool saved = t->saved == t->step && of_ranks(&t->model, file_exists(checkpoint))[0];
+    if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
     print_summary(*t, pace.first, seconds);
 }
@@ -3837,17 +3965,16 @@ static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help) return print_help();
-    for (const char* name : {"generate", "interpolate"})  // 0 is what they are where they were not typed
-        if (const GivenFlag* g = was_given(given, name);
-            g && g->origin.empty() && flag_text(config, *g->flag) == "0")
-            fail_usage("--%s 0 draws nothing; leave it out to train, or say how many pictures", name);
-    bool draws = config.generate || *config.seeds || config.interpolate;
-    for (const char* name :  // that was typed, and would do nothing
-         {"generate", "strip", "output_dir", "guide_weights", "init_image", "mask", "strength", "jump_length",
-          "jump_n_sample"})
-        if (const GivenFlag* g = was_given(given, name); !draws && g && g->origin.empty())
-            fail_usage("--%s %s draws nothing by itself; say how many with --generate, or which with --seeds",
-                       name, g->value.c_str());
+    auto typed = [&](const char* name) {
+        const GivenFlag* g = was_given(given, name);
+        return g && g->origin.empty() ? g : nullptr;
+    };
+    if (typed("generate") && !config.generate)
+        fail_usage("--generate 0 draws nothing; leave it out to train, or say how many pictures");
+    bool draws = config.generate || *config.seeds;
+    if (const GivenFlag* g = typed("output_dir"); g && !draws)
+        fail_usage("--output_dir %s draws nothing by itself; say how many with --generate, or which with --seeds",
+                   g->value.c_str());
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
@@ -3934,8 +4061,7 @@ static void backend_init() {
     for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ends)
-        CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
 }
 static std::string backend_name() {
@@ -4128,7 +4254,7 @@ enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
-// The elements of 16 bytes, to calculate with.
+// The elements of 16 bytes as floats.
 struct Unpacked : Vector<float, VEC> {
     __device__ float& operator[](int e) { return of[e]; }
 };
@@ -4184,15 +4310,16 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// At the head of every kernel: waits until all that its stream was given before is done, and has been written.
-// The launch itself is over by then. Without, an H100 takes 10% longer for a call of the network at B = 1.
+// Stands at the head of every kernel: waits until what its stream was given before is done and written. The
+// launch itself is over by then. Without this a call of the network at B = 1 takes 10% longer on an H100.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, blocks along x are a cluster.
+// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, blocks along x are a
+// cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
@@ -4237,7 +4364,8 @@ template <typename Layer> static void run(Layer layer) {
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 // Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
 // stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
-// NORM_PART pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors of x:
+// NORM_PART pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
+// of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
@@ -4265,8 +4393,8 @@ __device__ inline Unpacked norm_reload(const float* from) {
     return value;
 }
 
-// Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels.
-// Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
+// Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
+// channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
 template <int ROW, int WARPS, typename Finish>
 __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
                                              Unpacked& a, Unpacked& b, Finish finish) {
@@ -4286,8 +4414,9 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
     sums[c] = finish(c, total);
 }
 
-// The moments of n values, from the sum of their distances from a pivot and the sum of these squared. Where the
-// pivot is one of the values, the squares are at most n + 1 times the sum about the mean, so that little cancels.
+// The moments of n values, from the sum of their distances from a pivot and the sum of these squared. Where
+// the pivot is one of the values, the squares are at most n + 1 times the sum about the mean, so that little
+// cancels.
 __device__ inline float2 moments_about(float pivot, float2 sums, float n) {
     float distance = sums.x / n;
     return make_float2(pivot + distance, fmaxf(0, sums.y - sums.x * distance));
@@ -4320,7 +4449,8 @@ static dim3 norm_tile_grid(const Tensor& x, int C) {
 }
 
 // Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
-// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in once.
+// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in
+// once.
 __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const NormTile tile(x.T());
@@ -4397,7 +4527,8 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 }
 
 // A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, because two blocks should not
-// write one line, and deals an image's pixels out to `blocks` blocks a slab. A slab may begin or end in a group.
+// write one line, and deals an image's pixels out to `blocks` blocks a slab. A slab may begin or end in a
+// group.
 struct NormGrid {
     int slabs;
     int channels, blocks;  // of a slab
@@ -4411,8 +4542,8 @@ struct NormGrid {
     }
 };
 
-// What a block and a thread of a streaming pass do. The thread has one vector of channels, so that what belongs
-// to a channel stays in registers, and of image b every stride-th pixel from t on.
+// What a block and a thread of a streaming pass do. The thread has one vector of channels, so that what
+// belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
 struct NormWork {
     int b, t, stride, c;
     int block, slab, channels;     // the block's number in its slab, the slab's first channel, its channels
@@ -4447,9 +4578,9 @@ struct NormWork {
     }
 };
 
-// For thread i < work.channels the sum over the group of channel work.slab + i, over all tiles and channels of
-// item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2 of
-// neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+// For thread i < work.channels the sum over the group of channel work.slab + i, over all tiles and channels
+// of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
+// of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
 __device__ inline float2 norm_group_sum(const NormWork& work, int tiles, auto item, auto meanwhile) {
     __shared__ float2 shared_sums[NORM_THREADS];
     const int sharers = 1 << (31 - __clz(NORM_THREADS / work.groups));  // threads that share a group
@@ -4557,14 +4688,15 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
            norm, grid);
 }
-static bool hopper_norms(const Norm& norm, int O);  // whether that product norms on the way: section 12
+static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
 static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    const bool on_the_way = hopper_norms(norm, O);
+    const bool on_the_way = norms_on_the_way(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
 }
 
-// dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a row.
+// dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a
+// row.
 template <bool MODULATED>  // asked for each tile, loads would wait for each other
 __device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
@@ -4582,10 +4714,10 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with ACCUMULATE. It also writes
-// `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device memory: x, dy
-// and dresidual in, normed and dx out (dx also in where it accumulates), once each. normed may be dy; dx may be
-// dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
+// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with ACCUMULATE. It also
+// writes `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device
+// memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each. normed may
+// be dy; dx may be dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
@@ -4672,10 +4804,10 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16 of
-// them. It goes through the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores lie in mma's fragments, in fp32 too. fp32 has fewer
-// rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
+// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16
+// of them. It goes through the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
+// Heads are padded with zeros to D channels. Sums and scores lie in mma's fragments, in fp32 too. fp32 has
+// fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
@@ -4685,8 +4817,8 @@ template <int D> struct AttentionTile {
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
     enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
     enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
-    // Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
+    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
     enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
     struct Forward {
         AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
@@ -4788,8 +4920,8 @@ __device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], 
 #endif
     }
 }
-// Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the lane's
-// first row in a fragment, .y that of its second.
+// Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
+// lane's first row in a fragment, .y that of its second.
 template <int D>
 __device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
                                 const float sum[D / 8][4], float2 factors) {
@@ -4892,8 +5024,8 @@ struct AttentionBackward {
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse (ROWS) in
-// powers of two, which is infinite past the last query, where the probability is 0.
+// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
+// (ROWS) in powers of two, which is infinite past the last query, where the probability is 0.
 template <int ROWS, int D>
 __device__ void attention_delta(float* delta, float* lse, const AttentionRow<D>* dout,
                                 const AttentionRow<D>* out, const AttentionBackward& a, int t0) {
@@ -5002,7 +5134,8 @@ template <int D> __device__ void attention_backward_queries(const AttentionBackw
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
-// make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the L2.
+// make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the
+// L2.
 template <int D>
 __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionBackward a) {
@@ -5019,7 +5152,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     else attention_backward_queries<D>(a, t0);
 }
 
-// Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a constant.
+// Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a
+// constant.
 template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
     if constexpr (D < MAX_HEAD)
@@ -5054,31 +5188,32 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 //   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
 //   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.
 // A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
-// its patch of the image with a border of one pixel once per 128 bytes of channels, and the nine taps read
-// it at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32
-// plain FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
+// its patch of the image with a halo of one pixel once per 128 bytes of channels, and the nine taps read it
+// at shifted rows. In bf16 the arithmetic is mma.sync on tensor cores with fp32 accumulators; in fp32 plain
+// FMAs (never tf32). Both share the loads, and all kernels, Hopper's too, one layout of shared memory:
 //
 //   row 0   |0|1|2|3|4|5|6|7|    A row is 128 bytes of channels (some are 256), eight 16-byte vectors; vector
 //   row 1   |1|0|3|2|5|4|7|6|    v of row r is stored at v ^ (r % 8). So one vector of eight consecutive rows
-//   row 2   |2|3|0|1|6|7|4|5|    lies in eight different banks, and a row is still written whole. The copy
-//   ...                          engine and wgmma know this as the 128-byte swizzle.
+//   row 2   |2|3|0|1|6|7|4|5|    lies in eight different banks, and a row is still written whole. TMA
+//   ...                          and wgmma know this as the 128-byte swizzle.
 //   row 7   |7|6|5|4|3|2|1|0|
 
 enum { BK = 8 * VEC };  // channels of a 128-byte row: the depth of a step of gemm_kernel
 
 // ---- vectors and instructions
 
-// Bytes from a tile's start, or from a row's, to vector v of row r.
+// The bytes from a tile's start to vector v of row r.
 __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
     return r * row_bytes + ((v ^ (r & 7)) << 4);
 }
 
-// p + n pitch, by one multiplication of 32 bits, because neither factor has a sign.
+// p + n * pitch. It takes one multiplication of 32 bits, because neither factor has a sign.
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// By a thread, a vector of each of N rows of shared memory, SWEEP apart, but of the first n at most: from
-// `from` on, of pixel pixel_of(i) for the row i further; zeros where there are not so many pixels.
+// Copies a thread's vectors to shared memory: one for each of N rows, SWEEP apart, but at most the first n.
+// The vector for the row i further down comes from pixel pixel_of(i); it is zero where there are fewer
+// pixels.
 template <int N, int SWEEP, int ROW_BYTES = 128>
 __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
                                             unsigned pixels, auto pixel_of) {
@@ -5096,17 +5231,17 @@ template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address
 struct Pixel {
     int b, y, x;
 };
-// For 1x1 products all pixels are one line: they know no neighbours.
+// The tensor as a kernel sees it: for 1x1 all pixels are one line, since no pixel has neighbours.
 static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 1, 1, x.rows(), x.C}; }
 
-// A tile is `images` patches of 8 x width pixels, width a multiple of 8 (what one ldmatrix reads is then
-// eight neighbours in a row). With its border a patch is (8 + 2) * (width + 2) rows of shared memory; tile
-// pixel p with tap (dy, dx) is row row(p) + dy * (width + 2) + dx.
+// A tile is `images` patches of 8 x width pixels, width a multiple of 8, so that one ldmatrix reads eight
+// neighbours. With its halo a patch is (8 + 2) * (width + 2) rows of shared memory; tile pixel p with tap
+// (dy, dx) is row row(p) + dy * (width + 2) + dx.
 struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    // Images that share tiles are a set; so many tiles hold it.
+    // The tiles of a set: the images that share tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
@@ -5114,14 +5249,14 @@ struct Patch {
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
-    // Where a row lies in the tile with its border: column, line, image.
+    // Where a row lies in the tile with its halo: column, line, image.
     __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
         return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
     }
-    // The first pixel of a tile's border.
+    // The first pixel of a tile's halo.
     __device__ Pixel origin(int tile) const {
-        int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
+        const int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
         return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
     }
     // A pixel's index in (B, H, W), or -1 outside.
@@ -5132,15 +5267,15 @@ struct Patch {
     }
 };
 struct Box {
-    int width, height, images;  // pixels of a tile, or of a copy
+    int width, height, images;  // pixels of a tile, or of a TMA copy
 };
-// The tiles of x; of Hopper's products, whose tiles are higher, a Patch only counts them.
+// The tiles of x. Hopper's are higher than 8 pixels: for these the Patch only counts them.
 static Patch make_patch(const Tensor& x, Box tile) {
     const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
     const int sets = ceil_div(x.B, tile.images);
     return {x.B, x.H, x.W, tile.images, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
 }
-// 64 pixels: 8 x 8. 128: 8 x 16, or two images' 8 x 8 if the image is no wider. 1x1 products only have tiles.
+// 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
     if (taps == 1) return make_patch(shaped(x, 1), {pixels, 1, 1});
     if (pixels == 128 && x.W <= 8) return make_patch(x, {8, 8, 2});
@@ -5151,19 +5286,20 @@ static Patch make_patch(const Tensor& x, int taps, int pixels) {
 
 struct Gemm {
     Joined out;                    // (M, N), of M pixels
-    Joined residual = {};          // likewise, added; may be out itself
+    Joined residual = {};          // (M, N), added; may be out itself
     Joined x;                      // (M, K)
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};  // whose output's gradient is `out`: its sums are wanted too; without affine: none
-    float2* sums = nullptr;  // (B, parts, N): the output's moments, or its norm's sums; null: none
+    Norm norm = {};                // whose output has the gradient `out`; without affine none
+    float2* sums = nullptr;        // (B, tiles, N): the output's moments, or the norm's sums; null: not made
     Patch patch = {};
-    int splits = 1, share = 0;  // so many blocks share a tile's chunks, and so many chunks are a block's
-    float* partial = nullptr;   // (splits, M, N), where splits > 1
+    int splits = 1;            // blocks that share a tile's chunks,
+    int share = 0;             // of which each has so many
+    float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
-    // Of BK of K's channels; no chunk straddles the two of x.
+    // A chunk is BK of K's channels, all in one tensor of x.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
@@ -5193,8 +5329,8 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync, in fp32 too; there TRANSPOSED swaps columns
-// among two fragments, so that a lane's four lie together.
+// A warp's WM x WN accumulators, in the fragments of mma.sync. fp32 uses these too; there TRANSPOSED swaps
+// columns among two fragments, so that a lane's four lie together.
 template <class Tile> struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
@@ -5205,14 +5341,14 @@ template <class Tile> struct WarpProduct {
         bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
         return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
     }
-    // Rows of A: in bf16 for this lane's ldmatrix, in fp32 those of its sums.
+    // Rows of A: in bf16 those of which this lane gives ldmatrix the addresses, in fp32 those of its sums.
     static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
     int row[Tile::WM / ROW_STEP];
     __device__ WarpProduct(auto row_of) {
         UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
             row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
     }
-    // c += A's rows, `shift` further down, times B; a step of BK.
+    // c += A's rows, `shift` further down, times B, over BK channels.
     __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #ifndef PRECISION_FP32
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
@@ -5265,84 +5401,108 @@ template <class Tile> struct WarpProduct {
     }
 };
 
-// What becomes of a block's sums, which lie in `staging` as (BM, PITCH): they, finished, go to the output, or
-// a split's to its partial sums. 64 pixels at a time: where a norm's sums are wanted, or an embedding is
-// added, these are of one image. A thread has a vector of channels of every STEP-th of them.
+// The two things that an epilogue does to a vector of sums. The first: a bias, an embedding and a residual
+// are added. The residual comes with apply, as each pixel has its own.
+struct AddBiasResidual {
+    Unpacked bias = {};
+    __device__ void load(const Gemm& g, int image, int n) {
+        if (g.bias) bias += unpack(g.bias + n);
+        if (g.emb.data) bias += unpack(g.emb.row(image) + n);
+    }
+    __device__ void apply(Unpacked& value, Unpacked residual) {
+        for (int e = 0; e < VEC; e++) value[e] += bias[e] + residual[e];
+    }
+};
+// The second: of the gradient of what a norm wrote it makes the gradient before the SiLU, and the sums that
+// the norm's backward wants. x is what the norm read.
+struct NormGradient {
+    Vector<float2, VEC> statistics, affine;
+    __device__ void load(const Norm& norm, size_t at) {
+        statistics = ::load<VEC>(norm.statistics + at);
+        affine = ::load<VEC>(norm.affine + at);
+    }
+    __device__ void apply(Unpacked& value, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
+        if (silu)
+            for (int e = 0; e < VEC; e++)
+                value[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+        for (int e = 0; e < VEC; e++) {
+            sum[e] += value[e];
+            product[e] += value[e] * (x[e] - statistics.of[e].x);
+        }
+    }
+};
+
+// Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
+// split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
+// or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
+// pixel.
 template <class Tile>
 __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
                                               int n0) {
-    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STEP = Tile::THREADS / ROW, PASSES = 64 / STEP,
+    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STRIDE = Tile::THREADS / ROW, PASSES = 64 / STRIDE,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool gradient = Tile::TRANSPOSED && g.norm.affine && g.sums;
-    const int T = g.x.first.T(), part_pixels = T == 64 ? 64 : BM;  // a tile holds whole parts if g.sums
+    const bool has_norm = Tile::TRANSPOSED && g.norm.affine && g.sums;
+    const int T = g.x.first.T();
+    const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
     Unpacked sum = {}, product = {};
-    UNROLLED_FOR (int half = 0; half < BM / 64; half++) {
-        int m[PASSES];        // its pixels, -1: outside
-        uint4 there[PASSES];  // what is added to the outputs, or a norm's x
-        Unpacked value[PASSES];
-        const Joined& extra = gradient ? g.norm.x : g.residual;
-        const Tensor& of = extra.of(n);
-        const floatX* from = n < g.N() && of.data ? of.data + extra.within(n) : nullptr;
-        // all loads before the first store: none waits for another
+    UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
+        // All loads come before the first store, so that none waits for another.
+        int m[PASSES];           // the pixels, -1: outside
+        uint4 operands[PASSES];  // the residual, or the norm's x
+        Unpacked values[PASSES];
+        const Joined& operand = has_norm ? g.norm.x : g.residual;
+        const Tensor& of = operand.of(n);
+        const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            const int p = half * 64 + i * STEP + row;
+            const int p = p0 + i * STRIDE + row;
             m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
             if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
-            there[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            value[i] = *(const Unpacked*)(staging + p * PITCH + column);
+            operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+            values[i] = *(const Unpacked*)(staging + p * PITCH + column);
         }
         if (g.splits > 1) {
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                if (m[i] >= 0) *(Unpacked*)to = value[i];
+                if (m[i] >= 0) *(Unpacked*)to = values[i];
             }
             continue;
         }
 
-        // Of a gradient of what a norm wrote, the gradient before the SiLU, and the sums that the norm wants.
-        Unpacked added = {};
-        Vector<float2, VEC> statistics, affine;  // of a gradient's norm
+        AddBiasResidual add;
+        NormGradient norm;
         const int image = m[0] / T;
-        if (m[0] >= 0 && gradient) {
-            const size_t of = (size_t)image * g.N() + n;
-            statistics = load<VEC>(g.norm.statistics + of), affine = load<VEC>(g.norm.affine + of);
-        } else if (m[0] >= 0) {
-            if (g.bias) added += unpack(g.bias + n);
-            if (g.emb.data) added += unpack(g.emb.row(image) + n);
-        }
+        if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
+        else if (m[0] >= 0) add.load(g, image, n);
         const Tensor& out = g.out.of(n);
-        const floatX* to = out.data + g.out.within(n);
+        floatX* to = out.data + g.out.within(n);
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            Unpacked x = unpack(there[i]);
-            if (gradient && g.norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    value[i][e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
-            for (int e = 0; e < VEC; e++)
-                if (gradient) sum[e] += value[i][e], product[e] += value[i][e] * (x[e] - statistics.of[e].x);
-                else value[i][e] += added[e] + x[e];
-            if (m[i] < 0) continue;
-            *(uint4*)rows_from(to, m[i], out.C) = pack(value[i]);
+            if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
+            else add.apply(values[i], unpack(operands[i]));
+            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
         }
         if (!g.sums) continue;
 
-        // The sums of a part of an image, when its last pixels are finished. Of the outputs they are about
-        // the part's first pixel, kept in `staging` where that pixel's sums lay.
-        const int first = half * 64 / part_pixels * part_pixels, part = (tile * BM + first) / part_pixels;
+        // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
+        // where that pixel's sums lay.
+        const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
         float* pivot = staging + first * PITCH;
-        if (!gradient && half * 64 == first && row == 0) *(Unpacked*)(pivot + column) = value[0];
+        if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
-            for (int e = 0; e < VEC && !gradient; e++) {
-                float d = value[i][e] - pivot[column + e];
-                sum[e] += d, product[e] += d * d;
+            for (int e = 0; e < VEC && !has_norm; e++) {
+                float distance = values[i][e] - pivot[column + e];
+                sum[e] += distance;
+                product[e] += distance * distance;
             }
-        if ((half * 64 + 64) % part_pixels || part * part_pixels >= g.M()) continue;
+
+        // The sums are written when the last pixels of the norm's tile are finished.
+        if ((p0 + 64) % norm_pixels || norm_tile * norm_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
-        float2* sums = g.sums + (size_t)part * g.N() + n0;
+        float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
         norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
-            if (!gradient) return moments_about(pivot[c], total, part_pixels);
-            const int image = part * part_pixels / T;
+            if (!has_norm) return moments_about(pivot[c], total, norm_pixels);
+            const int image = norm_tile * norm_pixels / T;
             return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
         });
         sum = product = {};
@@ -5353,7 +5513,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
 // or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with border) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
+// (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
     await_inputs();
@@ -5375,7 +5535,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
         __syncthreads();
     }
-    // Where a chunk, counted from `first`, lies: in which of the two, and from which of its channels on.
+    // Where a chunk, counted from `first`, lies: in which tensor of x, and from which of its channels on.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
     const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
@@ -5387,7 +5547,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
             x.data + c, x.C, c < x.C ? g.M() : 0,
             [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
     };
-    // A tap's weights, of the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    // Loads a tap's weights for the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
     auto load_b = [&](int stage, int chunk, int tap) {
         constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
         static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
@@ -5406,12 +5566,18 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-    // Steps: a chunk's taps, or 1x1 a chunk each. Weights, and 1x1 all, come STAGES - 1 steps early.
+    // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
+    // early.
     struct Step {
         int stage = 0, tap = 0, chunk = 0;
         __device__ void next() {
-            if (++stage == STAGES) stage = 0;
-            if (++tap == TAPS) tap = 0, chunk++;
+            stage++;
+            if (stage == STAGES) stage = 0;
+            tap++;
+            if (tap == TAPS) {
+                tap = 0;
+                chunk++;
+            }
         }
     } step, early;
     auto load_early = [&] {
@@ -5442,7 +5608,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
-// out = the sum over splits of partial (splits, M, N), in order, and what is added. A thread: VEC outputs.
+// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual. A thread makes VEC
+// outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
@@ -5458,64 +5625,147 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// What norms want of the output, where the product did not leave it behind.
-static void launch_gemm_sums(const Gemm& g) {
-    if (g.out.first.moments) channel_moments(g.out.first);
-    if (g.norm.affine) groupnorm_backward_sums(g.out.first, g.out.first, g.norm);
+// ---- which kernel does a GEMM
+
+// The portable kernels, by the pixels and channels of a block's tile; and section 12's, by the pixels: 128,
+// which may be two small images, or 256, the tile of each of two warpgroups; x may be normed on the way
+// there.
+enum GemmKernel {
+    PORTABLE_128x128,
+    PORTABLE_128x64,
+    PORTABLE_64x64,
+    PORTABLE_128x16,
+    HOPPER_128,
+    HOPPER_TWO_IMAGES,
+    HOPPER_256,
+    HOPPER_256_ONE_CHUNK,
+    HOPPER_256_NORMED,
+};
+struct GemmChoice {
+    GemmKernel kernel;
+    int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
+    bool leaves_sums =
+        false;  // the moments or sums that a norm wants; otherwise they take a pass of their own
+};
+#ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
+enum { HAS_HOPPER = true };
+#else
+enum { HAS_HOPPER = false };
+#endif
+
+// Whether a tile of the kernel holds whole tiles of a norm, so that a block knows all of their pixels.
+static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
+    const int H = g.x.first.H, W = g.x.first.W, T = H * W;
+    if (T == 64) return taps == 1 || H == 8;
+    if (T % NORM_PART || kernel == PORTABLE_64x64) return false;
+    if (taps == 1) return true;
+    return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
-
-template <class Tile> static void launch_tile(Gemm g) {
-    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
-    int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
-    g.share = ceil_div(g.chunks(), g.splits), g.splits = ceil_div(g.chunks(), g.share);
-    int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    // Whether tiles hold whole parts of images, so that blocks can leave their sums behind.
-    const int H = g.x.first.H, W = g.x.first.W, T = H * W, line = Tile::TAPS == 1;
-    const bool whole =
-        T == 64 ? line || H == 8 : Tile::BM == 128 && T % 128 == 0 && (line || (H % 8 == 0 && W % 16 == 0));
-    if (whole && g.splits == 1) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
-    if (!g.sums) launch_gemm_sums(g);
+static GemmChoice portable_choice(const Gemm& g, int taps, GemmKernel kernel, int splits = 1) {
+    return {kernel, splits, splits == 1 && holds_norm_tiles(g, taps, kernel)};
 }
-
-// Section 12, with compute capability 9.0's own instructions (sm_90a) and bf16, for which the Makefile defines
-// HOPPER: whether it takes a product, launched there if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked);
-static int forced_tile = -1, forced_splits = 0;  // set by tests: instead of the rules below
-
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
 // enough of them to pay for a second kernel. The bounds were measured on an H100.
-template <int TAPS, bool TRANSPOSED> static void launch_gemm(Gemm g) {
-    for (const Joined& joined : {g.x, g.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !g.emb.data) && (!g.norm.affine || !g.residual.first));
-    if (forced_tile < 0 && launch_hopper<TAPS, TRANSPOSED>(g)) return;
-    assert(!g.x.affine);
-    constexpr bool HALF = sizeof(floatX) == 2;
+template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    bool even = ceil_div(g.N(), 64) % 2 == 0;  // tiles of 128 channels are full
-    int tile = even && tiles(128, 128) >= gpu_multiprocessors  ? 0
-               : 2 * tiles(128, 64) >= 3 * gpu_multiprocessors ? 1
-                                                               : 2;
-    const int chunks = g.chunks(), least_steps = HALF ? 18 : 1;
-    while (tile == 2 && g.splits < 8 && 2 * g.splits <= chunks && TAPS * chunks >= least_steps * g.splits &&
-           g.splits * tiles(64, 64) <= gpu_multiprocessors)
-        g.splits *= 2;
-    if (forced_tile >= 0) tile = forced_tile;
-    if (forced_splits > 0) g.splits = std::min(forced_splits, chunks);
-    if (!TRANSPOSED && g.N() <= 16) tile = 3, g.splits = 1;  // an image
+    if (!TRANSPOSED && g.N() <= 16) return portable_choice(g, TAPS, PORTABLE_128x16);  // an image
+    const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
+    if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
+    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
+
+    const int chunks = g.chunks(), least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    int splits = 1;
+    while (splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
+           splits * tiles(64, 64) <= gpu_multiprocessors)
+        splits *= 2;
+    return portable_choice(g, TAPS, PORTABLE_64x64, splits);
+}
+
+// Hopper's kernels write 64 channels at once, all to one tensor.
+static bool hopper_writes(const Joined& x) { return !x.second.C || x.first.C % 64 == 0; }
+// Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
+static bool enough_256(const Tensor& x, int N) {
+    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+}
+// Whether a 3x3 convolution with O outputs norms what it reads: in whole tiles, and whole chunks.
+static bool norms_on_the_way(const Norm& norm, int O) {
+    const Tensor& x = norm.x.first;
+    return HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
+           norm.x.second.C % 64 == 0 && O > 16 && enough_256(x, O);
+}
+template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
+    const Tensor& x = g.x.first;
+    const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
+    GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
+    if (TAPS > 1 && !small && enough_256(x, g.N())) {
+        kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
+        if (g.x.affine) kernel = HOPPER_256_NORMED;
+    }
+    GemmChoice choice = {.kernel = kernel};
+    choice.leaves_sums = holds_norm_tiles(g, TAPS, kernel) && hopper_writes(g.norm.x);
+    if (kernel >= HOPPER_256) return choice;
+
+    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
+    const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
+    const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
+    while (choice.splits < 4 && 2 * choice.splits * blocks <= gpu_multiprocessors &&
+           g.chunks() * TAPS >= 18 * choice.splits)
+        choice.splits *= 2;
+    return choice;
+}
+
+// Which kernel does a GEMM. This follows from the sizes and the GPU alone.
+template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
+    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper<TAPS>(g);
+    return choose_portable<TAPS, TRANSPOSED>(g);
+}
+
+template <class Tile> static void launch_portable(Gemm g) {
+    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
+    const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
+    const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
     Arena workspace = stream->workspace;
     if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
-    constexpr int COLUMNS = HALF ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
-    if (tile == 0) launch_tile<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, HALF ? 2 : 1>>(g);
-    if (tile == 1) launch_tile<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, HALF ? 4 : 3>>(g);
-    if (tile == 2) launch_tile<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
-    if constexpr (!TRANSPOSED)
-        if (tile == 3) launch_tile<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+}
+template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
+
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
+    for (const Joined& joined : {asked.x, asked.out})
+        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
+    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.affine || !asked.residual.first));
+    assert(!asked.x.affine || choice.kernel == HOPPER_256_NORMED);
+    Gemm g = asked;
+    g.share = ceil_div(g.chunks(), choice.splits);
+    g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
+    if (choice.leaves_sums) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
+    else g.norm = {};
+
+    constexpr bool BF16 = sizeof(floatX) == 2;
+    constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    switch (choice.kernel) {
+        case PORTABLE_128x128:
+            launch_portable<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>>(g);
+            break;
+        case PORTABLE_128x64:
+            launch_portable<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>>(g);
+            break;
+        case PORTABLE_64x64:
+            launch_portable<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+            break;
+        case PORTABLE_128x16:
+            if constexpr (!TRANSPOSED) launch_portable<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            break;
+        default:
+            if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
+    }
+    if (choice.leaves_sums) return;
+    if (asked.out.first.moments) channel_moments(asked.out.first);
+    if (asked.norm.affine) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
 
 // ---- weight gradient
@@ -5527,16 +5777,17 @@ struct WeightGradient {
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
     int taps;
     Patch patch = {};
-    int splits = 1;               // of the patch's tiles
-    float* partial = nullptr;     // (splits, O, taps, C), where they are several
-    float* bias_parts = nullptr;  // (splits + sets, images of a set, O)
+    int splits = 1;                  // of the patch's tiles
+    float* partial = nullptr;        // (splits, O, taps, C), where splits > 1
+    float* bias_partials = nullptr;  // (splits + sets, images of a set, O)
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
-    // Split s has tiles [first_tile(s), first_tile(s + 1)); the split that has tile t.
+    // Split s has the tiles [first_tile(s), first_tile(s + 1)).
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
+    // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
 };
 
-// 64 output channels by 64 input channels and all taps a block; PIXELS a step of the reduction.
+// A block has 64 output channels by 64 input channels and all taps, and reduces over PIXELS at a time.
 template <int TAPS_> struct WeightTile {
     static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
@@ -5547,7 +5798,7 @@ template <int TAPS_> struct WeightTile {
     static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
     struct Shared {
-        // 3x3: the pixel that lies in each row of this tile or of the next, -1: outside; a tile's pixels' rows.
+        // For 3x3: the pixel that lies in each row of this tile and of the next, or -1 outside of the image.
         alignas(128) int pixel_of_row[2][TAPS > 1 ? X_ROWS : 1];
         int row_of_pixel[TAPS > 1 ? PIXELS : 1];
         struct alignas(128) Stage {
@@ -5657,7 +5908,7 @@ template <class Tile> struct WeightProduct {
 
 // dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
 // split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
-// block its pixels' 64 channels of dout and of x (3x3: with border) come in once, for all taps. The first of
+// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
 // the blocks that share dout's channels also writes their column sums.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
@@ -5675,7 +5926,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
     const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
     int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
-    const bool sums_bias = g.bias_parts && c_tile == 0;
+    const bool sums_bias = g.bias_partials && c_tile == 0;
 
     const uchar4 offset = g.patch.offset(tid);
     auto locate = [&](int tile) {  // its pixels, before it is loaded
@@ -5704,12 +5955,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             [&](int i) { return pixel(row + i); });
     };
     WeightProduct<Tile> product;
-    // On leaving a set of images part split + set: the pair never goes down, so no two have the same sum.
+    // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
+    // write one row, because neither split nor set ever goes down.
     int set = first / set_tiles;
     auto flush_sums = [&] {
         product.flush_sums([&](int image, int o, float sum) {
-            size_t part = (size_t)(blockIdx.y + set) * g.patch.images + image;
-            if (image < g.patch.images && o0 + o < O) g.bias_parts[part * O + o0 + o] = sum;
+            size_t row = (size_t)(blockIdx.y + set) * g.patch.images + image;
+            if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
         });
     };
     for (int s = 0; s < STAGES - 1; s++) load(first + s), __pipeline_commit();
@@ -5734,25 +5986,25 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// per_image and dbias from bias_parts; 256 threads own channels [8 block, 8 block + 8), 32 a channel.
-// These share the images, or the parts of a single one.
+// Makes per_image and dbias of bias_partials. 256 threads own channels [8 block, 8 block + 8), 32 threads a
+// channel, which share the images, or the splits of a single one.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
     int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
     int images = g.patch.images, set_tiles = g.patch.set_tiles();
-    auto part = [&](int split, int set, int image) {
-        return g.bias_parts[((size_t)(split + set) * images + image) * O + o];
+    auto partial = [&](int split, int set, int image) {
+        return g.bias_partials[((size_t)(split + set) * images + image) * O + o];
     };
     float total = 0;
     if (B == 1)
 #pragma unroll 8
-        for (int s = y; s < g.splits && o < O; s += 32) total += part(s, 0, 0);
+        for (int s = y; s < g.splits && o < O; s += 32) total += partial(s, 0, 0);
     else
         for (int b = y; b < B && o < O; b += 32) {
             int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
             float sum = 0;
 #pragma unroll 8
-            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += part(s, set, b % images);
+            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += partial(s, set, b % images);
             if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
             total += sum;
         }
@@ -5764,27 +6016,28 @@ __device__ void reduce_bias(const WeightGradient& g, int block) {
     g.dbias[o] = total;
 }
 
-// dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the eight meet.
-// Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias gradient.
+// dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the sums of eight
+// threads are added. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
+// gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
     if (blockIdx.x >= (unsigned)weight_blocks) return reduce_bias(g, blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, part = threadIdx.x / 32;
+    int lane = threadIdx.x % 32, reducer = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
     float4 sum = make_float4(0, 0, 0, 0);
-    for (int first = part; i < n && first < g.splits; first += 8 * REDUCERS) {
-        float4 loaded[8] = {};  // so many loads under way
+    for (int first = reducer; i < n && first < g.splits; first += 8 * REDUCERS) {
+        float4 loaded[8] = {};  // eight loads are under way at once
         for (int k = 0; k < 8; k++) {
             int s = first + k * REDUCERS;
             if (s < g.splits) loaded[k] = *(const float4*)(g.partial + s * n + i);
         }
         for (float4 more : loaded) sum += more;
     }
-    sums[part][lane] = sum;
+    sums[reducer][lane] = sum;
     __syncthreads();
-    if (part != 0 || i >= n) return;
+    if (reducer != 0 || i >= n) return;
     for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
     *(float4*)(g.dw + i) = sum;
 }
@@ -5793,7 +6046,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
     Arena workspace = stream->workspace;
-    if (g.dbias) g.bias_parts = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
+    if (g.dbias) g.bias_partials = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
     if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
     launch_sums(g);
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
@@ -5804,14 +6057,22 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 template <int TAPS>
-static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
-    launch_gemm<TAPS, false>({out, options.residual, x, layer.w, layer.bias, options.emb});
+static Gemm forward_gemm(Tensor out, Joined x, Product<TAPS> layer, const Forward& options) {
+    return {out, options.residual, x, layer.w, layer.bias, options.emb};
+}
+template <int TAPS>
+static Gemm backward_input_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+    const Joined residual = options.accumulate ? dx : Joined();
+    return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
+}
+template <int TAPS> static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+    const Gemm g = forward_gemm(out, x, layer, options);
+    launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
 }
 template <int TAPS>
 static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
-    Gemm g = {.out = dx, .x = dout, .w = layer.w, .norm = options.norm};
-    if (options.accumulate) g.residual = dx;
-    launch_gemm<TAPS, true>(g);
+    const Gemm g = backward_input_gemm(dx, dout, layer, options);
+    launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -5883,7 +6144,7 @@ static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
 namespace gpu {
 static_assert(sizeof(floatX) == 2, "HOPPER is for bf16: build without it for fp32");
 
-// ---- tensor copies and warpgroup products
+// ---- TMA and WGMMA
 
 namespace ptx = cuda::ptx;
 
@@ -5900,58 +6161,67 @@ struct Barrier {
         while (!ptx::mbarrier_try_wait_parity(&state, parity)) continue;
     }
 };
-// Of a ring of N buffers that one thread has filled; `readers` warpgroups read each filling.
+// The barriers of a ring of N buffers. One thread has each filled, and `readers` warpgroups read it then.
 template <int N> struct RingBarriers {
     Barrier full[N], empty[N];
     __device__ void init(int readers) {
         for (int i = 0; i < N; i++) full[i].init(1), empty[i].init(readers);
     }
 };
-// Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. Who waits for buffers
-// to become empty begins with parity 1: the first time round at once.
+// Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. A thread that fills
+// buffers begins with parity 1, because they are empty at first.
 template <int N> struct Ring {
     int slot = 0, parity = 0;
     __device__ int previous() const { return slot ? slot - 1 : N - 1; }
     __device__ void next() {
-        if (++slot == N) slot = 0, parity ^= 1;
+        slot++;
+        if (slot == N) {
+            slot = 0;
+            parity ^= 1;
+        }
     }
-    __device__ void skip(int buffers) { slot += buffers, parity ^= slot / N & 1, slot %= N; }
+    __device__ void skip(int buffers) {
+        slot += buffers;
+        parity ^= slot / N & 1;
+        slot %= N;
+    }
 };
-// A warpgroup's threads meet, at the barrier of that number; 0 is __syncthreads.
+// Waits for all threads of the warpgroup. Barrier 0 is that of __syncthreads.
 __device__ inline void warpgroup_barrier(int warpgroup) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
-// A thread's warpgroup, which the compiler now knows to be a whole warp's: what follows from it is computed
-// once a warp. Where it did not know, the addresses for wgmma took longer than the products.
+// A thread's warpgroup. The shuffle tells the compiler that it is the same for a whole warp, so that what
+// follows from it is computed once a warp; without it the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
-// The registers of a warpgroup's threads from here on; "inc" waits until others have given up some by "dec".
+// How many registers a warpgroup's threads have from here on; "inc" waits until others have given some up by
+// "dec".
 #define SET_REGISTERS(change, count) asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
 
-// A box of a tensor in device memory, 64 channels of pixels from `at` on, copied to shared memory by the copy
-// engine or back: rows of 128 bytes, swizzled, zeros where the box leaves the tensor. Completion counts down
-// the bytes that the barrier expects.
-__device__ inline void copy_box(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
+// Copies by TMA a box of a tensor, 64 channels of the pixels from `at` on, to shared memory or back: rows
+// of 128 bytes, swizzled, with zeros where the box leaves the tensor. What has come counts towards the
+// bytes that the barrier expects.
+__device__ inline void tma_load(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
                               &barrier.state);
 }
-__device__ inline void store_box(const CUtensorMap& map, const void* from, int c, Pixel at) {
+__device__ inline void tma_store(const CUtensorMap& map, const void* from, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
     ptx::cp_async_bulk_commit_group();
 }
-// Before the copy engine or the tensor cores read what this thread stored to shared memory.
+// Stands between this thread's stores to shared memory and TMA or tensor cores that read them.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
 
-// What a warpgroup product reads from shared memory. K-major: rows of 64 k, groups of eight rows `stride`
-// bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride` bytes apart; the
-// next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a start may be any row: a
-// tap of a 3x3 convolution is a shift of the start address.
-__device__ inline uint64_t shared_matrix(uint32_t address, uint32_t stride, uint32_t next = 16) {
+// The descriptor of a matrix that wgmma reads from shared memory. K-major: rows of 64 k, groups of eight
+// rows `stride` bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride`
+// bytes apart; the next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a
+// matrix may start at any row: a tap of a 3x3 convolution is a shift of the start address.
+__device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, uint32_t next = 16) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
 }
-__device__ inline uint64_t further(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
+__device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ inline void wgmma_wait() {
@@ -6009,7 +6279,7 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// The map of x for such boxes of 64 channels; narrow: of 16, in the 32-byte swizzle.
+// What TMA must know of x to copy boxes of 64 channels, or, narrow, of 16 in the 32-byte swizzle.
 static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
@@ -6032,7 +6302,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
 
 // ---- forward and input gradient
 
-// One tensor, or two side by side: from column `columns` on, the second.
+// One tensor, or two side by side, of which the second begins at column `columns`.
 struct JoinedMaps {
     CUtensorMap first, second;
     int columns;
@@ -6042,48 +6312,52 @@ struct JoinedMaps {
 
 struct HopperGemm : Gemm {
     JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps extra_map = {};  // read where the outputs go: the residual, or a norm's x; 0 columns: none
+    JoinedMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
     CUtensorMap w_map = {};
 };
 
-// A tile's pixels: 16 lines of 8 (1x1, where all are one line: 128 in a row); two whole images no larger than
-// 8 x 8; or two parts of 16 lines of 8, side by side.
-enum TileShape { ONE_PART, TWO_IMAGES, TWO_PARTS };
-// 64 channels by such pixels. With two parts, two warpgroups take tiles in turn, to hide their outputs.
+// The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
+// images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
+enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
+// 64 channels by so many pixels. With two sub-tiles, two warpgroups take tiles in ping-pong: while one writes
+// outputs, the other multiplies.
 template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
-    static constexpr bool NORMS = NORMS_;  // x on the way, by a fourth warpgroup
-    static constexpr int PARTS = SHAPE == TWO_PARTS ? 2 : 1, RESIDENT = 2 / PARTS;  // on a multiprocessor
-    // A warpgroup a part multiplies. Producers: a thread for both rings (1x1), or one for each, in two warps;
-    // with two parts in a warpgroup of their own, which leaves its registers to the others.
-    static constexpr int READERS = PARTS * 128;
-    static constexpr int THREADS = READERS + (NORMS ? 256 : PARTS > 1 ? 128 : TAPS > 1 ? 64 : 32);
-    static constexpr int BORDER = TAPS > 1;
-    static constexpr Box PART = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {PART.width * PARTS, PART.height, PART.images};
-    static constexpr Box PATCH = {PIXELS.width + 2 * BORDER, PIXELS.height + 2 * BORDER, PIXELS.images};
+    static constexpr bool NORMS = NORMS_;  // a fourth warpgroup norms x on the way
+    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
+    static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
+    // As many warpgroups multiply as there are sub-tiles. One thread fills both rings (1x1), or one each, in
+    // two warps; with two sub-tiles these have a warpgroup of their own, which leaves its registers to the
+    // others.
+    static constexpr int READERS = SUBTILES * 128;
+    static constexpr int THREADS = READERS + (NORMS ? 256 : SUBTILES > 1 ? 128 : TAPS > 1 ? 64 : 32);
+    static constexpr int HALO = TAPS > 1;
+    static constexpr Box SUBTILE = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
+    static constexpr Box PIXELS = {SUBTILE.width * SUBTILES, SUBTILE.height, SUBTILE.images};
+    static constexpr Box PATCH = {PIXELS.width + 2 * HALO, PIXELS.height + 2 * HALO, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
-    // Of a buffer: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
+    // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a
+    // time.
     static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : PARTS == 1 ? 2 : STAGES < 9 ? 4 : 3;
+    static constexpr int PATCHES = TAPS == 1 ? STAGES : SUBTILES == 1 ? 2 : STAGES < 9 ? 4 : 3;
     __device__ static Pixel origin(const Patch& p, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
         return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
                 tile % p.tiles_x * PIXELS.width};
     }
-    // A part's first pixel, in a tile that begins at `at`.
-    __device__ static Pixel part(Pixel at, int k) { return {at.b, at.y, at.x + k * PART.width}; }
+    // The first pixel of sub-tile k, in a tile that begins at `at`.
+    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
     struct Shared {
         union Patch {
             unsigned char pixels[BUFFER_ROWS * 128];
-            Rows64 outputs[PARTS][2];
+            Rows64 outputs[SUBTILES][2];
         } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
         Rows64 w[STAGES];
         RingBarriers<PATCHES> patch;
         RingBarriers<STAGES> stage;
-        Barrier turn[PARTS];      // of each warpgroup, to multiply
+        Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
         Barrier normed[PATCHES];  // patches, where they are normed on the way
         static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
     };
@@ -6095,72 +6369,76 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
-// The products of gemm_kernel, for 64 channels by a tile of pixels at a time. The copy engine fills two rings
-// for the warpgroups that multiply, and is soon a tile ahead: with the patches of a tile's 64-channel chunks,
-// and then with what is added to the outputs, where these are put together; and with the taps' weights. Block
-// (rank, channels, z) takes tiles z, z + gridDim.z, ... In a cluster, the blocks of all ranks take the same
-// tile, and a share of its chunks each. Where x is normed on the way, a warpgroup does so with each patch as
-// it comes. Per tile its patch and 64 channels' weights come once; weights that the ring holds all of, once
-// for all of a block's tiles.
+// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
+// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
+// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
+// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
+// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
+// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
+// that the ring holds all of come in once for all of a block's tiles.
 template <class Tile> struct HopperGemmBlock {
     static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
-                         PARTS = Tile::PARTS;
+                         SUBTILES = Tile::SUBTILES;
     const HopperGemm& g;
     typename Tile::Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
-    const int splits = PARTS == 1 ? gridDim.x : 1, rank = PARTS == 1 ? blockIdx.x : 0;
+    const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
-    const bool keeps = (last - first) * TAPS <= STAGES;  // the weights, for all of the block's tiles
+    const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
         return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
     }
-    // By one thread: patches and what is added, or weights, or both.
+    // Done by one thread: loads patches and operands, or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
             const Pixel at = Tile::origin(g.patch, tile);
             for (int chunk = first; chunk <= last; chunk++) {
-                if (patches) load_patch(at, chunk, patch.slot, patch.parity), patch.next();
+                if (patches) {
+                    load_patch(at, chunk, patch.slot, patch.parity);
+                    patch.next();
+                }
                 const int channel = first_channel(chunk);
-                const bool wanted = weights && chunk < last && (!keeps || tile == (int)blockIdx.z);
+                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
                     const Pixel row = Tile::TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    copy_box(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
+                    tma_load(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
                 }
             }
         }
     }
-    // A chunk's patch, or after the last chunk what is added, where the outputs will be put together.
+    // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
     __device__ __forceinline__ void load_patch(Pixel at, int chunk, int slot, int parity) {
         auto& to = shared.patches[slot];
         Barrier& full = shared.patch.full[slot];
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
             full.expect(Tile::PATCH_ROWS * 128);
-            copy_box(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - Tile::BORDER, at.x - Tile::BORDER});
-        } else if (g.extra_map.columns && rank == 0) {
+            tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
+                     {at.b, at.y - Tile::HALO, at.x - Tile::HALO});
+        } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
-            for (int k = 0; k < PARTS; k++)
-                copy_box(to.outputs[k], g.extra_map.of(o), full, g.extra_map.within(o), Tile::part(at, k));
+            for (int k = 0; k < SUBTILES; k++)
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
+                         Tile::subtile(at, k));
         } else {
             full.arrive();
         }
     }
 
-    // By a warpgroup: patches, where they lie. Outside of the image they stay zero.
+    // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
         enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
-        static_assert(!Tile::NORMS || (STEPS <= 32 && PARTS == 2), "a bit a row; no clusters");
+        static_assert(!Tile::NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
-        uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows are these borders
+        uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
 #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
             const int row = first_row + i * STEP, y = row / Tile::PATCH.width, x = row % Tile::PATCH.width;
@@ -6193,33 +6471,35 @@ template <class Tile> struct HopperGemmBlock {
         }
     }
 
-    __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {  // the last that were read
-        if (!keeps) shared.stage.empty[stage.previous()].arrive();
+    // Frees the weights that were read last.
+    __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {
+        if (!weights_resident) shared.stage.empty[stage.previous()].arrive();
     }
 
-    // c = a tile's sums over this block's chunks, 64 a part: rows are channels, columns a part's pixels.
-    __device__ __forceinline__ void multiply(float (&c)[PARTS * 64], Ring<PATCHES>& patch,
+    // c = a tile's sums over this block's chunks, 64 a sub-tile: rows are channels, columns a sub-tile's
+    // pixels.
+    __device__ __forceinline__ void multiply(float (&c)[SUBTILES * 64], Ring<PATCHES>& patch,
                                              Ring<STAGES>& stage) {
         UNROLLED_FOR (float& sum : c) sum = 0;
-        if (keeps) stage = {};
+        if (weights_resident) stage = {};
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
             const uint64_t pixels =
-                shared_matrix(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
+                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
-                const uint64_t w = shared_matrix(shared_address(shared.w[stage.slot]), 1024);
+                const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    const uint64_t a = further(w, k * (Tile::TRANSPOSED ? 2048 : 32));
+                    const uint64_t a = advance(w, k * (Tile::TRANSPOSED ? 2048 : 32));
                     auto b = [&](int row) {
-                        return further(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
+                        return advance(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
                     };
                     constexpr int N = Tile::PAIRS ? 64 : 128;
                     wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
                     if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
-                    if (PARTS > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::PART.width));
+                    if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -6228,16 +6508,19 @@ template <class Tile> struct HopperGemmBlock {
                 stage.next();
             }
         }
-        // All buffers up to here have been full: the other warpgroup can't mistake the phases of the next.
+        // All buffers up to here have been full, so that the other warpgroup can't mistake their phases.
         ready[patch.slot].wait(patch.parity);
-        if (PARTS > 1 && leads) shared.turn[!warpgroup].arrive();
+        if (SUBTILES > 1 && leads) shared.ping_pong[!warpgroup].arrive();
         wgmma_wait<0>();
-        if (leads) release_weights(stage), shared.patch.empty[patch.previous()].arrive();
+        if (leads) {
+            release_weights(stage);
+            shared.patch.empty[patch.previous()].arrive();
+        }
     }
 
     // The first of the cluster adds the others' sums to its own, rank by rank.
-    __device__ __forceinline__ void combine(float (&c)[PARTS * 64]) {
-        static_assert(PARTS > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
+    __device__ __forceinline__ void combine(float (&c)[SUBTILES * 64]) {
+        static_assert(SUBTILES > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
         if (rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
@@ -6252,105 +6535,120 @@ template <class Tile> struct HopperGemmBlock {
     }
 };
 
-// What becomes of a part's sums. A thread has channels row and row + 8, and of each 32 pixels.
+// Finishes a sub-tile's sums: adds bias, embedding and residual as AddBiasResidual does, or goes back
+// through a norm as NormGradient does. A thread has channels row and row + 8, and of each 32 pixels.
 template <class Tile> struct HopperEpilogue {
-    // Images whose pixels a part may hold.
-    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;
+    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
+    static_assert(Tile::SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
     const HopperGemm& g;
-    Pixel at;  // the tile's first, then that of the part under way
+    Pixel at;  // the tile's first, then that of the sub-tile under way
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
-    static_assert(Tile::PARTS == 1 || IMAGES == 1, "all parts are of one image");
-    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;
-    const bool gradient = Tile::TRANSPOSED && g.norm.affine;
-    // By image and row: what is added; of a norm, its parameters; the sums that it or the next norm needs.
-    float added[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
+    const bool has_norm = Tile::TRANSPOSED && g.norm.affine;
+    // By image and row: what is added; the norm's parameters; sums for this norm or the next.
+    float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
     float sum[IMAGES][2], product[IMAGES][2];
+    // Which of its images and of its two rows a thread's element e, of 64, belongs to.
+    __device__ static constexpr int image_of(int e) { return e * IMAGES / 64; }
+    __device__ static constexpr int row_of(int e) { return e / 2 % 2; }
 
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-            UNROLLED_FOR (int h = 0; h < 2; h++) {
-                int n = min(row + 8 * h, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
-                if (!Tile::TRANSPOSED && g.bias) added[i][h] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data) added[i][h] += (float)g.emb.row(b)[n];
-                if (!gradient) continue;
-                const float2 group = g.norm.statistics[b * g.N() + n], affine = g.norm.affine[b * g.N() + n];
-                mean[i][h] = group.x, rstd[i][h] = group.y, scale[i][h] = affine.x, shift[i][h] = affine.y;
+            UNROLLED_FOR (int r = 0; r < 2; r++) {
+                int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                if (!Tile::TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
+                if (!Tile::TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
+                if (!has_norm) continue;
+                const float2 statistics = g.norm.statistics[b * g.N() + n];
+                const float2 affine = g.norm.affine[b * g.N() + n];
+                mean[i][r] = statistics.x;
+                rstd[i][r] = statistics.y;
+                scale[i][r] = affine.x;
+                shift[i][r] = affine.y;
             }
     }
 
-    // c finished, and rounded and transposed into shared memory, where what is added or a norm's x came. The
-    // compiler knows which: branches between the elements made each wait for the one before, and a step of
-    // the default model at batch 32 take 5% longer on an H100.
-    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {  // c: 64
+    // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
+    // came. The compiler knows which: branches between the elements made each wait for the one before, and
+    // a step of the default model at batch 32 take 5% longer on an H100.
+    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
         at = first;
         UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
-        if (gradient && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
-        else if (gradient) finish_with<NORM>(c, outputs);
-        else if (g.extra_map.columns) finish_with<ADDED>(c, outputs);
-        else finish_with<NOTHING>(c, outputs);
+        if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
+        else if (has_norm) finish_with<NORM>(c, outputs);
+        else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
+        else finish_with<NO_OPERAND>(c, outputs);
     }
-    enum Extra { NOTHING, ADDED, NORM, NORM_SILU };
-    template <Extra EXTRA> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
+    enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
+    template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
         int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
         uint32_t rows = outputs + swizzled(line, vector);
-        uint32_t there[4][4];  // four loads before the first store: none waits for another
+        uint32_t operands[4][4];  // four loads before the first store: none waits for another
         UNROLLED_FOR (int j = 0; j < 16; j += 2) {
-            const int i = j * IMAGES / 16;
-            uint32_t(&r)[4] = there[j / 2 % 4];
-            if (j % 8 == 0 && EXTRA != NOTHING)
+            uint32_t(&bits)[4] = operands[j / 2 % 4];
+            if (j % 8 == 0 && OPERAND != NO_OPERAND)
                 UNROLLED_FOR (int k = 0; k < 4; k++)
-                    load_matrices_transposed(there[k], rows + (j + 2 * k) * 1024);
+                    load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
-                const int h = e / 2 % 2;
+                const int i = image_of(4 * j), r = row_of(e);
                 float& value = c[4 * j + e];
-                float extra = bf16_of_pair(r[e / 2], e % 2);
-                if (!Tile::TRANSPOSED) value += added[i][h];
-                if (EXTRA == NORM_SILU) value *= silu_gradient_of_half(extra * scale[i][h] + shift[i][h]);
-                if (EXTRA == ADDED) value += extra;
-                else if (EXTRA != NOTHING) sum[i][h] += value, product[i][h] += value * extra;
+                float operand = bf16_of_pair(bits[e / 2], e % 2);
+                if (!Tile::TRANSPOSED) value += bias[i][r];
+                if (OPERAND == RESIDUAL) value += operand;
+                if (OPERAND == NORM_SILU) value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                if (OPERAND >= NORM) {
+                    sum[i][r] += value;
+                    product[i][r] += value * operand;
+                }
             }
-            UNROLLED_FOR (int e = 0; e < 4; e++) r[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-            store_matrices_transposed(rows + j * 1024, r);
+            UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+            store_matrices_transposed(rows + j * 1024, bits);
         }
     }
 
-    // The outputs' moments: now the sum, then the squares about the mean. A norm's sums are already there.
-    __device__ __forceinline__ void write_sums(const float* c) {
-        auto add_up = [&](float(&of)[IMAGES][2]) {  // over the four lanes that share a row, and an image
-            UNROLLED_FOR (int h = 0; h < 2; h++) {
-                UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-                    for (int step = 1; step < 4; step *= 2) of[i][h] += __shfl_xor_sync(~0u, of[i][h], step);
-                if (IMAGES == 2 && images == 1) of[0][h] = of[IMAGES - 1][h] = of[0][h] + of[IMAGES - 1][h];
+    // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
+    __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
+        UNROLLED_FOR (int r = 0; r < 2; r++) {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                for (int offset = 1; offset < 4; offset *= 2)
+                    sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
+            if (IMAGES == 2 && images == 1) {
+                const float both = sums[0][r] + sums[IMAGES - 1][r];
+                sums[0][r] = sums[IMAGES - 1][r] = both;
             }
-        };
+        }
+    }
+    // Writes what a norm wants: of the outputs, forward, the moments, of which the mean comes first and
+    // then the squares about it; of a gradient the sums, which finish() has begun.
+    __device__ __forceinline__ void write_sums(const float* c) {
         if (!Tile::TRANSPOSED)
-            UNROLLED_FOR (int e = 0; e < 64; e++) sum[e * IMAGES / 64][e / 2 % 2] += c[e];
+            UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][row_of(e)] += c[e];
         add_up(sum);
         if (!Tile::TRANSPOSED) {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] /= 128 / images, sum[i][1] /= 128 / images;
             UNROLLED_FOR (int e = 0; e < 64; e++) {
-                float d = c[e] - sum[e * IMAGES / 64][e / 2 % 2];
-                product[e * IMAGES / 64][e / 2 % 2] += d * d;
+                float distance = c[e] - sum[image_of(e)][row_of(e)];
+                product[image_of(e)][row_of(e)] += distance * distance;
             }
         }
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // its first, or how many lie before it
+        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         add_up(product);
-        UNROLLED_FOR (int h = 0; h < 2; h++)
+        UNROLLED_FOR (int r = 0; r < 2; r++)
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                int part = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * h;
-                if (lane % 4 || i >= images || n >= g.N() || part * (128 / images) >= g.x.first.rows() ||
-                    (Tile::PARTS > 1 && at.x >= g.x.first.W))
+                int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                if (lane % 4 || i >= images || n >= g.N() || norm_tile * (128 / images) >= g.x.first.rows() ||
+                    (Tile::SUBTILES > 1 && at.x >= g.x.first.W))
                     continue;
-                if (gradient) product[i][h] = (product[i][h] - mean[i][h] * sum[i][h]) * rstd[i][h];
-                g.sums[(size_t)part * g.N() + n] = make_float2(sum[i][h], product[i][h]);
+                if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
             }
     }
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
@@ -6358,7 +6656,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     HopperGemmBlock<Tile> block = {g, shared};
     if (threadIdx.x == 0) {
         shared.patch.init(1), shared.stage.init(1);
-        for (Barrier& turn : shared.turn) turn.init(1);
+        for (Barrier& barrier : shared.ping_pong) barrier.init(1);
         for (Barrier& normed : shared.normed) normed.init(128);
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
     }
@@ -6369,7 +6667,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             SET_REGISTERS("dec", 88);
             return block.norm_patches();
         }
-        if (Tile::PARTS > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
+        if (Tile::SUBTILES > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
         if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
         if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
         __syncwarp();
@@ -6378,34 +6676,37 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
     }
 
     // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
-    if (Tile::PARTS > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
+    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
     auto skip = [&](int tiles) { patch.skip(tiles * (chunks + 1)), stage.skip(tiles * chunks * Tile::TAPS); };
     skip(block.warpgroup);
-    int parity = block.warpgroup == 0;  // of its turn: the first comes at once
+    int parity = block.warpgroup == 0;  // of its ping-pong barrier: the first comes at once
     for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
-         tile += Tile::PARTS * gridDim.z, skip(Tile::PARTS - 1)) {
+         tile += Tile::SUBTILES * gridDim.z, skip(Tile::SUBTILES - 1)) {
         const Pixel at = Tile::origin(g.patch, tile);
         HopperEpilogue<Tile> epilogue = {g, at};
         epilogue.load();
-        float c[Tile::PARTS * 64];
-        if (Tile::PARTS > 1) shared.turn[block.warpgroup].wait(parity), parity ^= 1;
+        float c[Tile::SUBTILES * 64];
+        if (Tile::SUBTILES > 1) {
+            shared.ping_pong[block.warpgroup].wait(parity);
+            parity ^= 1;
+        }
         block.multiply(c, patch, stage);
         if (block.splits > 1) block.combine(c);
         if (block.rank > 0) return;
 
-        UNROLLED_FOR (int part = 0; part < Tile::PARTS; part++) {
-            auto& outputs = shared.patches[patch.slot].outputs[part];
-            epilogue.finish(c + 64 * part, Tile::part(at, part), shared_address(outputs));
+        UNROLLED_FOR (int k = 0; k < Tile::SUBTILES; k++) {
+            auto& outputs = shared.patches[patch.slot].outputs[k];
+            epilogue.finish(c + 64 * k, Tile::subtile(at, k), shared_address(outputs));
             fence_shared();
             warpgroup_barrier(block.warpgroup);
             if (block.leads)
-                store_box(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-            if (g.sums) epilogue.write_sums(c + 64 * part);
+                tma_store(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
+            if (g.sums) epilogue.write_sums(c + 64 * k);
         }
-        if (block.leads) {  // the copy engine has read the outputs
+        if (block.leads) {  // and TMA has read the outputs
             ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
             shared.patch.empty[patch.slot].arrive();
         }
@@ -6420,58 +6721,34 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
         if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
-    const int columns = ceil_div(g.N(), 64);
-    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::PART)};
+    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::SUBTILE)};
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& extra = g.norm.affine ? g.norm.x : g.residual;
-    if (extra.first) h.extra_map = joined(extra, Tile::PART);
-    h.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
+    const Joined& operand = g.norm.affine ? g.norm.x : g.residual;
+    if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
     h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
-    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
-    int splits = 1;
-    while (Tile::PARTS == 1 && splits < 4 && 2 * splits * h.patch.tiles * columns <= gpu_multiprocessors &&
-           g.chunks() * TAPS >= 18 * splits)
-        splits *= 2;
-    h.share = ceil_div(g.chunks(), splits);
-    splits = ceil_div(g.chunks(), h.share);  // none without a chunk
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.
-    int blocks = std::min(h.patch.tiles, std::max(1, Tile::RESIDENT * gpu_multiprocessors / columns));
-    assert(splits == 1 || blocks == h.patch.tiles);
-    launch<true>(hopper_gemm_kernel<Tile>, dim3(splits, columns, blocks), Tile::THREADS,
+    const int columns = ceil_div(g.N(), 64);
+    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::BLOCKS * gpu_multiprocessors / columns));
+    assert(g.splits == 1 || (Tile::SUBTILES == 1 && blocks == h.patch.tiles));
+    launch<true>(hopper_gemm_kernel<Tile>, dim3(g.splits, columns, blocks), Tile::THREADS,
                  sizeof(typename Tile::Shared), h);
 }
-// Whether tiles of two parts occupy all multiprocessors.
-static bool suffice_in_pairs(const Tensor& x, int N) {
-    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
-}
-// Whether a 3x3 product with O outputs can norm what it reads: in whole tiles, and whole chunks.
-static bool hopper_norms(const Norm& norm, int O) {
-    const Tensor& x = norm.x.first;
-    return norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 && norm.x.second.C % 64 == 0 &&
-           O > 16 && suffice_in_pairs(x, O) && forced_tile < 0;
-}
-// Whether the kernel above takes this product, launched here if so.
-template <int TAPS, bool TRANSPOSED> static bool launch_hopper(const Gemm& asked) {
-    Gemm g = asked;
-    const int H = g.x.first.H, W = g.x.first.W, T = H * W;
-    bool small = TAPS > 1 && H <= 8 && W <= 8, in_pairs = suffice_in_pairs(g.x.first, g.N());
-    auto fits = [](const Joined& x) { return !x.second.C || x.first.C % 64 == 0; };
-    if (g.N() <= 16 || !fits(g.out)) return false;
-    // A part's 128 pixels are of one image, or of two images of 64.
-    bool whole_parts = T == 64 ? TAPS == 1 || small : TAPS == 1 ? T % 128 == 0 : H % 16 == 0 && W % 8 == 0;
-    bool sums = whole_parts && fits(g.norm.x);
-    if (!sums) g.out.first.moments = nullptr, g.norm = {};
-    assert(!g.x.affine || (TAPS > 1 && !TRANSPOSED && !small && in_pairs));
-    if constexpr (TAPS == 1) launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_PART, 4>>(g);
-    else if (small) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g);
-    else if (!in_pairs) launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_PART, 8>>(g);
-    else if (g.x.affine) launch_hopper_tile<HopperTile<9, false, TWO_PARTS, 7, true>>(g);
-    else if (g.chunks() == 1) launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 9>>(g);
-    else launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_PARTS, 7>>(g);
-    if (!sums) launch_gemm_sums(asked);
-    return true;
+template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
+    if constexpr (TAPS == 1) {
+        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_SUBTILE, 4>>(g);
+    } else {
+        switch (kernel) {
+            case HOPPER_TWO_IMAGES: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g); break;
+            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 7>>(g); break;
+            case HOPPER_256_ONE_CHUNK:
+                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
+                break;
+            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_SUBTILES, 7, true>>(g); break;
+            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);
+        }
+    }
 }
 
 // ---- weight gradient
@@ -6480,18 +6757,18 @@ struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;
 };
 
-// What a block multiplies: each warpgroup has 64 output channels by 64 input channels at a line's three taps.
-// Three of them have the three lines of taps; or a block has one and its line, where reading the pixels three
-// times costs less than adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
+// Each warpgroup has 64 output channels by 64 input channels at the three taps of a line. A block has three
+// warpgroups, one a line of taps; or it has one, where reading the pixels three times costs less than
+// adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
 template <int WARPGROUPS_> struct HopperWeightTile {
-    static constexpr int WARPGROUPS = WARPGROUPS_, RESIDENT = WARPGROUPS == 1 ? 2 : 1;
+    static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
     struct Stage {
         Rows64 dout;
         unsigned char x[(X.width * X.height + 7) / 8 * 1024];
     };
-    static constexpr int STAGES = (216 << 10) / RESIDENT / (int)sizeof(Stage);
+    static constexpr int STAGES = (216 << 10) / BLOCKS / (int)sizeof(Stage);
     struct Shared {
         Stage stages[STAGES];
         RingBarriers<STAGES> ring;
@@ -6503,12 +6780,12 @@ template <int WARPGROUPS_> struct HopperWeightTile {
 };
 
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
-// dw; a warp lets the copy engine fill a ring of stages, 64 pixels of dout and x (3x3: with border) each,
-// which all the block's warpgroups read: a tap is a shift of the start address. Per block: its pixels come in
-// once. Without other splits the sums go straight to dw. The first of the blocks that share dout's channels
-// also sums dout over each image: a product with a column of ones, one of eight columns an image.
+// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
+// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
+// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
+// dout over each image, by a product with a column of ones: one of eight columns an image.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
     await_inputs();
     constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
@@ -6539,21 +6816,28 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
             Barrier& full = shared.ring.full[stage.slot];
             shared.ring.empty[stage.slot].wait(stage.parity);
             full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
-            copy_box(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
-            copy_box(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+            tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
+            tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
             // The next tile; divisions would take this one thread longer than the product.
-            if ((at.x += 8) >= g.patch.W - 1) at.x = -1, at.y += 8;
-            if (at.y >= g.patch.H - 1) at.y = -1, at.b++;
+            at.x += 8;
+            if (at.x >= g.patch.W - 1) {
+                at.x = -1;
+                at.y += 8;
+            }
+            if (at.y >= g.patch.H - 1) {
+                at.y = -1;
+                at.b++;
+            }
         }
         return;
     }
 
     float c[96] = {};  // a warpgroup's sums over this block's pixels
     Ring<Tile::STAGES> stage;
-    auto release = [&] {  // the stage before
+    auto release = [&] {  // of the stage before
         if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
     };
-    auto multiply = [&](auto with_bias) {  // whether parts of the bias gradient are made too
+    auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
         constexpr bool BIAS = decltype(with_bias)::value;
         // The ends of a run of steps: with the bias, of those that share the eight columns' images.
         const int steps = g.patch.set_tiles();  // an image
@@ -6567,20 +6851,23 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
 #pragma unroll 1
             for (int t = begin; t < end; t++, stage.next()) {
                 auto& from = shared.stages[stage.slot];
-                const uint64_t dout = shared_matrix(shared_address(from.dout), 1024);
-                const uint64_t lines = shared_matrix(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                     PITCH * 128, 128);  // a tap: a row on
+                const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
+                const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
+                                                         PITCH * 128, 128);  // a tap: a row on
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
                 for (int k = 0; k < 4; k++) {
-                    const uint64_t a = further(dout, k * 2048);
-                    wgmma<192, 1, 1>(c, a, further(lines, k * 2 * PITCH * 128));
+                    const uint64_t a = advance(dout, k * 2048);
+                    wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
                     if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is over
                 if (t > begin) release();
-                if (BIAS && --left == 0) left = steps, ones -= 16;
+                if (BIAS && --left == 0) {
+                    left = steps;
+                    ones -= 16;
+                }
             }
             wgmma_wait<0>();
             release();
@@ -6588,12 +6875,12 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::RESIDENT)
                 for (int e = 0; e < 4; e++) {
                     int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
                     if (o < O && image >= first_image && image <= (end - 1) / steps)
-                        g.bias_parts[(size_t)(split + image) * O + o] = sums[e];
+                        g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
                 }
         }
     };
     // All warpgroups read dout; the first sums it.
-    if (g.bias_parts && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+    if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
     else multiply(std::false_type());
     float* to = g.partial ? g.partial + split * g.count() : g.dw;
     UNROLLED_FOR (int i = 0; i < 48; i++) {
@@ -6611,7 +6898,8 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// conv3x3_backward_weight: by the warpgroups and splits that take the least time, estimated of an H100.
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time. The estimate is that
+// of an H100.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -6635,7 +6923,5 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
 
 }  // namespace gpu
 #elif defined(__CUDACC__)
-static bool gpu::hopper_norms(const Norm&, int) { return false; }
-template <int TAPS, bool TRANSPOSED> static bool gpu::launch_hopper(const Gemm&) { return false; }
 static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

@@ -1,19 +1,286 @@
-// unet_cpu.h: the layers on a CPU, the specification that the GPU's kernels are tested against.
+// unet_cpu.h: the layers on a CPU.
 //
-// train_unet.cu includes it behind the layers' declarations, where their comments stand.
+// Namespace cpu::plain is the specification of each layer: short loops that say its equation. The program calls
+// the fast ones behind it, which have the same names; test_unet compares the two, and in a CUDA build the GPU's
+// kernels with the fast ones. Layers of independent elements are written once for both machines, as structs in
+// train_unet.cu, which includes this file behind the declarations of all layers; there stand shapes and sources.
 #pragma once
 
-#if !defined(__CUDACC__) || defined(TESTING)  // the specification of every layer
+#if !defined(__CUDACC__) || defined(TESTING)
+namespace cpu {
+
+// ---- the specification ------------------------------------------------------------------------------------
+// Sums are doubles, and each output is one statement.
+namespace plain {
+
+inline void each_pixel(Tensor x, auto work) {
+#pragma omp parallel for collapse(3)
+    for (int b = 0; b < x.B; b++)
+        for (int h = 0; h < x.H; h++)
+            for (int w = 0; w < x.W; w++) work(b, h, w);
+}
+inline float& at(Tensor x, int b, int h, int w, int c) {
+    return x.data[(((size_t)b * x.H + h) * x.W + w) * x.C + c];
+}
+// An image is surrounded by zeros.
+inline double padded(Tensor x, int b, int h, int w, int c) {
+    bool inside = h >= 0 && h < x.H && w >= 0 && w < x.W;
+    return inside ? at(x, b, h, w, c) : 0;
+}
+// Weights of a 3x3 convolution are (O, 3, 3, C).
+inline size_t tap(int o, int i, int j, int c, int C) { return ((o * 3 + i) * 3 + j) * (size_t)C + c; }
+
+// F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual
+inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+    each_pixel(out, [&](int b, int h, int w) {
+        for (int o = 0; o < out.C; o++) {
+            double sum = layer.bias[o];
+            for (int i = 0; i < 3; i++)
+                for (int j = 0; j < 3; j++)
+                    for (int c = 0; c < x.C; c++)
+                        sum += padded(x, b, h + i - 1, w + j - 1, c) * layer.w[tap(o, i, j, c, x.C)];
+
+            if (options.emb.data) sum += options.emb.row(b)[o];
+            if (options.residual) sum += at(options.residual, b, h, w, o);
+            at(out, b, h, w, o) = (float)sum;
+        }
+    });
+}
+// dx = [dx +] F.conv_transpose2d(dout, w, padding=1)
+inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+    each_pixel(dx, [&](int b, int h, int w) {
+        for (int c = 0; c < dx.C; c++) {
+            double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
+            for (int i = 0; i < 3; i++)
+                for (int j = 0; j < 3; j++)
+                    for (int o = 0; o < dout.C; o++)
+                        sum += padded(dout, b, h + 1 - i, w + 1 - j, o) * layer.w[tap(o, i, j, c, dx.C)];
+            at(dx, b, h, w, c) = (float)sum;
+        }
+    });
+}
+inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+#pragma omp parallel for
+    for (int o = 0; o < dout.C; o++) {
+        std::vector<double> dw(9 * x.C);
+        double dbias = 0;
+        for (int b = 0; b < x.B; b++) {
+            double sum = 0;
+            for (int h = 0; h < x.H; h++)
+                for (int w = 0; w < x.W; w++) {
+                    double d = at(dout, b, h, w, o);
+                    sum += d;
+                    for (int i = 0; i < 3; i++)
+                        for (int j = 0; j < 3; j++)
+                            for (int c = 0; c < x.C; c++)
+                                dw[tap(0, i, j, c, x.C)] += d * padded(x, b, h + i - 1, w + j - 1, c);
+                }
+            if (demb.data) demb.row(b)[o] = (float)sum;
+            dbias += sum;
+        }
+        layer.dbias[o] = (float)dbias;
+        std::copy(dw.begin(), dw.end(), layer.dw + tap(o, 0, 0, 0, x.C));
+    }
+}
+
+// F.linear(torch.cat([first, second], dim=-1), w, bias) + residual, with weights (O, C)
+inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+#pragma omp parallel for
+    for (size_t p = 0; p < (size_t)out.rows(); p++)
+        for (int o = 0; o < out.C; o++) {
+            double sum = layer.bias[o];
+            for (int c = 0; c < x.C(); c++) sum += (double)*x.at(p, c) * layer.w[(size_t)o * x.C() + c];
+            if (options.residual) sum += options.residual.data[p * out.C + o];
+            out.data[p * out.C + o] = (float)sum;
+        }
+}
+// dx = [dx +] dout @ w
+inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+#pragma omp parallel for
+    for (size_t p = 0; p < (size_t)dout.rows(); p++)
+        for (int c = 0; c < dx.C(); c++) {
+            double sum = options.accumulate ? *dx.at(p, c) : 0;
+            for (int o = 0; o < dout.C; o++)
+                sum += (double)dout.data[p * dout.C + o] * layer.w[(size_t)o * dx.C() + c];
+            *dx.at(p, c) = (float)sum;
+        }
+}
+// dw = dout.T @ x
+inline void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+#pragma omp parallel for
+    for (int o = 0; o < dout.C; o++) {
+        double dbias = 0;
+        for (size_t p = 0; p < (size_t)dout.rows(); p++) dbias += dout.data[p * dout.C + o];
+        layer.dbias[o] = (float)dbias;
+
+        for (int c = 0; c < x.C(); c++) {
+            double sum = 0;
+            for (size_t p = 0; p < (size_t)dout.rows(); p++)
+                sum += (double)dout.data[p * dout.C + o] * *x.at(p, c);
+            layer.dw[(size_t)o * x.C() + c] = (float)sum;
+        }
+    }
+}
+
+// The mean and 1 / sqrt(variance + eps) of channels [c0, c1) of image b.
+struct GroupStatistics {
+    double mean = 0, rstd = 0;
+    GroupStatistics(const Joined& x, int b, int c0, int c1) {
+        size_t first = (size_t)b * x.first.T(), end = first + x.first.T();
+        double count = (double)(end - first) * (c1 - c0), variance = 0;
+        for (size_t p = first; p < end; p++)
+            for (int c = c0; c < c1; c++) mean += *x.at(p, c) / count;
+        for (size_t p = first; p < end; p++)
+            for (int c = c0; c < c1; c++) variance += pow(*x.at(p, c) - mean, 2) / count;
+        rstd = 1 / sqrt(variance + NORM_EPS);
+    }
+};
+// A norm's weight and bias in image b: modulated, they are w (1 + scale) and bias (1 + scale) + shift.
+struct WeightBias {
+    double weight, bias;
+    WeightBias(const Norm& norm, int b, int c) : weight(norm.w[c]), bias(norm.bias[c]) {
+        if (!norm.modulation.data) return;
+        const float* row = norm.modulation.row(b);
+        weight *= 1 + (double)row[c];
+        bias = bias * (1 + (double)row[c]) + row[norm.x.C() + c];
+    }
+};
+inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
+
+// F.silu(F.group_norm(x, groups, w, bias)), or without F.silu
+inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
+    int C = out.C, width = C / norm.groups;
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < out.B; b++)
+        for (int c0 = 0; c0 < C; c0 += width) {
+            GroupStatistics group(norm.x, b, c0, c0 + width);
+            for (int c = c0; c < c0 + width; c++) {
+                WeightBias layer(norm, b, c);
+                for (size_t p = (size_t)b * out.T(); p < (size_t)(b + 1) * out.T(); p++) {
+                    double y = (*norm.x.at(p, c) - group.mean) * group.rstd * layer.weight + layer.bias;
+                    out.data[p * C + c] = (float)(norm.silu ? y * sigmoid(y) : y);
+                }
+            }
+        }
+}
+// With dy the gradient before SiLU and x^ = (x - mean) rstd:
+//   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x^ mean(w dy x^))
+inline void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+    int C = dout.C, T = dout.T(), width = C / norm.groups;
+    for (int c = 0; c < C; c++) norm.dw[c] = norm.dbias[c] = 0;
+
+    for (int b = 0; b < dout.B; b++)
+#pragma omp parallel for
+        for (int c0 = 0; c0 < C; c0 += width) {
+            GroupStatistics group(norm.x, b, c0, c0 + width);
+            auto x_hat = [&](size_t p, int c) { return (*norm.x.at(p, c) - group.mean) * group.rstd; };
+            auto dy = [&](size_t p, int c) {
+                double d = dout.data[p * C + c];
+                if (!norm.silu) return d;
+                WeightBias layer(norm, b, c);
+                double y = x_hat(p, c) * layer.weight + layer.bias;
+                return d * sigmoid(y) * (1 + y * (1 - sigmoid(y)));
+            };
+
+            size_t first = (size_t)b * T, end = first + T;
+            double mean_dy = 0, mean_dy_x_hat = 0;
+            for (int c = c0; c < c0 + width; c++) {
+                double sum_dy = 0, sum_dy_x_hat = 0;
+                for (size_t p = first; p < end; p++) {
+                    sum_dy += dy(p, c);
+                    sum_dy_x_hat += dy(p, c) * x_hat(p, c);
+                }
+                norm.dbias[c] += (float)(norm.gain(b, c) * sum_dy);
+                norm.dw[c] += (float)(norm.gain(b, c) * sum_dy_x_hat);
+                if (norm.dmodulation.data) {
+                    float* row = norm.dmodulation.row(b);
+                    row[c] = (float)(norm.w[c] * sum_dy_x_hat + norm.bias[c] * sum_dy);
+                    row[C + c] = (float)sum_dy;
+                }
+                mean_dy += WeightBias(norm, b, c).weight * sum_dy / T / width;
+                mean_dy_x_hat += WeightBias(norm, b, c).weight * sum_dy_x_hat / T / width;
+            }
+
+            for (size_t p = first; p < end; p++)
+                for (int c = c0; c < c0 + width; c++) {
+                    double w_dy = WeightBias(norm, b, c).weight * dy(p, c);
+                    double d = group.rstd * (w_dy - mean_dy - x_hat(p, c) * mean_dy_x_hat);
+                    if (options.residual) d += options.residual.data[p * C + c];
+                    if (options.accumulate) d += *dx.at(p, c);
+                    *dx.at(p, c) = (float)d;
+                }
+        }
+}
+
+// Head h of image b, whose channels follow those of the heads before it in q, in k, in v and in the output.
+struct Head {
+    Tensor qkv;
+    int b, h, d;
+    float& of(Tensor x, int t, int c) const { return x.data[((size_t)b * x.T() + t) * x.C + h * d + c]; }
+    double q(int t, int c) const { return of(qkv, t, c); }
+    double k(int t, int c) const { return of(qkv, t, qkv.C / 3 + c); }
+    double v(int t, int c) const { return of(qkv, t, 2 * qkv.C / 3 + c); }
+    double score(int i, int j) const {
+        double sum = 0;
+        for (int c = 0; c < d; c++) sum += q(i, c) * k(j, c);
+        return sum / sqrt((double)d);
+    }
+};
+// F.scaled_dot_product_attention(q, k, v)
+inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
+    int T = out.T();
+#pragma omp parallel for collapse(3)
+    for (int b = 0; b < out.B; b++)
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < T; i++) {
+                Head head = {qkv, b, h, out.C / heads};
+                double largest = -INFINITY, sum = 0;
+                for (int j = 0; j < T; j++) largest = std::max(largest, head.score(i, j));
+                for (int j = 0; j < T; j++) sum += exp(head.score(i, j) - largest);
+                lse[((size_t)b * heads + h) * T + i] = (float)(largest + log(sum));
+
+                std::vector<double> row(head.d);
+                for (int j = 0; j < T; j++)
+                    for (int c = 0; c < head.d; c++)
+                        row[c] += exp(head.score(i, j) - largest) / sum * head.v(j, c);
+                for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)row[c];
+            }
+}
+// With probabilities P = exp(q k^T / sqrt(d) - lse) and D_i = sum_j dout_ij out_ij:
+//   dV = P^T dout,  dS = P (dout V^T - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d)
+inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
+                               int heads) {
+    int T = out.T(), C = out.C;
+    std::fill_n(dqkv.data, dqkv.count(), 0.0f);
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < out.B; b++)
+        for (int h = 0; h < heads; h++) {
+            Head head = {qkv, b, h, C / heads};
+            for (int i = 0; i < T; i++)
+                for (int j = 0; j < T; j++) {
+                    double p = exp(head.score(i, j) - lse[((size_t)b * heads + h) * T + i]), dp = 0;
+                    for (int c = 0; c < head.d; c++)
+                        dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
+                    for (int c = 0; c < head.d; c++) {
+                        head.of(dqkv, i, c) += (float)(p * dp * head.k(j, c) / sqrt((double)head.d));
+                        head.of(dqkv, j, C + c) += (float)(p * dp * head.q(i, c) / sqrt((double)head.d));
+                        head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
+                    }
+                }
+        }
+}
+
+}  // namespace plain
+
+// ---- threads and their workspace --------------------------------------------------------------------------
 // Loops whose rounds are registers of vectors, and loops that become vectors.
 #define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
-namespace cpu {
 
-// ---- CPU workspace ----------------------------------------------------------------------------------------
-// What a layer's threads share, the parts of a weight gradient; then each thread's own scratch: transformed
-// operands of a convolution, attention scores, and matmul's packed panels.
+// The workspace holds what a layer's threads share, the partial sums of a weight gradient; then each thread's
+// scratch: operands of a convolution or attention scores, followed by matmul's packed panels.
 enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
-enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };  // of a thread
+enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
 
 static float* thread_floats() {
@@ -26,10 +293,9 @@ static void allocate_cpu_workspace() {
     if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
 }
 
-// work(m0, m1, n0, n1) for every tile, rows x columns, of a product (M, N), dealt out to the threads; before
-// its first one of some columns a thread calls prepare(n0, n1), if given, to have weights in its scratch.
-// Shapes decide what a tile is, never the number of threads.
-static void each_tile(int M, int rows, int N, int columns, auto work, auto... prepare) {
+// Deals out an output (M, N) to the threads, in tiles: work(m0, m1, n0, n1). Before a thread's first tile of some
+// columns it calls prepare(n0, n1), to have their weights in its scratch. A tile's size depends on shapes alone.
+static void each_tile(int M, int rows, int N, int columns, auto work, auto prepare) {
 #pragma omp parallel
     {
         int prepared = -1;
@@ -37,13 +303,17 @@ static void each_tile(int M, int rows, int N, int columns, auto work, auto... pr
         for (int n = 0; n < N; n += columns)
             for (int m = 0; m < M; m += rows) {
                 int end = std::min(n + columns, N);
-                if (std::exchange(prepared, n) != n) (prepare(n, end), ...);
+                if (prepared != n) prepare(n, end);
+                prepared = n;
                 work(m, std::min(m + rows, M), n, end);
             }
     }
 }
+static void each_tile(int M, int rows, int N, int columns, auto work) {
+    each_tile(M, rows, N, columns, work, [](int, int) {});
+}
 
-// ---- layers written once: see section 3 of train_unet.cu -----------------------------------------------------
+// A layer that is written once, as a struct: see section 3 of train_unet.cu.
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
@@ -56,47 +326,20 @@ template <typename Layer> static void run(Layer layer) {
     }
 }
 
-// ---- matrix product ---------------------------------------------------------------------------------------
-// The register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of AVX2's 16.
+// ---- vectors ----------------------------------------------------------------------------------------------
+// matmul's register tile: 12 x 2 vectors fill 24 of AVX-512's 32 registers, 6 x 2 fill 12 of AVX2's 16.
 #if defined(__AVX512F__)
 enum { VECTOR = 16, TILE_ROWS = 12 };
 #else
 enum { VECTOR = 8, TILE_ROWS = 6 };
 #endif
 enum { TILE_COLUMNS = 2 * VECTOR };
-typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));
+typedef float Vector
+    __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));  // loaded from anywhere
 
-// A row-major matrix whose rows in memory are ld apart, or its transpose, as an operand of a product: how far
-// it is to the next row's element and to the next column's; 0 tells matmul_pack's panels, of `row` rows.
-struct Matrix {
-    const float* data;
-    ptrdiff_t row, column = 1;
-    Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
-};
-static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
-static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
-static Matrix pixels_of(Tensor x, int p = 0, int c = 0) { return {x.data + (size_t)p * x.C + c, x.C}; }
 static int round_up(int n, int unit) { return ceil_div(n, unit) * unit; }
 
-// c (R, TILE_COLUMNS), its rows ldc apart, = [c +] a (R, K) times panel (K, TILE_COLUMNS).
-template <int R> static void multiply(float* c, int ldc, Matrix a, const float* panel, int K, bool add) {
-    Vector sum0[R] = {}, sum1[R] = {};
-    REGISTER_FOR (int r = 0; r < R; r++)
-        __builtin_prefetch(c + r * ldc, 1), __builtin_prefetch(c + r * ldc + VECTOR, 1);
-    for (int k = 0; k < K; k++, a.data += a.column, panel += TILE_COLUMNS) {
-        Vector b0 = *(const Vector*)panel, b1 = *(const Vector*)(panel + VECTOR);
-        REGISTER_FOR (int r = 0; r < R; r++) {
-            sum0[r] += a.data[r * a.row] * b0;
-            sum1[r] += a.data[r * a.row] * b1;
-        }
-    }
-    REGISTER_FOR (int r = 0; r < R; r++, c += ldc) {
-        Vector &c0 = *(Vector*)c, &c1 = *(Vector*)(c + VECTOR);
-        c0 = add ? c0 + sum0[r] : sum0[r], c1 = add ? c1 + sum1[r] : sum1[r];
-    }
-}
-
-// A vector's first n elements, if it has so many; zeros behind them.
+// A vector of n elements, if there are fewer than VECTOR; zeros behind them.
 static Vector load_some(const float* from, int n) {
     if (n >= VECTOR) return *(const Vector*)from;
     Vector v = {};
@@ -107,58 +350,126 @@ static void store_some(float* to, Vector v, int n) {
     if (n >= VECTOR) *(Vector*)to = v;
     else memcpy(to, &v, n * sizeof(float));
 }
-// b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), zeros behind N.
+
+// ---- matrix product ---------------------------------------------------------------------------------------
+// An operand of a product, in memory: the distances from an element to those of the next row and column. A
+// matrix that matmul_pack wrote has `column` 0, and `row` is the number of its panels' rows.
+struct Matrix {
+    const float* data;
+    ptrdiff_t row, column = 1;
+    Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
+};
+static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
+static Matrix pixels_of(Tensor x, int p = 0, int c = 0) { return {x.data + (size_t)p * x.C + c, x.C}; }
+
+// Writes b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), with zeros behind column N.
 static void matmul_pack(float* panels, Matrix b, int K, int N) {
-    for (int n = 0; n < N; n += TILE_COLUMNS)
-        for (int k = 0; k < K; k++, panels += TILE_COLUMNS) {
+    for (int n = 0; n < N; n += TILE_COLUMNS) {
+        int width = std::min((int)TILE_COLUMNS, N - n);
+        for (int k = 0; k < K; k++) {
             const float* row = b.from(k, n).data;
-            int width = std::min((int)TILE_COLUMNS, N - n);
             if (b.column == 1 && width == TILE_COLUMNS) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
             else
                 SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
+            panels += TILE_COLUMNS;
         }
+    }
+}
+
+// c (R, TILE_COLUMNS), its rows ldc apart, = [c +] a (R, K) times panel (K, TILE_COLUMNS).
+template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const float* panel, int K, bool add) {
+    Vector left[R] = {}, right[R] = {};
+    REGISTER_FOR (int r = 0; r < R; r++) {
+        __builtin_prefetch(c + r * ldc, 1);
+        __builtin_prefetch(c + r * ldc + VECTOR, 1);
+    }
+
+    for (int k = 0; k < K; k++) {
+        Vector b_left = *(const Vector*)panel, b_right = *(const Vector*)(panel + VECTOR);
+        REGISTER_FOR (int r = 0; r < R; r++) {
+            left[r] += a.data[r * a.row] * b_left;
+            right[r] += a.data[r * a.row] * b_right;
+        }
+        a.data += a.column;
+        panel += TILE_COLUMNS;
+    }
+
+    REGISTER_FOR (int r = 0; r < R; r++) {
+        Vector& c_left = *(Vector*)c;
+        Vector& c_right = *(Vector*)(c + VECTOR);
+        c_left = add ? c_left + left[r] : left[r];
+        c_right = add ? c_right + right[r] : right[r];
+        c += ldc;
+    }
+}
+
+// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS).
+static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K,
+                           bool add) {
+    int rows = 0;
+    for (int m = 0; m < M; m += rows) {
+        auto multiply = multiply_tile<1>;
+        rows = 1;
+        if (M - m >= TILE_ROWS) {
+            multiply = multiply_tile<TILE_ROWS>;
+            rows = TILE_ROWS;
+        } else if (M - m >= 4) {
+            multiply = multiply_tile<4>;
+            rows = 4;
+        }
+
+        float* target = c + (size_t)m * ldc;
+        if (columns >= TILE_COLUMNS) {
+            multiply(target, ldc, a.from(m, 0), panel, K, add);
+            continue;
+        }
+        float whole[TILE_ROWS * TILE_COLUMNS];
+        multiply(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < columns; j++) {
+                float& element = target[r * ldc + j];
+                element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+            }
+    }
 }
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
-// their parallel loops. The order of a sum depends on K alone; a long one is added up block by block.
-static void matmul(std::array<int, 3> size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
-    auto [M, N, K] = size;
+// their parallel loops. The order of a sum depends on K alone: a long one is added up block by block.
+struct MatmulSize {
+    int M, N, K;
+};
+static void matmul(MatmulSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
-    float corner[TILE_ROWS * TILE_COLUMNS];           // a tile of which c has some columns only
-    for (int n0 = 0; n0 < N; n0 += NC)
-        for (int k0 = 0; k0 < K; k0 += KC) {
-            int block_n = std::min((int)NC, N - n0), block_k = std::min((int)KC, K - k0);
-            bool add = accumulate || k0;
-            if (b.column) matmul_pack(panels, b.from(k0, n0), block_k, block_n);
-            for (int n = 0; n < block_n; n += TILE_COLUMNS)
-                for (int m = 0, rows; m < M; m += rows) {
-                    rows = M - m >= TILE_ROWS ? TILE_ROWS : M - m >= 4 ? 4 : 1;
-                    auto tile = rows == 1 ? multiply<1> : rows == 4 ? multiply<4> : multiply<TILE_ROWS>;
-                    const float* panel = panels + (size_t)n * block_k;
-                    if (!b.column) panel = b.data + (n0 + n) * b.row + k0 * TILE_COLUMNS;
-                    float* to = c + (size_t)m * ldc + n0 + n;
-                    int columns = block_n - n;
-                    if (columns >= TILE_COLUMNS) tile(to, ldc, a.from(m, k0), panel, block_k, add);
-                    else {
-                        tile(corner, TILE_COLUMNS, a.from(m, k0), panel, block_k, false);
-                        for (int r = 0; r < rows; r++, to += ldc)
-                            for (int j = 0; j < columns; j++)
-                                to[j] = corner[r * TILE_COLUMNS + j] + (add ? to[j] : 0);
-                    }
-                }
+    bool is_packed = !b.column;
+
+    for (int n0 = 0; n0 < size.N; n0 += NC) {
+        int block_n = std::min((int)NC, size.N - n0);
+        for (int k0 = 0; k0 < size.K; k0 += KC) {
+            int block_k = std::min((int)KC, size.K - k0);
+            if (!is_packed) matmul_pack(panels, b.from(k0, n0), block_k, block_n);
+
+            for (int n = 0; n < block_n; n += TILE_COLUMNS) {
+                const float* panel = panels + (size_t)n * block_k;
+                if (is_packed) panel = b.data + (n0 + n) * b.row + k0 * TILE_COLUMNS;
+                multiply_panel(c + n0 + n, ldc, size.M, block_n - n, a.from(0, k0), panel, block_k,
+                               accumulate || k0);
+            }
         }
+    }
 }
 
 // ---- bias gradient ----------------------------------------------------------------------------------------
-// A product with ones, an image at a time.
+// dbias is a product of ones with dout, an image at a time.
 static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     each_tile(1, 1, dout.C, TILE_COLUMNS, [&](int, int, int o0, int o1) {
         const float one = 1;
+        const Matrix ones = {&one, 0, 0};
         float image[TILE_COLUMNS];
         double total[TILE_COLUMNS] = {};
         for (int b = 0; b < dout.B; b++) {
-            matmul({1, o1 - o0, dout.T()}, image, 0, {&one, 0, 0}, pixels_of(dout, b * dout.T(), o0), false);
+            matmul({1, o1 - o0, dout.T()}, image, 0, ones, pixels_of(dout, b * dout.T(), o0), false);
             for (int o = o0; o < o1; o++) {
                 total[o - o0] += image[o - o0];
                 if (per_image.data) per_image.row(b)[o] = image[o - o0];
@@ -169,52 +480,67 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// work(b, t0, t1, c, n, row) for every part of an image, pixels [t0, t1) of image b, and every n <= SLAB
-// channels of x from c on that lie together in one of the two tensors: row(t) is where they lie at pixel t.
-// What adds up SLAB channels does it in registers.
-enum { SLAB = 64 };
-static void each_slab(const Joined& x, auto work) {
+// Adding up many channels at once, in registers, takes a loop of fixed length: channels come in blocks.
+enum { CHANNEL_BLOCK = 64 };
+
+// A block of channels [c, c + n) of x in one tile of an image, pixels [t0, t1) of image b.
+struct ChannelBlock {
+    const Joined& x;
+    int b, t0, t1, c;
+    int T() const { return x.first.T(); }
+    size_t pixel(int t) const { return (size_t)b * T() + t; }
+    const float* row(int t) const { return x.at(pixel(t), c); }
+    // Of an array (B, norm_parts(T), C).
+    size_t partial() const { return ((size_t)b * norm_parts(T()) + t0 / NORM_PART) * x.C() + c; }
+};
+// Calls work(block, n) for every block of x. A block lies in one of x's two tensors; n is a constant of the
+// compiler's where it is CHANNEL_BLOCK or half of it, and an int for the few channels that remain.
+static void each_channel_block(const Joined& x, auto work) {
     each_tile(x.first.B, 1, x.first.T(), NORM_PART, [&](int b, int, int t0, int t1) {
-        for (int c = 0, n; c < x.C(); c += n) {
-            auto row = [&x, b, c](int t) { return x.at((size_t)b * x.first.T() + t, c); };
-            n = std::min((int)SLAB, x.of(c).C - x.within(c));
-            if (n == SLAB) work(b, t0, t1, c, std::integral_constant<int, SLAB>(), row);
-            else if (n == SLAB / 2) work(b, t0, t1, c, std::integral_constant<int, SLAB / 2>(), row);
-            else work(b, t0, t1, c, n, row);
+        int n = 0;
+        for (int c = 0; c < x.C(); c += n) {
+            ChannelBlock block = {x, b, t0, t1, c};
+            n = std::min((int)CHANNEL_BLOCK, x.of(c).C - x.within(c));
+            if (n == CHANNEL_BLOCK) work(block, std::integral_constant<int, CHANNEL_BLOCK>());
+            else if (n == CHANNEL_BLOCK / 2) work(block, std::integral_constant<int, CHANNEL_BLOCK / 2>());
+            else work(block, n);
         }
     });
 }
 
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(float) * x.count()});
-    each_slab(x, [&](int b, int t0, int t1, int c, auto n, auto row) {
-        const float* pivot = row(t0);
-        float sum[SLAB] = {}, squares[SLAB] = {};  // of x - pivot, which is one of them: little cancels
-        for (int t = t0; t < t1; t++) {
-            const float* x_t = row(t);
+    each_channel_block(x, [&](ChannelBlock block, auto n) {
+        const float* pivot = block.row(block.t0);  // sums are of x - pivot, so that little cancels
+        float sum[CHANNEL_BLOCK] = {}, squares[CHANNEL_BLOCK] = {};
+        for (int t = block.t0; t < block.t1; t++) {
+            const float* x_t = block.row(t);
             SIMD_FOR (int k = 0; k < n; k++) {
                 float d = x_t[k] - pivot[k];
-                sum[k] += d, squares[k] += d * d;
+                sum[k] += d;
+                squares[k] += d * d;
             }
         }
-        float2* moments = x.moments + ((size_t)b * norm_parts(x.T()) + t0 / NORM_PART) * x.C + c;
+        float2* moments = x.moments + block.partial();
         for (int k = 0; k < n; k++) {
-            float shift = sum[k] / (t1 - t0);
+            float shift = sum[k] / (block.t1 - block.t0);
             moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
         }
     });
 }
 
-// A slab's norm as a map of each channel: x^ = x slope + offset, and the norm is x scale + shift.
+// The norm of a block of channels is x scale + shift, and x^ is x slope + offset.
 struct NormMap {
-    float slope[SLAB], offset[SLAB], scale[SLAB], shift[SLAB];
+    float slope[CHANNEL_BLOCK], offset[CHANNEL_BLOCK], scale[CHANNEL_BLOCK], shift[CHANNEL_BLOCK];
     bool silu;
-    NormMap(const Norm& norm, int b, int c, int n) : silu(norm.silu) {
-        size_t at = (size_t)b * norm.x.C() + c;
-        for (int k = 0; k < n; k++, at++) {
+    NormMap(const Norm& norm, const ChannelBlock& block, int n) : silu(norm.silu) {
+        for (int k = 0; k < n; k++) {
+            size_t at = (size_t)block.b * norm.x.C() + block.c + k;
             float2 group = norm.statistics[at], affine = norm.affine[at];
-            slope[k] = group.y, offset[k] = -group.x * group.y;
-            scale[k] = (silu ? 2 : 1) * affine.x, shift[k] = (silu ? 2 : 1) * affine.y;
+            slope[k] = group.y;
+            offset[k] = -group.x * group.y;
+            scale[k] = (silu ? 2 : 1) * affine.x;
+            shift[k] = (silu ? 2 : 1) * affine.y;
         }
     }
     float normed(float x, int k) const {
@@ -223,32 +549,41 @@ struct NormMap {
     }
 };
 
-// The moments of a group's channels and parts are joined as by Chan, Golub and LeVeque (1979).
+// Merges the moments of a group's channels [c0, c1) and tiles as Chan, Golub and LeVeque (1979) do.
+static float2 group_statistics(const Joined& x, int b, int c0, int c1) {
+    int T = x.first.T(), parts = norm_parts(T);
+    double n = 0, mean = 0, squares = 0;
+    for (int part = 0; part < parts; part++)
+        for (int c = c0; c < c1; c++) {
+            float2 more = x.moments((size_t)b * parts + part, c);
+            double pixels = std::min((int)NORM_PART, T - part * NORM_PART), delta = more.x - mean;
+            n += pixels;
+            mean += delta * pixels / n;
+            squares += more.y + delta * delta * pixels * (n - pixels) / n;
+        }
+    return {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
+}
+
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward", {0, 2.0 * sizeof(float) * out.count()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
-    int T = out.H * out.W, parts = norm_parts(T), width = out.C / norm.groups;
-    each_tile(out.B, 1, out.C, width, [&](int b, int, int c0, int end) {
-        double n = 0, mean = 0, squares = 0;
-        for (int part = 0; part < parts; part++)
-            for (int c = c0; c < end; c++) {
-                float2 more = norm.x.moments((size_t)b * parts + part, c);
-                double pixels = std::min((int)NORM_PART, T - part * NORM_PART), apart = more.x - mean;
-                n += pixels, mean += apart * pixels / n;
-                squares += more.y + apart * apart * pixels * (n - pixels) / n;
-            }
-        float2 group = {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
-        for (int c = c0; c < end; c++) {
-            float2 layer = norm.modulated(b, c);
-            float scale = group.y * layer.x, shift = layer.y - group.x * scale, part = norm.silu ? 0.5f : 1;
-            size_t at = (size_t)b * out.C + c;
-            norm.statistics[at] = group, norm.affine[at] = {part * scale, part * shift};
+    int C = out.C;
+    each_tile(out.B, 1, C, C / norm.groups, [&](int b, int, int c0, int c1) {
+        float2 group = group_statistics(norm.x, b, c0, c1);
+        for (int c = c0; c < c1; c++) {
+            float2 weight_bias = norm.modulated(b, c);
+            float scale = group.y * weight_bias.x, shift = weight_bias.y - group.x * scale;
+            float half = norm.silu ? 0.5f : 1;
+            norm.statistics[(size_t)b * C + c] = group;
+            norm.affine[(size_t)b * C + c] = {half * scale, half * shift};
         }
     });
-    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
-        NormMap map(norm, b, c, n);
-        for (int t = t0; t < t1; t++) {
-            float *target = out.data + ((size_t)b * T + t) * out.C + c, *x_t = row(t);
+
+    each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
+        NormMap map(norm, block, n);
+        for (int t = block.t0; t < block.t1; t++) {
+            const float* x_t = block.row(t);
+            float* target = out.data + block.pixel(t) * C + block.c;
             SIMD_FOR (int k = 0; k < n; k++) target[k] = map.normed(x_t[k], k);
         }
     });
@@ -260,59 +595,74 @@ static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
 
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     PROFILE("group norm sums", {0, 3.0 * sizeof(float) * dy.count()});
-    int T = dy.T(), parts = norm_parts(T), C = dy.C;
-    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
-        NormMap map(norm, b, c, n);
-        float sum[SLAB] = {}, product[SLAB] = {};
-        for (int t = t0; t < t1; t++) {
-            size_t at = ((size_t)b * T + t) * C + c;
-            const float *x_t = row(t), *upstream = dout.data + at;
-            float d[SLAB];
+    each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
+        NormMap map(norm, block, n);
+        float sum_dy[CHANNEL_BLOCK] = {}, sum_dy_x_hat[CHANNEL_BLOCK] = {};
+        for (int t = block.t0; t < block.t1; t++) {
+            size_t at = block.pixel(t) * dy.C + block.c;
+            const float *x_t = block.row(t), *upstream = dout.data + at;
+            float d[CHANNEL_BLOCK];
             std::copy(upstream, upstream + n, d);
             if (norm.silu)
                 SIMD_FOR (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
-            SIMD_FOR (int k = 0; k < n; k++)
-                sum[k] += d[k], product[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+            SIMD_FOR (int k = 0; k < n; k++) {
+                sum_dy[k] += d[k];
+                sum_dy_x_hat[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
+            }
             std::copy(d, d + n, dy.data + at);
         }
-        for (int k = 0; k < n; k++)
-            norm.sums[((size_t)b * parts + t0 / NORM_PART) * C + c + k] = {sum[k], product[k]};
+        float2* sums = norm.sums + block.partial();
+        for (int k = 0; k < n; k++) sums[k] = {sum_dy[k], sum_dy_x_hat[k]};
     });
 }
 
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
-    PROFILE("group norm backward",
-            {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
-    int T = dy.H * dy.W, parts = norm_parts(T), C = dy.C, width = C / norm.groups;
+static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
+    int parts = norm_parts(dy.T());
 #pragma omp parallel for
-    for (int c = 0; c < C; c++) {
+    for (int c = 0; c < dy.C; c++) {
         double dw = 0, dbias = 0;
         for (int i = 0; i < dy.B * parts; i++) {
             double gain = norm.gain(i / parts, c);
-            dbias += gain * norm.sums[(size_t)i * C + c].x, dw += gain * norm.sums[(size_t)i * C + c].y;
+            float2 sums = norm.sums[(size_t)i * dy.C + c];
+            dbias += gain * sums.x;
+            dw += gain * sums.y;
         }
-        norm.dw[c] = (float)dw, norm.dbias[c] = (float)dbias;
+        norm.dw[c] = (float)dw;
+        norm.dbias[c] = (float)dbias;
     }
-    // the means over a group, of w dy and of w dy x^, come in place of the sums of an image's first part
-    each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int end) {
-        double a = 0, q = 0;
+}
+// Puts the means over a group, of w dy and of w dy x^, in place of the sums of an image's first tile.
+static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
+    int C = dy.C, T = dy.T(), width = C / norm.groups, parts = norm_parts(T);
+    each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
+        double w_dy = 0, w_dy_x_hat = 0;
         float2* sums = norm.sums + (size_t)b * parts * C;
         for (int part = 0; part < parts; part++)
-            for (int c = c0; c < end; c++) {
+            for (int c = c0; c < c1; c++) {
                 double weight = norm.w[c] * norm.gain(b, c);
-                a += weight * sums[(size_t)part * C + c].x, q += weight * sums[(size_t)part * C + c].y;
+                w_dy += weight * sums[(size_t)part * C + c].x;
+                w_dy_x_hat += weight * sums[(size_t)part * C + c].y;
             }
-        std::fill(sums + c0, sums + end, float2{(float)(a / T / width), (float)(q / T / width)});
+        float2 means = {(float)(w_dy / T / width), (float)(w_dy_x_hat / T / width)};
+        std::fill(sums + c0, sums + c1, means);
     });
-    each_slab(norm.x, [&](int b, int t0, int t1, int c, auto n, auto row) {
-        NormMap map(norm, b, c, n);
-        float2 mean[SLAB];
-        std::copy_n(norm.sums + (size_t)b * parts * C + c, (int)n, mean);
-        const Tensor& target = dx.of(c);
-        for (int t = t0; t < t1; t++) {
-            size_t pixel = (size_t)b * T + t, at = pixel * target.C + dx.within(c);
-            const float *upstream = dy.data + pixel * C + c, *x_t = row(t);
-            float again[SLAB];  // for normed may be dy, and dx x
+}
+static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+    PROFILE("group norm backward",
+            {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
+    groupnorm_backward_weight(dy, norm);
+    groupnorm_backward_means(dy, norm);
+
+    int C = dy.C, parts = norm_parts(dy.T());
+    each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
+        NormMap map(norm, block, n);
+        float2 mean[CHANNEL_BLOCK];
+        std::copy_n(norm.sums + (size_t)block.b * parts * C + block.c, (int)n, mean);
+        const Tensor& target = dx.of(block.c);
+        for (int t = block.t0; t < block.t1; t++) {
+            size_t at = block.pixel(t) * target.C + dx.within(block.c);
+            const float *x_t = block.row(t), *upstream = dy.data + block.pixel(t) * C + block.c;
+            float again[CHANNEL_BLOCK];  // stored last, for normed may be dy, and dx may be x
             SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
             SIMD_FOR (int k = 0; k < n; k++) {
                 float x_hat = x_t[k] * map.slope[k] + map.offset[k];
@@ -320,164 +670,278 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
-            std::copy(again, again + n, normed.data + pixel * C + c);
+            std::copy(again, again + n, normed.data + block.pixel(t) * C + block.c);
         }
     });
 }
 
 // ---- 3x3 convolutions by Winograd's algorithm --------------------------------------------------------------
-// By F(2x2, 3x3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is
-// cut into tiles of 2x2 pixels; with x the 4x4 patch around the tile y,
+// F(2x2, 3x3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is cut
+// into tiles y of 2x2 pixels; with x the 4x4 patch around a tile,
 //   y = A^T ((G w G^T) * (B^T x B)) A,   dw = G^T ((A dy A^T) * (B^T x B)) G
-// where * multiplies element by element, 16 times instead of 36; over all tiles and channels it is 16
-// products of matrices.
+// where * multiplies element by element: 16 multiplications instead of 36. Over all tiles and channels these are
+// 16 matrix products, one for each element of a transformed patch.
 static constexpr float B_T[4][4] = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}};
 static constexpr float G[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
 static constexpr float G_T[3][4] = {{1, 0.5f, 0.5f, 0}, {0, 0.5f, -0.5f, 0}, {0, 0.5f, 0.5f, 1}};
 static constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
 static constexpr float A_T[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
+enum { ELEMENTS = 16, TAPS = 9, TILE_PIXELS = 4 };  // of a transformed patch, of a filter, of a tile
 
-// put(i, element i of m x m^T), get(i) being x's: vectors of channels. On a Xeon a call takes twice as long.
-template <const auto& m> [[gnu::always_inline]] static inline void transform(auto get, auto put) {
-    constexpr int M = std::size(m), N = std::size(m[0]);
-    auto dot = [](const float(&row)[N], const Vector* column, int step) {
-        Vector sum = Vector{} * -1.0f;  // -0: adding to it changes nothing and costs nothing
-        REGISTER_FOR (int k = 0; k < N; k++)
-            if (row[k] != 0) sum += row[k] * column[k * step];
-        return sum;
-    };
-    Vector x[N * N], half[M * N];
-    REGISTER_FOR (int i = 0; i < N * N; i++) x[i] = get(i);
-    REGISTER_FOR (int i = 0; i < M * N; i++) half[i] = dot(m[i / N], x + i % N, N);
-    REGISTER_FOR (int i = 0; i < M * M; i++) put(i, dot(m[i % M], half + i / M * N, 1));
+// A row of m times a column of x, whose elements are `stride` apart.
+template <int N>
+[[gnu::always_inline]] static inline Vector dot(const float (&row)[N], const Vector* column, int stride) {
+    Vector sum = Vector{} * -1.0f;  // -0: adding to it changes nothing and costs nothing
+    REGISTER_FOR (int k = 0; k < N; k++)
+        if (row[k] != 0) sum += row[k] * column[k * stride];
+    return sum;
+}
+// y (M, M) = m x m^T for vectors of channels. Inlined, its loops become additions of registers, and zeros of m
+// nothing; as a call it takes twice as long on a Xeon.
+template <int M, int N>
+[[gnu::always_inline]] static inline void transform(Vector* y, const float (&m)[M][N], const Vector* x) {
+    Vector mx[M * N];
+    REGISTER_FOR (int i = 0; i < M * N; i++) mx[i] = dot(m[i / N], x + i % N, N);
+    REGISTER_FOR (int i = 0; i < M * M; i++) y[i] = dot(m[i % M], mx + i / M * N, 1);
 }
 
-// use(t - t0, image, y, x) for tiles [t0, t1), the first pixel of each; the last ones may lie half outside.
-static int tiles_of(Tensor x) { return x.B * ((x.H + 1) / 2) * ((x.W + 1) / 2); }
-static void each_patch(Tensor x, int t0, int t1, auto use) {
-    int H = (x.H + 1) / 2, W = (x.W + 1) / 2;
-    for (int t = t0; t < t1; t++) use(t - t0, t / W / H, t / W % H * 2, t % W * 2);
-}
-// Of pixel (row, column) of an image, where its channels lie; `outside`, if it is, or if there is no x.
-static float* pixel_at(Tensor x, int b, int row, int column, float* outside = nullptr) {
-    bool inside = x && row >= 0 && row < x.H && column >= 0 && column < x.W;
-    return inside ? x.data + (((size_t)b * x.H + row) * x.W + column) * x.C : outside;
-}
-enum { MOST = 512 };       // channels that a convolution adds up at a time
-static float zeros[MOST];  // of a pixel outside, so that reading patches asks nothing of each
-// Floats of one of the 16 matrices; were it a power of two, all would fall into the same lines of a cache.
-static size_t plane_of(int rows, int columns) { return (size_t)rows * columns + 16; }
+// From `first` up to, and without, `end`.
+struct Range {
+    int first, end;
+    int count() const { return end - first; }
+};
 
-// to (16, channels / width, tiles, width) = m x m^T of channels [c0, c1) of tiles [t0, t1), or of the patches
-// around them, zero outside the image; zeros behind c1, to whole vectors.
-template <const auto& m>
-static void transform_pixels(float* to, size_t plane, int width, Tensor x, int t0, int t1, int c0, int c1) {
-    constexpr int N = std::size(m[0]), before = N / 4;
-    x.data += c0;
-    each_patch(x, t0, t1, [&](int t, int b, int top, int left) {
+// The matrices of the 16 products' operands or results. Were `size` a power of two, all of them would fall into
+// the same lines of a cache: PLANE_GAP more floats prevent that.
+enum { PLANE_GAP = 16, PLANE_GAPS = ELEMENTS * PLANE_GAP };
+struct Planes {
+    float* data;
+    size_t size;
+    Planes(float* data, int rows, int columns) : data(data), size((size_t)rows * columns + PLANE_GAP) {}
+    float* operator[](int element) const { return data + element * size; }
+    float* end() const { return data + ELEMENTS * size; }
+};
+
+// Tile t of all images' and its upper left pixel. The last ones of an image may lie half outside.
+struct WinogradTile {
+    int b, row, column;
+    WinogradTile(Tensor x, int t) {
+        int H = (x.H + 1) / 2, W = (x.W + 1) / 2;
+        b = t / W / H;
+        row = t / W % H * 2;
+        column = t % W * 2;
+    }
+    // Where the channels of a pixel lie, counted from the tile's first; null outside the image or without x.
+    float* pixel(Tensor x, int down, int right) const {
+        int h = row + down, w = column + right;
+        bool inside = x && h >= 0 && h < x.H && w >= 0 && w < x.W;
+        return inside ? x.data + (((size_t)b * x.H + h) * x.W + w) * x.C : nullptr;
+    }
+    static int count(Tensor x) { return x.B * ((x.H + 1) / 2) * ((x.W + 1) / 2); }
+};
+
+enum { MAX_INPUTS = 512 };       // channels that a convolution adds up at a time
+static float zeros[MAX_INPUTS];  // the channels of a pixel outside, which then is read as any other
+
+// Transforms tiles of x (m = A) or the patches around them (m = B_T) to planes (channels / width, tiles, width),
+// with zeros behind the last channel, up to a whole vector.
+template <int N>
+static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor x, Range tiles,
+                            Range channels) {
+    const int halo = N / 4;
+    x.data += channels.first;
+    for (int t = 0; t < tiles.count(); t++) {
+        WinogradTile tile(x, tiles.first + t);
         const float* from[N * N];
-        for (int i = 0; i < N * N; i++)
-            from[i] = pixel_at(x, b, top - before + i / N, left - before + i % N, zeros);
-        for (int c = 0; c < c1 - c0; c += VECTOR) {
-            float* at = to + ((size_t)(c / width) * (t1 - t0) + t) * width + c % width;
-            transform<m>([&](int i) { return load_some(from[i] + c, c1 - c0 - c); },
-                         [&](int i, Vector v) { *(Vector*)(at + i * plane) = v; });
+        for (int i = 0; i < N * N; i++) {
+            const float* pixel = tile.pixel(x, i / N - halo, i % N - halo);
+            from[i] = pixel ? pixel : zeros;
         }
-    });
-}
 
-// out = the convolution of x by weights (O, 9, C), plus what is there to add; or backward, with taps flipped,
-// by (C, 9, O).
-static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward options) {
-    int O = out.C, C = x.C, tap_step = backward ? -O : C;
-    int outputs = std::clamp(THREAD_FLOATS / 25 / std::min(C, (int)MOST) / TILE_COLUMNS * TILE_COLUMNS,
-                             (int)TILE_COLUMNS, 128);
-    for (int k0 = 0; k0 < C; k0 += MOST) {
-        if (k0) layer.bias = nullptr, options = {.residual = out};
-        int K = std::min((int)MOST, C - k0), width = round_up(K, VECTOR);
-        size_t plane = plane_of(K, outputs);
-        int band = (THREAD_FLOATS - 16 * (int)plane) / (16 * (width + outputs) + 32) / TILE_ROWS;
-        auto transform_weights = [&](int o0, int o1) {
-            float *weights = thread_floats(), *taken = weights + 16 * plane;
-            size_t size = (size_t)K * round_up(o1 - o0, TILE_COLUMNS);
-            Matrix taps = backward ? Matrix{layer.w + 8 * O + (size_t)k0 * 9 * O + o0, 9 * O}
-                                   : transposed(layer.w + (size_t)o0 * 9 * C + k0, 9 * C);
-            for (int tap = 0; tap < 9; tap++, taps.data += tap_step)
-                matmul_pack(taken + tap * size, taps, K, o1 - o0);
-            for (size_t i = 0; i < size; i += VECTOR)
-                transform<G>([&](int tap) { return *(Vector*)(taken + tap * size + i); },
-                             [&](int f, Vector v) { *(Vector*)(weights + f * plane + i) = v; });
-        };
-        auto convolve_tiles = [&](int first, int last, int o0, int o1) {
-            float *weights = thread_floats(), *patches = weights + 16 * plane;
-            int n = round_up(o1 - o0, TILE_COLUMNS);
-            for (int t0 = first, t1; t0 < last; t0 = t1) {
-                t1 = std::min(t0 + std::clamp(band, 1, 4) * TILE_ROWS, last);
-                size_t from = plane_of(t1 - t0, width), to = plane_of(t1 - t0, n);
-                float* products = patches + 16 * from;
-                transform_pixels<B_T>(patches, from, width, x, t0, t1, k0, k0 + K);
-                for (int f = 0; f < 16; f++)
-                    matmul({t1 - t0, n, K}, products + f * to, n, {patches + f * from, width},
-                           packed(weights + f * plane, K), false);
-                each_patch(x, t0, t1, [&](int t, int b, int top, int left) {
-                    const float* emb = options.emb.row(b);
-                    for (int o = o0; o < o1; o += VECTOR)
-                        transform<A_T>(
-                            [&](int f) { return *(Vector*)(products + f * to + (size_t)t * n + o - o0); },
-                            [&](int i, Vector y) {
-                                float* at = pixel_at(out, b, top + i / 2, left + i % 2);
-                                if (!at) return;
-                                const float* rest = pixel_at(options.residual, b, top + i / 2, left + i % 2);
-                                for (const float* more : {layer.bias, emb, rest})
-                                    if (more) y += load_some(more + o, o1 - o);
-                                store_some(at + o, y, o1 - o);
-                            });
-                });
-            }
-        };
-        each_tile(tiles_of(x), 264, O, outputs, convolve_tiles, transform_weights);
+        for (int c = 0; c < channels.count(); c += VECTOR) {
+            Vector pixels[N * N], elements[ELEMENTS];
+            REGISTER_FOR (int i = 0; i < N * N; i++) pixels[i] = load_some(from[i] + c, channels.count() - c);
+            transform(elements, m, pixels);
+
+            float* target = to.data + ((size_t)(c / width) * tiles.count() + t) * width + c % width;
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(target + f * to.size) = elements[f];
+        }
     }
 }
 
-// Each thread owns a tile of dw and walks over all pixels; where tiles are few, a part, with its own sums.
-static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
-    enum { OUTPUTS = 64, INPUTS = 64, TILES = 128 };
-    int C = x.C, O = dout.C, tiles = tiles_of(x);
-    size_t size = (size_t)O * 9 * C;
-    int parts = std::clamp((int)(SHARED_FLOATS / size), 1, std::min(8, tiles));
-    float* sums = parts > 1 ? cpu_workspace : dw;  // (parts, O, 9, C)
-    each_tile(ceil_div(O, OUTPUTS) * parts, 1, C, INPUTS, [&](int task, int, int c0, int c1) {
-        int part = task % parts, o0 = task / parts * OUTPUTS, o1 = std::min(o0 + OUTPUTS, O);
-        int begin = (int)((size_t)tiles * part / parts), end = (int)((size_t)tiles * (part + 1) / parts);
-        int n = round_up(o1 - o0, VECTOR), k = round_up(c1 - c0, TILE_COLUMNS);
-        size_t plane = plane_of(n, k), left_plane = plane_of(TILES, n), right_plane = plane_of(TILES, k);
-        float *sum = thread_floats(), *left = sum + 16 * plane, *right = left + 16 * left_plane;
-        for (int t0 = begin; t0 < end; t0 += TILES) {
-            int t1 = std::min(t0 + TILES, end);
-            transform_pixels<A>(left, left_plane, n, dout, t0, t1, o0, o1);
-            transform_pixels<B_T>(right, right_plane, TILE_COLUMNS, x, t0, t1, c0, c1);
-            for (int f = 0; f < 16; f++)
-                matmul({o1 - o0, k, t1 - t0}, sum + f * plane, k, transposed(left + f * left_plane, n),
-                       packed(right + f * right_plane, t1 - t0), t0 > begin);
+// One pass of a convolution, over `inputs`, at most MAX_INPUTS channels of x. Forward, the weights are (O, 3, 3, C).
+// Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are flipped.
+//
+// A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds, for as long as its tasks have
+// the same outputs, their transformed weights; behind these lie the packed taps of which they are made, and then
+// the transformed patches and the products of a few tiles at a time, `band`.
+enum { WINOGRAD_TILES = 264, MAX_BAND = 4 * TILE_ROWS };
+struct Winograd {
+    Tensor out, x;
+    Conv layer;
+    bool backward;
+    Forward options;
+    Range inputs;
+    int outputs = 0, band = 0;
+
+    static const int FLOATS = THREAD_FLOATS - 2 * PLANE_GAPS;
+    static_assert((ELEMENTS + TAPS) * MAX_INPUTS * TILE_COLUMNS <= FLOATS, "the fewest outputs fit");
+    static_assert(ELEMENTS * (MAX_INPUTS * TILE_COLUMNS + TILE_ROWS * (MAX_INPUTS + TILE_COLUMNS)) <= FLOATS,
+                  "the smallest band fits");
+
+    void choose_sizes() {
+        const int C = inputs.count();
+        const int most = FLOATS / ((ELEMENTS + TAPS) * C);
+        outputs = std::clamp(most / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
+
+        const int left = FLOATS - ELEMENTS * C * outputs;
+        const int tiles = left / (ELEMENTS * (round_up(C, VECTOR) + outputs));
+        band = std::min(tiles / TILE_ROWS * TILE_ROWS, (int)MAX_BAND);
+    }
+    void run() const {
+        each_tile(
+            WinogradTile::count(x), WINOGRAD_TILES, out.C, outputs,
+            [this](int t0, int t1, int o0, int o1) {
+                convolve({t0, t1}, {o0, o1});
+            },
+            [this](int o0, int o1) {
+                transform_weights({o0, o1});
+            });
+    }
+
+    Planes weights() const { return Planes(thread_floats(), inputs.count(), outputs); }
+
+    // Tap 0 as a matrix (inputs, o); the next taps lie behind it, or, flipped, in front.
+    Matrix first_tap(Range o) const {
+        const int row = TAPS * (backward ? out.C : x.C);
+        if (!backward) return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
+        return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
+    }
+    void transform_weights(Range o) const {
+        const Planes transformed = weights();
+        float* packed_taps = transformed.end();
+        const size_t size = (size_t)inputs.count() * round_up(o.count(), TILE_COLUMNS);
+        Matrix tap = first_tap(o);
+        for (int i = 0; i < TAPS; i++) {
+            matmul_pack(packed_taps + i * size, tap, inputs.count(), o.count());
+            tap.data += backward ? -out.C : x.C;
         }
-        for (int o = o0; o < o1; o++)
-            for (int c = c0; c < c1; c += VECTOR) {
-                const float* from = sum + (o - o0) * k + c - c0;
-                float* to = sums + part * size + (size_t)o * 9 * C + c;
-                transform<G_T>([&](int f) { return *(const Vector*)(from + f * plane); },
-                               [&](int tap, Vector v) { store_some(to + tap * C, v, c1 - c); });
+
+        for (size_t at = 0; at < size; at += VECTOR) {
+            Vector taps[TAPS], elements[ELEMENTS];
+            REGISTER_FOR (int i = 0; i < TAPS; i++) taps[i] = *(Vector*)(packed_taps + i * size + at);
+            transform(elements, G, taps);
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(transformed[f] + at) = elements[f];
+        }
+    }
+
+    void convolve(Range tiles, Range o) const {
+        const int K = inputs.count(), width = round_up(K, VECTOR), n = round_up(o.count(), TILE_COLUMNS);
+        for (int t = tiles.first; t < tiles.end; t += band) {
+            const Range some = {t, std::min(t + band, tiles.end)};
+            const Planes patches(weights().end(), some.count(), width);
+            const Planes products(patches.end(), some.count(), n);
+            assert(products.end() <= thread_floats() + THREAD_FLOATS);
+
+            transform_tiles(patches, width, B_T, x, some, inputs);
+            for (int f = 0; f < ELEMENTS; f++)
+                matmul({some.count(), n, K}, products[f], n, {patches[f], width}, packed(weights()[f], K),
+                       false);
+            for (int i = 0; i < some.count(); i++)
+                store_tile(products, (size_t)i * n, WinogradTile(out, some.first + i), o);
+        }
+    }
+    // The products' row at `at` belongs to the tile.
+    void store_tile(Planes products, size_t at, WinogradTile tile, Range o) const {
+        float* pixels[TILE_PIXELS];
+        const float* residuals[TILE_PIXELS];
+        for (int i = 0; i < TILE_PIXELS; i++) {
+            pixels[i] = tile.pixel(out, i / 2, i % 2);
+            residuals[i] = tile.pixel(options.residual, i / 2, i % 2);
+        }
+        const float* emb = options.emb.row(tile.b);
+
+        for (int c = o.first; c < o.end; c += VECTOR) {
+            Vector elements[ELEMENTS], y[TILE_PIXELS];
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++)
+                elements[f] = *(Vector*)(products[f] + at + c - o.first);
+            transform(y, A_T, elements);
+
+            REGISTER_FOR (int i = 0; i < TILE_PIXELS; i++) {
+                if (!pixels[i]) continue;
+                Vector sum = y[i];
+                if (layer.bias) sum += load_some(layer.bias + c, o.end - c);
+                if (emb) sum += load_some(emb + c, o.end - c);
+                if (residuals[i]) sum += load_some(residuals[i] + c, o.end - c);
+                store_some(pixels[i] + c, sum, o.end - c);
             }
+        }
+    }
+};
+static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward options) {
+    for (int c = 0; c < x.C; c += MAX_INPUTS) {
+        Winograd pass = {out, x, layer, backward, options, {c, std::min(c + MAX_INPUTS, x.C)}};
+        pass.choose_sizes();
+        pass.run();
+
+        layer.bias = nullptr;  // the next pass adds to what this one wrote
+        options = {.residual = out};
+    }
+}
+
+// A piece of dw, of outputs o and inputs c, from some of the tiles. FILTER_TILES are transformed at a time.
+enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 128, MAX_PARTIALS = 8 };
+static_assert(FILTER_OUTPUTS % TILE_COLUMNS + FILTER_INPUTS % TILE_COLUMNS == 0);
+static_assert(ELEMENTS * (FILTER_OUTPUTS * FILTER_INPUTS + FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS)) +
+                  3 * PLANE_GAPS <=
+              THREAD_FLOATS);
+static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range o, Range c) {
+    const int n = round_up(o.count(), VECTOR), k = round_up(c.count(), TILE_COLUMNS);
+    const Planes sum(thread_floats(), n, k);
+    const Planes left(sum.end(), FILTER_TILES, n), right(left.end(), FILTER_TILES, k);
+    for (int t = tiles.first; t < tiles.end; t += FILTER_TILES) {
+        const Range some = {t, std::min(t + FILTER_TILES, tiles.end)};
+        transform_tiles(left, n, A, dout, some, o);
+        transform_tiles(right, TILE_COLUMNS, B_T, x, some, c);
+        for (int f = 0; f < ELEMENTS; f++)
+            matmul({o.count(), k, some.count()}, sum[f], k, transposed(left[f], n),
+                   packed(right[f], some.count()), t > tiles.first);
+    }
+
+    for (int row = 0; row < o.count(); row++)
+        for (int column = 0; column < c.count(); column += VECTOR) {
+            Vector elements[ELEMENTS], taps[TAPS];
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) elements[f] = *(Vector*)(sum[f] + row * k + column);
+            transform(taps, G_T, elements);
+
+            float* to = dw + (size_t)(o.first + row) * TAPS * x.C + c.first + column;
+            REGISTER_FOR (int i = 0; i < TAPS; i++) store_some(to + i * x.C, taps[i], c.count() - column);
+        }
+}
+// Each thread owns a piece of dw and goes through all pixels. Where a small dw has few pieces, through some of the
+// pixels, and the partial sums are added up at the end.
+static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
+    const int C = x.C, O = dout.C, tiles = WinogradTile::count(x);
+    const size_t size = (size_t)O * TAPS * C;
+    const int partials = std::clamp((int)(SHARED_FLOATS / size), 1, std::min((int)MAX_PARTIALS, tiles));
+    float* sums = partials > 1 ? cpu_workspace : dw;  // (partials, O, 9, C)
+    auto first_tile = [=](int partial) { return (int)((size_t)tiles * partial / partials); };
+
+    each_tile(ceil_div(O, FILTER_OUTPUTS) * partials, 1, C, FILTER_INPUTS, [&](int i, int, int c0, int c1) {
+        int partial = i % partials, o = i / partials * FILTER_OUTPUTS;
+        filter_gradient(sums + partial * size, dout, x, {first_tile(partial), first_tile(partial + 1)},
+                        {o, std::min(o + FILTER_OUTPUTS, O)}, {c0, c1});
     });
+
+    if (partials == 1) return;
 #pragma omp parallel for
-    for (size_t i = 0; i < size * (parts > 1); i++) {
+    for (size_t i = 0; i < size; i++) {
         dw[i] = sums[i];
-        for (int part = 1; part < parts; part++) dw[i] += sums[part * size + i];
+        for (int partial = 1; partial < partials; partial++) dw[i] += sums[partial * size + i];
     }
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-enum { BAND = 252 };  // pixels of a task's products
-
 static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     convolve(out, x.first, layer, false, options);
@@ -494,19 +958,25 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
     convolution_weight_gradient(layer.dw, dout, x);
 }
 
+enum { BAND = 252 };  // pixels of a task: a multiple of TILE_ROWS
+
 static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
-    int M = out.rows(), O = out.C, K = x.C();
+    const int M = out.rows(), O = out.C, K = x.C();
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
-    bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs block by block
-    auto weights = [&](int o0, int c) { return transposed(layer.w + (size_t)o0 * K + c, K); };
-    auto pack = [&](int o0, int o1) { matmul_pack(thread_floats(), weights(o0, 0), fits * K, o1 - o0); };
+    const bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs the weights block by block
+    auto weights = [&](int o, int c) { return transposed(layer.w + (size_t)o * K + c, K); };
+
+    auto pack = [&](int o0, int o1) {
+        if (fits) matmul_pack(thread_floats(), weights(o0, 0), K, o1 - o0);
+    };
     auto multiply_band = [&](int p0, int p1, int o0, int o1) {
         const float *bias = layer.bias, *residual = options.residual.data;
         for (size_t p = p0; p < (size_t)p1; p++)
             SIMD_FOR (int o = o0; o < o1; o++)
                 out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
+
         float* target = out.data + (size_t)p0 * O + o0;
-        for (int c : {0, x.first.C}) {
+        for (int c : {0, x.first.C}) {  // where the channels of the two inputs begin
             Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
             matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
         }
@@ -516,22 +986,23 @@ static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
     if (out.moments) channel_moments(out);
 }
 static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
-    int O = dout.C, K = dx.C();
+    const int O = dout.C, K = dx.C();
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, K, O));
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
-        each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {  // band by band
+        each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {
             matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
     if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
+// Each thread owns a piece of dw and goes through all pixels: there are no partial sums to add up.
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
-    int M = dout.rows(), O = dout.C, K = x.C();
+    const int M = dout.rows(), O = dout.C, K = x.C();
     bias_backward(layer, {}, dout);
     PROFILE("1x1 dW", convolution_work(M, 1, K, O, sizeof(float)));
-    for (int first : {0, x.first.C}) {  // each thread owns a tile of dw and walks over all pixels
+    for (int first : {0, x.first.C}) {
         const Tensor& of = x.of(first);
         each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
             matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
@@ -553,42 +1024,47 @@ static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
 // ---- attention --------------------------------------------------------------------------------------------
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS, "two rows of scores fit");
 
-// work(b, head, t0, rows) for every image, head and band of rows of the score matrix, of which a thread holds
-// so many at a time; a head's bands follow each other.
+// Calls work(b, head, t0, rows) for every image, head and band of rows of the scores, as many as a thread's
+// scratch holds twice. One thread does all bands of a head, one after the other.
 static void each_band(Tensor qkv, int heads, auto work) {
-    int T = qkv.H * qkv.W, most = std::max(1, std::min(64, (int)THREAD_FLOATS / (2 * T)));
+    int T = qkv.T(), most = std::clamp((int)THREAD_FLOATS / (2 * T), 1, 64);
     each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
         for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));
     });
 }
 
+// s (T) = softmax(scale s); returns the logarithm of its denominator.
+static float softmax(float* s, int T, float scale) {
+    float largest = -FLT_MAX, sum = 0;
+#pragma omp simd reduction(max : largest)
+    for (int j = 0; j < T; j++) largest = s[j] > largest ? s[j] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - largest));
+    float inverse = 1.0f / sum;
+    SIMD_FOR (int j = 0; j < T; j++) s[j] *= inverse;
+    return scale * largest + logf(sum);
+}
+
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int T = out.H * out.W, C = out.C, d = C / heads;
+    int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        const float *q = qkv.data + (size_t)b * T * 3 * C + head * d, *k = q + C, *v = q + 2 * C;
+        const float* q = qkv.data + (size_t)b * T * 3 * C + head * d;
+        const float *q_rows = q + (size_t)t0 * 3 * C, *k = q + C, *v = k + C;
+        float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
         float* scores = thread_floats();  // (rows, T)
-        matmul({rows, T, d}, scores, T, {q + (size_t)t0 * 3 * C, 3 * C}, transposed(k, 3 * C), false);
-        for (int i = 0; i < rows; i++) {
-            float* s = scores + (size_t)i * T;
-            float top = -FLT_MAX, sum = 0;
-#pragma omp simd reduction(max : top)
-            for (int j = 0; j < T; j++) top = s[j] > top ? s[j] : top;
-#pragma omp simd reduction(+ : sum)
-            for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - top));
-            float inverse = 1.0f / sum;
-            SIMD_FOR (int j = 0; j < T; j++) s[j] *= inverse;
-            lse[((size_t)b * heads + head) * T + t0 + i] = scale * top + logf(sum);
-        }
-        matmul({rows, d, T}, out.data + ((size_t)b * T + t0) * C + head * d, C, {scores, T}, {v, 3 * C},
-               false);
+
+        matmul({rows, T, d}, scores, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+        for (int i = 0; i < rows; i++)
+            lse[((size_t)b * heads + head) * T + t0 + i] = softmax(scores + (size_t)i * T, T, scale);
+        matmul({rows, d, T}, out_rows, C, {scores, T}, {v, 3 * C}, false);
     });
 }
 
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int T = out.H * out.W, C = out.C, d = C / heads;
+    int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
     float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
@@ -597,16 +1073,17 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
         const float *dout_rows = dout.data + out_at, *out_rows = out.data + out_at;
         float *dq_rows = dqkv.data + at + (size_t)t0 * 3 * C, *dk = dqkv.data + at + C, *dv = dk + C;
         float *p = thread_floats(), *ds = p + (size_t)rows * T;  // (rows, T) each
+
         matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
         matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
         for (int i = 0; i < rows; i++) {
-            float D = 0, normaliser = lse[((size_t)b * heads + head) * T + t0 + i];
-#pragma omp simd reduction(+ : D)
-            for (int j = 0; j < d; j++) D += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
+            float delta = 0, row_lse = lse[((size_t)b * heads + head) * T + t0 + i];
+#pragma omp simd reduction(+ : delta)
+            for (int j = 0; j < d; j++) delta += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
             float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
             SIMD_FOR (int j = 0; j < T; j++) {
-                p_row[j] = fast_exp(scale * p_row[j] - normaliser);
-                ds_row[j] = scale * p_row[j] * (ds_row[j] - D);
+                p_row[j] = fast_exp(scale * p_row[j] - row_lse);
+                ds_row[j] = scale * p_row[j] * (ds_row[j] - delta);
             }
         }
         matmul({rows, d, T}, dq_rows, 3 * C, {ds, T}, {k, 3 * C}, false);

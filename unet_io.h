@@ -416,22 +416,6 @@ static std::vector<Flag> FLAGS = {
      "a text, a line a class: names of a model's classes that has none, or others for --class"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, 118, "1", 0, 1000,
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual"},
-    {FIELD(guidance_interval), PATH, SAMPLING, FREE, -1, "", 0, 0,
-     "guide in this part of the chain only, such as 0.2,0.8, from no noise (0) to nothing but noise (1)"},
-    {FIELD(guide_weights), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "guide away from this .bin's pictures, an earlier or smaller model's, instead of those without a class"},
-    {FIELD(init_image), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "begin with this picture, the first of a .bin of prepare_data.py, noised, instead of noise alone"},
-    {FIELD(strength), FLOAT, SAMPLING, FREE, 0, "", 0, 1,
-     "how much of the noising it undergoes, 0 none; without it 0.5, with --mask 1"},
-    {FIELD(mask), PATH, SAMPLING, FREE, 0, "", 0, 0,
-     "keep what is white in the first picture of this .bin, made with --channels 1; draw the rest to fit"},
-    {FIELD(jump_length), INT, SAMPLING, FREE, 0, "10", 1, 1e5, "steps that --mask goes back at a time"},
-    {FIELD(jump_n_sample), INT, SAMPLING, FREE, 0, "10", 1, 1e3,
-     "how often it draws them; 1: it never goes back"},
-    {FIELD(interpolate), INT, SAMPLING, FREE, 0, "0", 0, 1e6, "pictures between two --seeds, and exit"},
-    {FIELD(strip), INT, SAMPLING, FREE, 0, "0", 0, 1000,
-     "--generate also writes OUTPUT_strip.png: a row a picture, this many steps from noise to picture"},
     {FIELD(num_samples), INT, SAMPLING, FREE, 67, "16", 0, 1e6, "of a grid while training; 0: no grids"},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, 68, "ddim", 0, 0,
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
@@ -442,7 +426,7 @@ static std::vector<Flag> FLAGS = {
      "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, 92, "0", 0, 1, "how much of ddpm's noise ddim adds at every step"},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, 93, "clamp", 0, 0,
-     "how steps keep pictures in [-1, 1]; dynamic: scaled by the 99.5th percentile", "clamp|dynamic|none"},
+     "how steps keep pictures in [-1, 1]; dynamic is generate.py's", "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, 70, "1", 0, 4,
      "sample and validate with this one of the running means where there is one; 0: the raw weights"},
 
@@ -579,10 +563,6 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         return;
     }
     std::span<int32_t> numbers = numbers_of(*config, flag);
-    if (flag.kind == FLOAT && value.empty() && !*flag.standard) {  // not told
-        numbers[0] = std::bit_cast<int32_t>(NAN);
-        return;
-    }
     std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
     if (parts.size() > numbers.size())
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
@@ -601,7 +581,6 @@ static std::string flag_text(const Config& config, const Flag& flag) {
     std::string joined;
     for (int32_t bits : numbers_of(config, flag)) {
         double number = number_of(flag, bits);
-        if (std::isnan(number)) return "";          // it was not told
         if (!joined.empty() && number == 0) break;  // the list ends
         joined += joined.empty() ? "" : ",";
         joined += flag.kind == CHOICE  ? split(flag.choices, '|')[(size_t)number]
@@ -648,14 +627,9 @@ static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const cha
     return last == given.rend() ? nullptr : &*last;
 }
 
-// What a file of an earlier version lists where nothing was told.
-static bool is_earlier_default(const GivenFlag& g) {
-    return !g.origin.empty() && is_named(*g.flag, "strength") && g.value == "0";
-}
 // Whether it was given by more than a file that lists its default.
 static bool is_asked(const GivenFlag* g) {
-    if (!g || g->origin.empty()) return g;
-    return g->value != g->flag->standard && !is_earlier_default(*g);
+    return g && (g->origin.empty() || g->value != g->flag->standard);
 }
 
 static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
@@ -664,13 +638,44 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
-// One line of a configuration file: NAME VALUE or NAME = VALUE.
+// What only generate.py does, how it is typed there, and the value that asks for nothing, which config.txt of an
+// earlier run lists.
+struct MovedFlag {
+    const char *name, *example, *standard;
+};
+static const MovedFlag MOVED_FLAGS[] = {
+    {"init_image", "--init_image cat.png", ""},
+    {"strength", "--init_image cat.png --strength 0.5", "0"},
+    {"mask", "--init_image cat.png --mask known.png", ""},
+    {"jump_length", "--init_image cat.png --mask known.png --jump_length 10", "10"},
+    {"jump_n_sample", "--init_image cat.png --mask known.png --jump_n_sample 10", "10"},
+    {"interpolate", "--seeds 3,9 --interpolate 8", "0"},
+    {"strip", "--strip 8", "0"},
+    {"guide_weights", "--guidance_scale 2 --guide_weights EARLIER.bin", ""},
+    {"guidance_interval", "--guidance_scale 2 --guidance_interval 0.2,0.8", ""},
+    {"threshold dynamic", "--threshold dynamic", ""},
+};
+
+static const MovedFlag* moved_flag(const std::string& name) {
+    auto moved = std::ranges::find(MOVED_FLAGS, name, &MovedFlag::name);
+    return moved == std::end(MOVED_FLAGS) ? nullptr : moved;
+}
+
+static void refuse_moved(const std::string& name) {
+    if (const MovedFlag* moved = moved_flag(name))
+        fail_usage("--%s is generate.py's: python generate.py --model_filename CHECKPOINT.bin %s", moved->name,
+                   moved->example);
+}
+
+// One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
 static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
     std::string words = trimmed(line), name = words.substr(0, words.find_first_of(" \t=")),
                 value = trimmed(words.substr(name.size()));
     if (value.starts_with('=')) value = trimmed(value.substr(1));
     if (value.size() > 1 && value.starts_with('"') && value.ends_with('"'))  // as older versions wrote names
         value = value.substr(1, value.size() - 2);
+    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard)) return {};
+    refuse_moved(name);
     const Flag& flag = flag_named(name);
     if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
     return {&flag, value, origin};
@@ -690,7 +695,9 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
         std::string origin = text("%s, line %d", path.c_str(), ++number);
         if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
         std::string why = failure_of([&] {
-            given.push_back(parse_config_line(line, origin));
+            GivenFlag parsed = parse_config_line(line, origin);
+            if (!parsed.flag) return;
+            given.push_back(parsed);
             set_flag(&scratch, *given.back().flag, given.back().value);
             if (is_preset(*given.back().flag)) preset_flags(given.back().value);
         });
@@ -711,12 +718,6 @@ static std::string config_text(const Config& config) {
     return lines;
 }
 
-// An empty value is typed by a script whose variable is unset, and would mean that the flag was left out. But it
-// takes back what a checkpoint tells.
-static bool may_be_emptied(const Flag& flag) {
-    return is_named(flag, "val_file") || is_named(flag, "guidance_interval");
-}
-
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
 static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
                                           const std::string& origin = "") {
@@ -727,6 +728,7 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
+        refuse_moved(name);
         const Flag& flag = flag_named(name);
         // of --flip and --resume the value may be left out
         bool optional = flag.kind == BOOL || name == "resume";
@@ -734,7 +736,8 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
         else if (!optional) fail_usage("--%s needs a value", name.c_str());
-        if (value.empty() && !optional && !may_be_emptied(flag))
+        // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
+        if (value.empty() && !optional && name != "val_file")
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         given.push_back({&flag, value, origin});
     }
@@ -748,17 +751,6 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
 }
 
 // ---- what is refused --------------------------------------------------------------------------------------
-// In which part of the chain, from 0, the least noise, to 1, pictures are guided.
-static std::pair<double, double> guidance_interval(const Config& c) {
-    std::pair<double, double> part = {0, 1};
-    char more;
-    if (!*c.guidance_interval) return part;
-    int numbers = sscanf(c.guidance_interval, "%lf,%lf%c", &part.first, &part.second, &more);
-    if (numbers != 2 || !(part.first >= 0 && part.first <= part.second && part.second <= 1))
-        fail("--guidance_interval '%s' is not two numbers from 0 to 1 such as 0.2,0.8", c.guidance_interval);
-    return part;
-}
-
 // Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
 static void check_config(const Config& c) {
     int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
@@ -793,19 +785,10 @@ static void check_config(const Config& c) {
     }
     if (c.class_cond && !c.num_classes)
         fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
-    if (calls_twice(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob, or --guide_weights",
+    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
+             "others by --guide_weights",
              c.guidance_scale);
-    if (*c.guide_weights && !is_guided(c))
-        fail("--guide_weights does nothing without a --guidance_scale; 2 is usual");
-    if (*c.mask && c.sampler != SAMPLER_DDIM && c.sampler != SAMPLER_DDPM)
-        fail("--mask needs --sampler ddim or ddpm");
-    if (*c.mask && (double)sampler_steps(c) * c.jump_n_sample > 1e6)
-        fail("--jump_n_sample %d times %d steps are more than a million; use a smaller one", c.jump_n_sample,
-             sampler_steps(c));
-    if (*c.init_image && c.strip)
-        fail("--strip shows the way from noise alone: leave out it or --init_image");
-    guidance_interval(c);
     if (c.use_ema > std::max(1, ema_count(c)))
         fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)

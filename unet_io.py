@@ -667,7 +667,7 @@ class Config(Settings):
                             f" other sizes (the middle, at the last level, always has attention)")
 
 
-# What the flags that are no fields of Config may be, here as in ./train_unet.
+# What the flags that are no fields of Config may be, here as in ./train_unet where that has them.
 RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10**9), "keep": (1, 10**9),
           "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),

@@ -46,7 +46,7 @@ template <int D, int ROWS> struct HeadRows {
 
     __device__ HeadMatrix matrix() const {
         const uint32_t at = shared_address(bytes);
-        return {shared_matrix(at, 1024), shared_matrix(at + NARROW, 256) | 2ull << 62};
+        return {matrix_descriptor(at, 1024), matrix_descriptor(at + NARROW, 256) | 2ull << 62};
     }
     // A warpgroup's sums (64, D), times a factor for each of a thread's rows, rounded: rows from `first` on.
     __device__ __forceinline__ void put(int first, const float* c, float factor0, float factor1) {
@@ -71,13 +71,13 @@ struct HeadMaps {
 // By one thread: rows of a head to shared memory, from token at.y of head at.x on, and back.
 template <int D, int ROWS>
 __device__ inline void load_rows(HeadRows<D, ROWS>& to, const HeadMaps& maps, Barrier& full, Pixel at) {
-    copy_box(to.bytes, maps.wide, full, 0, at);
-    if (D > 64) copy_box(to.bytes + to.NARROW, maps.narrow, full, 64, at);
+    tma_load(to.bytes, maps.wide, full, 0, at);
+    if (D > 64) tma_load(to.bytes + to.NARROW, maps.narrow, full, 64, at);
 }
 template <int D, int ROWS>
 __device__ inline void store_rows(const HeadMaps& maps, const HeadRows<D, ROWS>& from, int row, Pixel at) {
-    store_box(maps.wide, from.bytes + row * 128, 0, at);
-    if (D > 64) store_box(maps.narrow, from.bytes + from.NARROW + row * 32, 64, at);
+    tma_store(maps.wide, from.bytes + row * 128, 0, at);
+    if (D > 64) tma_store(maps.narrow, from.bytes + from.NARROW + row * 32, 64, at);
 }
 
 // c (64, N) += a (64, 16) b (16, N), b transposed. a: in registers, as mma takes it, which is how c is left.
@@ -119,15 +119,15 @@ template <int N> __device__ __forceinline__ void await_sums(float (&c)[N]) {
 
 // c (64, N) += a (64, D) b^T, b (N, D): 16 channels are 32 bytes
 template <int D, int N> __device__ __forceinline__ void add_scores(float* c, HeadMatrix a, HeadMatrix b) {
-    UNROLLED_FOR (int k = 0; k < 4; k++) wgmma<N, 0, 0>(c, further(a.wide, 32 * k), further(b.wide, 32 * k));
+    UNROLLED_FOR (int k = 0; k < 4; k++) wgmma<N, 0, 0>(c, advance(a.wide, 32 * k), advance(b.wide, 32 * k));
     if (D > 64) wgmma<N, 0, 0>(c, a.narrow, b.narrow);
 }
 // c (64, D) += p (64, 16 STEPS) b, b (16 STEPS, D): 16 rows are 2048 bytes, and 512
 template <int D, int STEPS>
 __device__ __forceinline__ void add_weighted(float* c, const uint32_t* p, HeadMatrix b) {
     UNROLLED_FOR (int k = 0; k < STEPS; k++) {
-        wgmma_of_registers<64>(c, p + 4 * k, further(b.wide, 2048 * k));
-        if (D > 64) wgmma_of_registers<8>(c + 32, p + 4 * k, further(b.narrow, 512 * k));
+        wgmma_of_registers<64>(c, p + 4 * k, advance(b.wide, 2048 * k));
+        if (D > 64) wgmma_of_registers<8>(c + 32, p + 4 * k, advance(b.narrow, 512 * k));
     }
 }
 
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(384, 1) large_forward_kernel(const __grid_cons
             const Place rows = piece(PIECE_Q + warpgroup);  // where q is, and the outputs go
             float s[128];                                   // four of each eight keys, as wgmma has them
             HeadMatrix q = await(PIECE_Q + warpgroup), k[2] = {await(PIECE_K), await(PIECE_K + 1)};
-            if (tile) q.wide = further(q.wide, 64 * 128), q.narrow = further(q.narrow, 64 * 32);
+            if (tile) q.wide = advance(q.wide, 64 * 128), q.narrow = advance(q.narrow, 64 * 32);
             shared.turn[warpgroup].wait(turn), turn ^= 1;
             begin_sums(s);
             wgmma_begin();
@@ -400,11 +400,11 @@ __global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_con
             begin_sums(dq);
             wgmma_begin();
             UNROLLED_FOR (int keys = 0; keys < 4; keys++) {
-                const uint64_t a = shared_matrix(shared_address(shared.ds[warpgroup][keys]), 1024);
+                const uint64_t a = matrix_descriptor(shared_address(shared.ds[warpgroup][keys]), 1024);
                 const HeadMatrix b = shared.k[keys].matrix();
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    wgmma<64, 1, 1>(dq, further(a, 2048 * k), further(b.wide, 2048 * k));
-                    if (D > 64) wgmma<8, 1, 1>(dq + 32, further(a, 2048 * k), further(b.narrow, 512 * k));
+                    wgmma<64, 1, 1>(dq, advance(a, 2048 * k), advance(b.wide, 2048 * k));
+                    if (D > 64) wgmma<8, 1, 1>(dq + 32, advance(a, 2048 * k), advance(b.narrow, 512 * k));
                 }
             }
             wgmma_commit();

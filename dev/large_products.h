@@ -155,12 +155,12 @@ __global__ void __launch_bounds__(384, 1)
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to);
-                if (!A_COLUMNS) copy_box(to.a, g.a, full, chunk * 64, {0, 0, at.m0});
+                if (!A_COLUMNS) tma_load(to.a, g.a, full, chunk * 64, {0, 0, at.m0});
                 for (int i = 0; i < 2 && A_COLUMNS; i++)
-                    copy_box(to.a[i], g.a, full, at.m0 + 64 * i, {0, 0, chunk * 64});
-                if (!B_COLUMNS) copy_box(to.b, g.b, full, chunk * 64, {0, 0, at.n0});
+                    tma_load(to.a[i], g.a, full, at.m0 + 64 * i, {0, 0, chunk * 64});
+                if (!B_COLUMNS) tma_load(to.b, g.b, full, chunk * 64, {0, 0, at.n0});
                 for (int i = 0; i < 3 && B_COLUMNS; i++)
-                    copy_box(to.b[i], g.b, full, at.n0 + 64 * i, {0, 0, chunk * 64});
+                    tma_load(to.b[i], g.b, full, at.n0 + 64 * i, {0, 0, chunk * 64});
             }
         return;
     }
@@ -185,15 +185,15 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
             for (int chunk = at.first; chunk < at.last; chunk++, stage.next()) {
                 auto& from = shared.stages[stage.slot];
-                const uint64_t a = shared_matrix(shared_address(from.a), 1024);
-                const uint64_t b = shared_matrix(shared_address(from.b), 1024, sizeof(Rows64));
+                const uint64_t a = matrix_descriptor(shared_address(from.a), 1024);
+                const uint64_t b = matrix_descriptor(shared_address(from.b), 1024, sizeof(Rows64));
                 shared.ring.full[stage.slot].wait(stage.parity);
                 wgmma_begin();
                 UNROLLED_FOR (int k = 0; k < 4; k++)
                     UNROLLED_FOR (int half = 0; half < 2; half++) {
-                        const uint64_t left = further(a, half * sizeof(Rows64) + k * (A_COLUMNS ? 2048 : 32));
+                        const uint64_t left = advance(a, half * sizeof(Rows64) + k * (A_COLUMNS ? 2048 : 32));
                         wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left,
-                                                         further(b, k * (B_COLUMNS ? 2048 : 32)));
+                                                         advance(b, k * (B_COLUMNS ? 2048 : 32)));
                         if (BIAS)
                             wgmma<8, A_COLUMNS, 0>(row_sums[half], left,
                                                    (shared_address(shared.ones) & 0x3ffff) >> 4);

@@ -274,8 +274,15 @@ static void prepare_drawing(Model* m, Config config, int B) {
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .sigma = 1};
     backend_upload(m->sampler, &halfway, sizeof halfway);
     run(TellNetwork{m->sampler_state, m->timesteps, m->labels, m->sampler, m->begins, B, B, 0});
-    run(UpdatePictures<floatX>{{unet_input(m, B), unet_output(m), nullptr, nullptr, config.in_channels,
-                                m->target, m->images, m->begins, m->limits, m->sampler_state}});
+    run(UpdatePictures<floatX>{{.input = unet_input(m, B),
+                                .out = unet_output(m),
+                                .channels = config.in_channels,
+                                .clamps = false,
+                                .guidance = 1,
+                                .x = m->target,
+                                .saved = m->images,
+                                .begins = m->begins,
+                                .state = m->sampler_state}});
 }
 
 // Milliseconds of a call of the network, a line for each number of images. A graph on a GPU holds ten calls,

@@ -74,16 +74,10 @@ static void test_linear(LayerCase& c) {
     c.same("GELU's gradient", dhidden, dx), c.same("GELU again", again, again2);
 }
 
-// test() once for every kernel that may do a linear layer: the large one, section 12's, and the portable one of
-// each tile, whole and with its reduction split.
+// test() once for every kernel that may do a linear layer: the large one, and the program's own.
 static void with_every_product(auto test) {
 #ifdef HOPPER
     for (bool large : {true, false}) forced_large = large, test();
-#endif
-#ifdef __CUDACC__
-    for (forced_tile = 0; forced_tile < 3; forced_tile++)
-        for (int splits : {1, 3}) forced_splits = splits, test();
-    forced_tile = -1, forced_splits = 0;
 #else
     test();
 #endif

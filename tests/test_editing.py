@@ -1,6 +1,9 @@
 """Drawing by another model's guidance, from a picture (SDEdit), around one (RePaint), by classes' names."""
 import collections
+import functools
+import re
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,8 +15,8 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    SMALL, TOY, TRAIN, call, error_of, perturbed_file, picture, refused, run, same_bits, start_flags,
-    write_toy_images)
+    ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, error_of, perturbed_file, picture, refused, run, same_bits,
+    start_flags, write_toy_images)
 from train_unet import Edit, levels, sample
 from unet_io import Config, Stream
 
@@ -331,158 +334,54 @@ def test_class_names(tmp_path, draw, capsys):
 # ----------------------------------------------------------------------------------------------------
 # ./train_unet
 
-EDITS = {  # name: (configuration, flags, largest difference in pixel values of 255)
-    "from a picture": ({}, ["--init_image", "i"], 2),
-    "nearly anew, dpmpp": (dict(noise_schedule="cosine"), [
-        "--init_image", "i", "--strength", 0.95, "--sampler", "dpmpp", "--sample_steps", 20], 2),
-    "all of the chain, heun": (dict(zero_terminal_snr=True), [
-        "--init_image", "i", "--strength", 1, "--sampler", "heun"], 2),
-    "a few timesteps": ({}, ["--init_image", "i", "--strength", 0.03, "--sampler", "ddpm"], 2),
-    "mask": ({}, ["--init_image", "i", "--mask", "m", "--sample_steps", 30, "--jump_n_sample", 3], 2),
-    "mask, ddpm, from the middle": (
-        dict(predict="x0", in_channels=4, diffusion_steps=100),
-        ["--init_image", "i", "--mask", "m", "--strength", 0.6, "--sampler", "ddpm", "--sample_steps", 40,
-         "--jump_length", 7, "--jump_n_sample", 4], 2),
-    "mask, jumps of one, far back": (dict(zero_terminal_snr=True, diffusion_steps=30), [
-        "--init_image", "i", "--mask", "m", "--sample_steps", 3, "--jump_length", 1,
-        "--jump_n_sample", 40], 2),
-    "mask, jumps longer than the chain": ({}, [
-        "--init_image", "i", "--mask", "m", "--sample_steps", 6, "--jump_length", 100000,
-        "--jump_n_sample", 1000], 2),
-    "mask, guide": ({}, [
-        "--init_image", "i", "--mask", "m", "--sample_steps", 9, "--jump_length", 2, "--jump_n_sample", 3,
-        "--guide_weights", "g", "--guidance_scale", 2, "--guidance_interval", "0.2,0.9"], 2),
-    "one timestep": ({}, ["--init_image", "i", "--strength", 1e-30, "--sample_steps", 9], 2),
-    "mask, one timestep": ({}, ["--init_image", "i", "--mask", "m", "--strength", 1e-30], 2),
-    "mask, no jumps, eta": (dict(in_channels=1, zero_terminal_snr=True), [
-        "--init_image", "i", "--mask", "m", "--jump_n_sample", 1, "--eta", 0.7], 2),
-    "mask, learned variance, classes": (
-        dict(learn_sigma=True, diffusion_steps=50, class_cond=True, num_classes=2, cond_drop_prob=0.1),
-        ["--init_image", "i", "--mask", "m", "--sampler", "ddpm", "--guidance_scale", 2, "--jump_length", 4,
-         "--jump_n_sample", 3], 2),
-    "guide": ({}, ["--guide_weights", "g", "--guidance_scale", 2.5, "--guidance_interval", "0.1,0.7"], 2),
-    "guide, classes, learned variance": (
-        dict(class_cond=True, num_classes=3, learn_sigma=True, diffusion_steps=60),
-        ["--guide_weights", "g", "--guidance_scale", 2, "--class", 1, "--sampler", "ddpm"], 2),
-}
+@functools.lru_cache
+def help_of_generate():
+    return run(sys.executable, ROOT / "generate.py", "--help").stdout
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_both_programs(tmp_path, name):
-    """The same picture from the same seed, weights and files."""
-    more, words, most = EDITS[name]
-    config = Config(**TOY | dict(predict="v") | more)
-    perturbed_file(tmp_path / "w.bin", config)
-    perturbed_file(tmp_path / "g.bin", Config(**vars(config) | dict(channel_mult=(1, 1), seed=9)))
-    write_toy_images(tmp_path / "i.bin", n=3, size=16, channels=config.in_channels)  # of other classes
-    write_toy_images(tmp_path / "m.bin", n=2, seed=4, channels=1)
-    words = [tmp_path / f"{word}.bin" if word in ("i", "m", "g") else word for word in words]
-    common = ["--seeds", "40-42", *words]
-    for batch in (2, 3):
-        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--batch_size", batch, "--output_name",
-            tmp_path / f"{batch}.png", *common)
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--batch_size", 2, "--device", "cpu",
-                "--output_name", tmp_path / "b.png", *common) == ""
-    ours, again, theirs = (picture(tmp_path / f"{name}.png") for name in ("2", "3", "b"))
-    print(f"largest difference {np.abs(ours - theirs).max()}")
-    assert np.abs(ours - theirs).max() <= most and (ours != theirs).mean() < 0.02
-    assert np.abs(ours - again).max() <= 1 and len({ours[2:10, x:x + 8].tobytes() for x in (2, 12)}) == 2
+MOVED = {"init_image": "i.bin", "strength": 0.5, "mask": "m.bin", "jump_length": 3, "jump_n_sample": 3,
+         "interpolate": 4, "strip": 2, "guide_weights": "g.bin", "guidance_interval": "0.2,0.8"}
 
 
-def test_no_strength(tmp_path):
-    """--strength 0 draws the picture itself, in both programs; a file of an earlier version says it for 'not told'."""
-    perturbed_file(tmp_path / "w.bin", Config(**TOY))
-    data = write_toy_images(tmp_path / "i.bin", n=3, size=8)
-    pixels = np.moveaxis(unet_io.read_images(data).pixels[0], 0, -1)
-    image, usual = ["--init_image", data], ["--init_image", data, "--strength", 0.5]
-
-    def by_program(*words, weights=tmp_path / "w.bin"):
-        text = run(TRAIN, "--model_weights", weights, "--generate", 2, *words, "--output_name", tmp_path / "a.png")
-        return picture(tmp_path / "a.png")[2:10, 12:20], text.stdout
-
-    for sampler in train_unet.SAMPLERS:
-        words = [*image, "--strength", 0, "--sampler", sampler]
-        drawn, text = by_program(*words)
-        assert np.array_equal(drawn, pixels) and "(0 network calls)" in text
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 2, "--device", "cpu", *words,
-                    "--output_name", tmp_path / "b.png") == ""
-        assert np.array_equal(picture(tmp_path / "b.png")[2:10, 12:20], pixels)
-    assert same_bits(by_program(*image)[0], by_program(*usual)[0])  # not told
-    text = run(TRAIN, "--print_config").stdout
-    assert "\nstrength = \n" in text and "\nspacing = auto\n" in text
-    (tmp_path / "new.txt").write_text("strength = \n")
-    (tmp_path / "old.txt").write_text("strength = 0\n")
-    assert same_bits(by_program(*image, "--config", tmp_path / "new.txt")[0], by_program(*usual)[0])
-    by_program("--config", tmp_path / "old.txt")
-    for words, says in ((["--config", tmp_path / "old.txt", *image], ["old.txt, line 1", "earlier versions"]),
-                        ([*image, "--strength", 0.02, "--sampler", "heun"], ["--strength 0.02", "25 timesteps"]),
-                        ([*image, "--sample_steps", 1], ["--strength 0.5 is less noise", "1 timestep has"])):
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says)
-    assert "--strength 0.02" in call(generate, "--model_filename", tmp_path / "w.bin", *image, "--strength", 0.02,
-                                     "--sampler", "dpmpp", "--output_name", tmp_path / "c.png", "--device", "cpu")
-
-
-def test_what_the_program_refuses(tmp_path):
-    """What generate.py refuses of pictures, masks and guides, ./train_unet refuses."""
-    perturbed_file(tmp_path / "w.bin", Config(**SMALL | dict(diffusion_steps=2000)))
-    perturbed_file(tmp_path / "g.bin", Config(**SMALL | dict(diffusion_steps=2000, predict="x0")))
-    for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
-        unet_io.write_images(str(tmp_path / f"{name}.bin"), np.zeros((1, n, size, size), np.uint8))
-    image, mask = ["--init_image", tmp_path / "i.bin"], ["--mask", tmp_path / "m.bin"]
-    guide = ["--guide_weights", tmp_path / "g.bin"]
-    for words, says in ((mask, "--init_image"), (["--strength", 0.5], "--init_image"),
-                        ([*image, "--jump_length", 10], "--jump_length does nothing without --mask"),
-                        ([*image, "--jump_n_sample", 3], "--jump_n_sample does nothing without --mask"),
-                        ([*image, *mask, "--sampler", "heun"], ["--mask", "ddim or ddpm"]),
-                        ([*image, "--strip", 4], "--strip"), (guide, "--guidance_scale"),
-                        ([*guide, "--guidance_scale", 2], "--predict x0"),
-                        (["--init_image", tmp_path / "none.bin"], "none.bin"),
-                        (["--init_image", tmp_path / "m.bin"], "m.bin"),
-                        (["--init_image", tmp_path / "big.bin"], "big.bin"),
-                        ([*image, "--mask", tmp_path / "i.bin"], "i.bin has images of 3 channels, and 1 are"),
-                        ([*image, *mask, "--sample_steps", 2000, "--jump_n_sample", 501], "than a million"),
-                        ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate")):
-        count = [] if "--seeds" in words else ["--generate", 1]
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", *count, *words, "--output_name",
-                tmp_path / "x.png", says=says)
-    for words, says in (([*image, "--strength", 1.5], "--strength"), ([*image, *mask, "--jump_length", 0],
-                                                                      "--jump_length")):
-        refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=2)
+@pytest.mark.parametrize("name", [*MOVED, "threshold"])
+def test_what_the_program_leaves_to_us(tmp_path, name):
+    """./train_unet refuses what only generate.py does, and says how it is typed there; as generate.py knows it."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    value = MOVED.get(name, "dynamic")
+    (tmp_path / "c.txt").write_text(f"lr = 1\n{name} = {value}\n")
+    shown = f"--{name} dynamic" if name == "threshold" else f"--{name}"
+    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "x.png", "--generate", 1]
+    for words in ([f"--{name}", value], ["--config", tmp_path / "c.txt"]):
+        sentence = refused(*draw, *words, status=2, says=f"{shown} is generate.py's: python generate.py")
+        assert re.search(rf" --{name} \S+$", sentence.strip()), sentence
+        assert ("c.txt, line 2: " in sentence) == (words[0] == "--config" and name != "threshold")
     assert not (tmp_path / "x.png").exists()
+    assert f"--{name}" in help_of_generate()
 
 
-def test_files_in_a_configuration(tmp_path):
-    """Those of a --config file are for --generate: a run that trains draws its grids without them."""
-    data = write_toy_images(tmp_path / "d.bin", size=4)
+def test_configuration_of_an_earlier_run(tmp_path):
+    """Its config.txt lists what has moved, with values that ask for nothing."""
+    lines = dict.fromkeys(MOVED, "") | dict(jump_length=10, jump_n_sample=10, interpolate=0, strip=0)
+    for strength in ("", "0"):
+        (tmp_path / "c.txt").write_text("".join(f"{name} = {value}\n" for name, value in (
+            lines | dict(strength=strength, lr=0.5)).items()))
+        text = run(TRAIN, "--config", tmp_path / "c.txt", "--print_config").stdout
+        assert "\nlr = 0.5\n" in text and not any(f"\n{name} =" in text for name in MOVED)
+
+
+def test_checkpoint_of_an_earlier_run(tmp_path):
+    """It goes on: without the interval that its grids were guided in, which is said, and with another threshold."""
     config = Config(**SMALL | dict(class_cond=True, num_classes=3, cond_drop_prob=0.5))
-    perturbed_file(tmp_path / "w.bin", config)
-    write_toy_images(tmp_path / "m.bin", size=4, channels=1)
-    (tmp_path / "edit.txt").write_text(f"init_image = {data}\nstrength = 0.3\nmask = {tmp_path}/m.bin\n"
-                                       f"jump_n_sample = 3\nguide_weights = {tmp_path}/w.bin\n")
-    common = ["--guidance_scale", 2, "--sample_steps", 7]
-    for name, words in (("plain", []), ("edited", ["--config", tmp_path / "edit.txt"])):
-        run(TRAIN, *words, *start_flags(config, data, tmp_path / name, 2), *common, "--num_samples", 2)
-        run(TRAIN, *words, *common, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--output_name",
-            tmp_path / f"{name}.png")
-    ours, plain = (picture(tmp_path / name / "samples_00000002.png") for name in ("plain", "edited"))
-    assert same_bits(ours, plain)
-    ours, plain = (picture(tmp_path / f"{name}.png") for name in ("plain", "edited"))
-    assert not same_bits(ours, plain)
-
-
-def test_class_names_in_the_program(tmp_path):
-    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
-    (tmp_path / "names").write_text("cat\nfox, the red\ndøg\n", encoding="utf-8")
-    (tmp_path / "few").write_text("cat\n")
-    named, grids = ["--class_names", tmp_path / "names"], []
-    for words in (["--class", "0,2"], [*named, "--class", "cat,døg"], [*named, "--class", "cat, døg"]):
-        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--sample_steps", 6, *words,
-                   "--output_name", tmp_path / "x.png").stdout
-        assert ("rows: cat, døg" in text) == (words[0] == "--class_names")
-        grids.append(picture(tmp_path / "x.png"))
-    assert same_bits(grids[0], grids[1]) and same_bits(grids[0], grids[2])
-    for words, says in (([*named, "--class", "cow"], "cow"), (["--class_names", tmp_path / "few"], "few"),
-                        (["--class_names", tmp_path / "none"], "none")):
-        command = [TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words]
-        result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-        assert result.returncode in (1, 2) and says in result.stderr and result.stderr.count("\n") == 1
+    data = write_toy_images(tmp_path / "d.bin", size=4)
+    run(TRAIN, *start_flags(config, data, tmp_path / "run", 2))
+    path = checkpoint_in(tmp_path / "run", 2)
+    stored = unet_io.read_checkpoint(str(path))
+    stored.sections["guidance_interval"] = "0.2,0.8"
+    stored.run["threshold"] = 1
+    unet_io.write_checkpoint(str(path), stored)
+    refused(TRAIN, "--resume", tmp_path / "run", "--steps", 3, status=2, says="--threshold dynamic is generate.py's")
+    text = run(TRAIN, "--resume", tmp_path / "run", "--steps", 3, "--threshold", "clamp").stdout
+    assert "has a --guidance_interval, which is generate.py's" in text
+    run(TRAIN, "--generate", 1, "--sample_steps", 2, "--out_dir", tmp_path / "run", "--output_name",
+        tmp_path / "x.png")
+    assert "guidance_interval" not in unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).sections

@@ -28,7 +28,7 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
     "ddim v": (Config(**TOY | dict(image_size=16, predict="v", noise_schedule="cosine")), [], 2),
     "ddim eps": (Config(**TOY | dict(batch_size=8, lr=2e-3)), ["--sample_steps", 20], 2),
     "ddpm v": (Config(**TOY | dict(predict="v", diffusion_steps=100)), ["--sampler", "ddpm"], 2),
-    "ddim eta": (Config(**TOY | dict(predict="v")), ["--eta", 0.6, "--threshold", "dynamic"], 2),
+    "ddim eta": (Config(**TOY | dict(predict="v")), ["--eta", 0.6, "--threshold", "none"], 2),
     "dpmpp": (Config(**TOY | dict(predict="v", noise_schedule="cosine")), ["--sampler", "dpmpp"], 2),
     "dpmpp x0": (Config(**TOY | dict(predict="x0", zero_terminal_snr=True)),
                  ["--sampler", "dpmpp", "--threshold", "none", "--sample_steps", 11], 2),
@@ -46,12 +46,11 @@ PICTURES = {  # name: (config, flags, largest difference in pixel values of 255)
         Config(**ADM | dict(predict="v", num_heads=2, use_new_attention_order=False, cond_drop_prob=0.1)),
         ["--sampler", "ddpm", "--sample_steps", 20, "--class", "1", "--guidance_scale", 2], 2),
     "grey": (Config(**TOY | dict(predict="v", in_channels=1)), [], 2),
-    "four channels": (Config(**TOY | dict(predict="v", in_channels=4)), ["--threshold", "dynamic"], 2),
+    "four channels": (Config(**TOY | dict(predict="v", in_channels=4)), [], 2),
     "guided": (Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.1)),
-               ["--class", "2", "--guidance_scale", 3, "--guidance_interval", "0.1,0.7", "--threshold",
-                "dynamic"], 2),
+               ["--class", "2", "--guidance_scale", 3], 2),
     "heun": (Config(**TOY | dict(predict="v", zero_terminal_snr=True)),
-             ["--sampler", "heun", "--threshold", "dynamic"], 2),
+             ["--sampler", "heun"], 2),
 }
 
 
@@ -89,34 +88,32 @@ def test_pictures(tmp_path, images8, name):
 
 
 def test_seeds_and_strips(tmp_path):
-    """Any seeds in batches of any size: in the grid, as single files, with their strips; in both programs."""
+    """Any seeds in batches of any size: in the grid and as single files, in both programs; generate.py's strips."""
     config = Config(**TOY | dict(predict="v"))
     perturbed_file(tmp_path / "w.bin", config)
-    weights, common = tmp_path / "w.bin", ["--seeds", "3,40-42", "--strip", 4, "--sampler", "heun",
-                                           "--sample_steps", 6]
+    weights, common = tmp_path / "w.bin", ["--seeds", "3,40-42", "--sampler", "heun", "--sample_steps", 6]
     for name, batch in (("a", 3), ("b", 4)):
         text = run(TRAIN, "--model_weights", weights, *common, "--batch_size", batch, "--output_name",
                    tmp_path / f"{name}.png", "--output_dir", tmp_path / f"single_{name}").stdout
         assert "raw weights, step 0), Heun in 6 steps (11 network calls), seeds 3,40-42" in text
-    assert call(generate, "--model_filename", weights, *common, "--batch_size", 3, "--device", "cpu",
+    assert call(generate, "--model_filename", weights, *common, "--strip", 4, "--batch_size", 3, "--device", "cpu",
                 "--output_name", tmp_path / "c.png", "--output_dir", tmp_path / "single_c") == ""
     names = [f"{seed:06d}.png" for seed in (3, 40, 41, 42)]
-    grids, strips = ([picture(tmp_path / f"{name}{part}.png") for name in "abc"] for part in ("", "_strip"))
-    assert grids[0].shape == (22, 22, 3) and strips[0].shape == (4 * 10 + 2, 4 * 10 + 2, 3)
+    grids, strip = [picture(tmp_path / f"{name}.png") for name in "abc"], picture(tmp_path / "c_strip.png")
+    assert grids[0].shape == (22, 22, 3) and strip.shape == (4 * 10 + 2, 4 * 10 + 2, 3)
     for other, most in ((1, 1), (2, 2)):
-        for ours, theirs in ((grids[0], grids[other]), (strips[0], strips[other])):
-            assert np.abs(ours - theirs).max() <= most
+        assert np.abs(grids[0] - grids[other]).max() <= most
     for place, name in enumerate(names):
-        single = picture(tmp_path / "single_a" / name)
+        single, theirs = (picture(tmp_path / f"single_{which}" / name) for which in "ac")
         x, y = 2 + place % 2 * 10, 2 + place // 2 * 10
         assert (single == grids[0][y:y + 8, x:x + 8]).all()
-        row = [strips[0][2 + 10 * place:][:8, 2 + 10 * column:][:, :8] for column in range(4)]
-        assert (single == row[-1]).all()
+        row = [strip[2 + 10 * place:][:8, 2 + 10 * column:][:, :8] for column in range(4)]
+        assert (theirs == row[-1]).all()
         assert all(np.abs(first - then).max() > 2 for first, then in zip(row, row[1:]))  # it goes on
-        assert np.abs(picture(tmp_path / "single_c" / name) - single).max() <= 2
+        assert np.abs(theirs - single).max() <= 2
     for folder in "abc":
         assert sorted(os.listdir(tmp_path / f"single_{folder}")) == names
-    run(TRAIN, "--model_weights", weights, "--generate", 1, "--seed", 41, *common[4:],
+    run(TRAIN, "--model_weights", weights, "--generate", 1, "--seed", 41, *common[2:],
         "--output_name", tmp_path / "d.png")
     alone = picture(tmp_path / "d.png")[2:-2, 2:-2]
     assert np.abs(alone - picture(tmp_path / "single_a/000041.png")).max() <= 1
@@ -125,18 +122,18 @@ def test_seeds_and_strips(tmp_path):
 def test_drawing_while_training(tmp_path, images8):
     """It leaves the training as it is, bit for bit, and --resume goes on drawing in the same way."""
     config = Config(**TOY | dict(predict="v", offset_noise=0.1))
-    how = dict(sampler="heun", threshold="dynamic", sample_steps=3, num_samples=2)
+    how = dict(sampler="heun", threshold="none", sample_steps=3, num_samples=2)
     for name, every in (("with", 2), ("without", 0)):
         run(TRAIN, *start_flags(config, images8, tmp_path / name, 4, **how | dict(sample_every=every)))
     drawn, plain = (unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4)))
                     for name in ("with", "without"))
     for section in ("weights", "ema", "adam_m", "adam_v"):
         assert same_bits(drawn.sections[section], plain.sections[section])
-    assert drawn.run["sampler"] == 3 and drawn.run["threshold"] == 1 and drawn.run["eta"] == 0
+    assert drawn.run["sampler"] == 3 and drawn.run["threshold"] == 2 and drawn.run["eta"] == 0
     text = run(TRAIN, "--resume", tmp_path / "with", "--steps", 6).stdout
-    assert re.search(r"\bsampler +heun\b", text) and re.search(r"\bthreshold +dynamic\b", text)
+    assert re.search(r"\bsampler +heun\b", text) and re.search(r"\bthreshold +none\b", text)
     run(TRAIN, "--out_dir", tmp_path / "with", "--seeds", "0-1", "--sampler", "heun", "--sample_steps", 3,
-        "--threshold", "dynamic", "--output_name", tmp_path / "a.png")
+        "--threshold", "none", "--output_name", tmp_path / "a.png")
     again = picture(tmp_path / "a.png") - picture(tmp_path / "with/samples_00000006.png")
     assert np.abs(again).max() <= 1
     run(TRAIN, "--resume", tmp_path / "with", "--steps", 7, "--sampler", "ddim", "--eta", 0.25)
@@ -150,14 +147,10 @@ def test_interpolation(tmp_path):
     perturbed_file(tmp_path / "w.bin", config)
     common = ["--seeds", "9,4", "--sampler", "dpmpp", "--batch_size", 2]
     between = [*common, "--interpolate", 5]
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", *between, "--output_name", tmp_path / "a.png",
-        "--output_dir", tmp_path / "single")
-    assert call(generate, "--model_filename", tmp_path / "w.bin", *between, "--device", "cpu",
-                "--output_name", tmp_path / "b.png") == ""
-    assert picture(tmp_path / "b.png").shape == (12, 52, 3)  # one row
-    assert np.abs(picture(tmp_path / "a.png") - picture(tmp_path / "b.png")).max() <= 2
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", *common, "--output_name", tmp_path / "c.png",
-        "--output_dir", tmp_path / "ends")
+    draw = functools.partial(call, generate, "--model_filename", tmp_path / "w.bin", "--device", "cpu", "--output_dir")
+    assert draw(tmp_path / "single", *between, "--output_name", tmp_path / "a.png") == ""
+    assert picture(tmp_path / "a.png").shape == (12, 52, 3)  # one row
+    assert draw(tmp_path / "ends", *common, "--output_name", tmp_path / "c.png") == ""
     path = [picture(tmp_path / f"single/{n:06d}.png") for n in range(5)]
     for n, seed in ((0, 9), (4, 4)):
         assert np.abs(path[n] - picture(tmp_path / f"ends/{seed:06d}.png")).max() <= 1
@@ -172,11 +165,7 @@ def test_interpolation(tmp_path):
     (["--seeds", "5-3"], "5-3", 2), (["--seeds", "1,,2"], "1,,2", 2), (["--seeds", "4294967296"], "up to", 2),
     (["--seeds", "0-3", "--{count}", "9"], ["{count}", "seeds", "4 pictures"], 1),
     (["--seeds", "0-3", "--seed", "9"], ["--seed 9", "--seeds"], 1),
-    (["--seeds", "0-4294967295"], "million", 2), (["--strip", "11", "--sample_steps", "10"], "--strip 11", 1),
-    (["--interpolate", "3"], "two seeds", 1), (["--interpolate", "3", "--seeds", "1-3"], "two seeds", 1),
-    (["--interpolate", "3", "--seeds", "1,1"], "two seeds", 1),
-    (["--interpolate", "3", "--seeds", "1,2", "--eta", "0.5"], "no noise", 1),
-    (["--interpolate", "3", "--seeds", "1,2", "--sampler", "ddpm"], "no noise", 1),
+    (["--seeds", "0-4294967295"], "million", 2),
     (["--eta", "0.5", "--sampler", "heun"], ["--eta 0.5", "ddim"], 1)])
 def test_refused_pictures(tmp_path, words, says, status):
     """Both programs, in one sentence, before they draw."""
@@ -184,7 +173,7 @@ def test_refused_pictures(tmp_path, words, says, status):
     says = [says] if isinstance(says, str) else says
     output = ["--output_name", tmp_path / "x.png"]
     there = [word.format(count="generate") for word in words]
-    if not {"--seeds", "--interpolate"} & set(words):
+    if "--seeds" not in words:
         there += ["--generate", 1]
     refused(TRAIN, "--model_weights", tmp_path / "w.bin", *there, *output, status=status,
             says=[text.format(count="generate") for text in says])
@@ -197,6 +186,18 @@ def test_refused_pictures(tmp_path, words, says, status):
     for text in says:
         assert text.format(count="num_images") in errors.getvalue()
     assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--strip", "11", "--sample_steps", "10"], "--strip 11"), (["--interpolate", "3"], "two seeds"),
+    (["--interpolate", "3", "--seeds", "1-3"], "two seeds"), (["--interpolate", "3", "--seeds", "1,1"], "two seeds"),
+    (["--interpolate", "3", "--seeds", "1,2", "--eta", "0.5"], "no noise"),
+    (["--interpolate", "3", "--seeds", "1,2", "--sampler", "ddpm"], "no noise")])
+def test_refused_strips(tmp_path, words, says):
+    """generate.py refuses what a strip or the way between two seeds can't show, before it draws."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    sentence = call(generate, "--model_filename", tmp_path / "w.bin", *words, "--output_name", tmp_path / "x.png")
+    assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
 def test_targets(tmp_path, monkeypatch):
@@ -416,7 +417,7 @@ def test_arrays(tmp_path, name):
     """--output_name X.npz: bytes (N, H, W, C), and the classes of a model that knows classes, from both programs."""
     config = Config(**TOY | dict(predict="v") | ARRAYS[name])
     perturbed_file(tmp_path / "w.bin", config)
-    common = ["--seed", 5, "--sample_steps", 4, "--strip", 2]
+    common = ["--seed", 5, "--sample_steps", 4]
     run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 7, *common, "--output_name", tmp_path / "a.npz",
         "--output_dir", tmp_path / "each")
     assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 7, *common, "--output_name",
@@ -431,7 +432,7 @@ def test_arrays(tmp_path, name):
             assert pixels.dtype == np.uint8 and pixels.shape == (7, 8, 8, config.in_channels) and pixels.std() > 5
             if config.class_cond:
                 assert arrays["arr_1"].dtype == np.int64 and arrays["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
-        assert (tmp_path / f"{which}_strip.png").exists() and not (tmp_path / f"{which}.png").exists()
+        assert not (tmp_path / f"{which}.png").exists()
         found.append(pixels.astype(int))
     assert np.abs(found[0] - found[1]).max() <= 2
     for seed, pixels in zip(range(5, 12), found[0], strict=True):

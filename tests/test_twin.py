@@ -78,12 +78,12 @@ def chain_cases(add):
     """Whole pictures by every sampler from the made-up network."""
     for sampler, flags, predict, schedule, zero in (
             ("ddim", {}, "eps", "linear", False), ("ddim", dict(eta=0.7), "v", "cosine", False),
-            ("ddim", dict(eta=1.0, threshold="dynamic"), "v", "linear", True),
+            ("ddim", dict(eta=1.0), "v", "linear", True),
             ("ddpm", {}, "x0", "linear", True), ("ddpm", dict(threshold="none"), "eps", "linear", False),
-            ("dpmpp", {}, "v", "cosine", True), ("dpmpp", dict(threshold="dynamic"), "eps", "linear", False),
+            ("dpmpp", {}, "v", "cosine", True), ("dpmpp", dict(threshold="none"), "eps", "linear", False),
             ("dpmpp", dict(sample_steps=1), "x0", "cosine", False),
             ("dpmpp", dict(sample_steps=2), "v", "linear", False),
-            ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="dynamic"), "x0", "cosine", False),
+            ("heun", {}, "eps", "linear", False), ("heun", dict(threshold="none"), "x0", "cosine", False),
             ("heun", dict(threshold="none", sample_steps=40), "v", "linear", True),
             *((sampler, dict(spacing=spacing, sample_steps=steps), "v", schedule, zero)
               for sampler, spacing, steps, schedule, zero in (

@@ -90,7 +90,7 @@ def test_extreme_values(tmp_path, images8, words):
     assert all(np.isfinite(sections[name]).all() for name in ("weights", "ema", "adam_m", "adam_v"))
 
 
-HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "generate", "interpolate", "batch_size", "sample_steps",
+HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "generate", "batch_size", "sample_steps",
          "num_res_blocks", "depth", "hidden_size", "mlp_ratio"}  # whose largest value takes long: --print_config judges it
 
 
@@ -122,7 +122,7 @@ def works_or_is_refused(*words):
 def test_ends_of_flags(tmp_path, images8):
     """The smallest and the largest value of every flag of ./train_unet train and draw, or are refused in a sentence."""
     ends, outcomes = ends_in_program(), {}
-    assert len(ends) >= 48 and ends["eta"] == ["0", "1"] and ends["adam_eps"] == ["1e-20", "1"]
+    assert len(ends) >= 43 and ends["eta"] == ["0", "1"] and ends["adam_eps"] == ["1e-20", "1"]
     base = toy(images8, tmp_path / "base", 1)
     run(*base)
     draw = [TRAIN, "--out_dir", tmp_path / "base", "--output_name", tmp_path / "s.png", "--sample_steps", 3]
@@ -132,28 +132,25 @@ def test_ends_of_flags(tmp_path, images8):
             words = toy(images8, folder, 1, f"--{name}", value)
             outcomes[name, value] = works_or_is_refused(*words, *["--print_config"] * (name in HEAVY))
             shutil.rmtree(folder, ignore_errors=True)
-    for name in ("strength", "eta", "strip", "use_ema", "guidance_scale", "jump_length", "jump_n_sample", "seed"):
-        how = ["--init_image", images8] if name == "strength" else []
+    for name in ("eta", "use_ema", "guidance_scale", "seed"):
         for value in ends[name]:
-            outcomes[name, value] = works_or_is_refused(*draw, "--generate", 2, *how, f"--{name}", value)
+            outcomes[name, value] = works_or_is_refused(*draw, "--generate", 2, f"--{name}", value)
     print(*(f"{name} {value}: {sentence or 'works'}" for (name, value), sentence in outcomes.items()), sep="\n")
     for (name, value), sentence in outcomes.items():  # it names the flag, or what stands against it
         assert not sentence or "--" in sentence or ".bin" in sentence, sentence
-    for name in ("lr", "eta", "strip", "strength", "offset_noise", "min_snr_gamma", "skip_outliers", "keep_every"):
+    for name in ("lr", "eta", "offset_noise", "min_snr_gamma", "skip_outliers", "keep_every"):
         assert not outcomes[name, ends[name][0]], name  # 0 is a value of each
 
 
-@pytest.mark.parametrize("words", [["--generate", 0], ["--generate", "00", "--seeds", "1,2"],
-                                   ["--interpolate", 0, "--seeds", "1,2"]])
+@pytest.mark.parametrize("words", [["--generate", 0], ["--generate", "00", "--seeds", "1,2"]])
 def test_no_pictures_asked_for(tmp_path, images8, words):
     """A number of pictures that is typed as 0 neither trains nor draws another number."""
-    refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=f"{words[0]} 0 draws nothing")
+    refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says="--generate 0 draws nothing")
     assert not (tmp_path / "run").exists()
-    if words[0] == "--interpolate":
-        perturbed_file(tmp_path / "w.bin", Config(**SMALL))
-        assert "--interpolate 0 draws nothing" in call(generate, "--model_filename", tmp_path / "w.bin", *words)
-    else:
-        assert "--num_images must be from 1" in call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 0)
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for ours, says in (["--num_images"], "--num_images must be from 1"), (["--seeds", "1,2", "--interpolate"],
+                                                                         "--interpolate 0 draws nothing"):
+        assert says in call(generate, "--model_filename", tmp_path / "w.bin", *ours, 0)
 
 
 def test_last_seed(tmp_path):
@@ -166,8 +163,7 @@ def test_last_seed(tmp_path):
 
 def test_empty_values(tmp_path, images8):
     """A flag whose value is a shell's empty variable is refused, where without it something else would be meant."""
-    for name in ("model_weights", "seeds", "class", "class_names", "init_image", "mask", "guide_weights", "output_dir",
-                 "strength", "preset", "out_dir", "lr", "steps", "sampler"):
+    for name in ("model_weights", "seeds", "class", "class_names", "output_dir", "preset", "out_dir", "lr", "steps", "sampler"):
         for words in ([f"--{name}", ""], [f"--{name}="]):
             refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=[f"--{name} needs a value, not ''"])
     for name in ("seeds", "class", "guide_weights", "init_image", "output_dir", "quality", "nearest", "export", "device"):
@@ -292,7 +288,7 @@ def test_control_bytes(tmp_path, images8):
     damaged.write_bytes(b"UNET")
     result.stdout += run(TRAIN, "--resume", folder / "run", "--steps", 3).stdout
     os.truncate(checkpoint_in(folder / "run", 3), 100)
-    drawn = run(TRAIN, "--generate", 1, "--sample_steps", 2, "--strip", 1, "--out_dir", folder / "run",
+    drawn = run(TRAIN, "--generate", 1, "--sample_steps", 2, "--out_dir", folder / "run",
                 "--output_name", folder / "s.png", "--output_dir", folder / "each")
     assert "note: passed over" in drawn.stderr
     for text in (result.stdout, drawn.stdout, drawn.stderr):
@@ -383,8 +379,8 @@ def test_sanitized(tmp_path, images8):
     words = start_flags(RESUMED, images8, tmp_path / "run", 2, val_file=images8, microbatch=2)
     run(program, *words, env=environment)
     run(program, "--resume", tmp_path / "run", "--steps", 3, "--sampler", "heun", env=environment)
-    run(program, "--generate", 3, "--sample_steps", 3, "--strip", 2, "--out_dir", tmp_path / "run",
-        "--threshold", "dynamic", "--output_dir", tmp_path / "each", "--output_name", tmp_path / "s.png",
+    run(program, "--generate", 3, "--sample_steps", 3, "--out_dir", tmp_path / "run",
+        "--threshold", "none", "--output_dir", tmp_path / "each", "--output_name", tmp_path / "s.png",
         env=environment)
     message = refused(program, *start_flags(RESUMED, images8, tmp_path / "nan", 9), *OVERFLOWING,
                       "--val_file", images8, "--val_every", 1, "--sample_every", 1,
@@ -392,7 +388,7 @@ def test_sanitized(tmp_path, images8):
     assert "NaN" in message or "infinite" in message
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     with_weights(tmp_path / "w.bin", lambda weights: weights * np.float32(1e37))
-    for threshold in ("clamp", "dynamic", "none"):
+    for threshold in ("clamp", "none"):
         refused(program, "--generate", 2, "--sample_steps", 2, "--model_weights", tmp_path / "w.bin",
                 "--threshold", threshold, "--output_name", tmp_path / "s.png", says="became NaN",
                 env=environment)
@@ -408,8 +404,7 @@ def test_too_many_pictures(tmp_path, images8):
             says=["1000000 pictures", "PNG", "--num_samples"])
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "s.png", "--generate"]
-    refused(*draw, 1000000, "--strip", 10, says=["PNG", "--seeds"])
-    refused(*draw, 1000000, "--strip", 1000, "--sample_steps", 1000, says=["PNG", "--seeds"])
+    refused(*draw, 1000000, says=["PNG", "--seeds"])
     assert not list(tmp_path.glob("*/")) and not (tmp_path / "s.png").exists()
 
 
