@@ -84,7 +84,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <numeric>
 #include <ranges>
@@ -100,7 +99,9 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -123,7 +124,6 @@ static void omp_set_num_threads(int) {}
 
 // ==== 1  CONFIGURATION =====================================================================================
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-enum { MAX_RANKS = 1024, MAX_LOCAL = 64 };   // in all, and on a machine
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
 static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
@@ -208,8 +208,8 @@ static bool attends(const Config& c, int size) { return std::ranges::count(c.att
 // They run the same program on the same files. Only rank 0 writes any.
 static struct World {
     int rank = 0, size = 1, local = 0;
-    int port = 0;         // that they know each other by
     bool forked = false;  // by rank 0, and not started by a launcher
+    bool met = false;     // and can send each other messages
 } world;
 
 // What the program knows of its network, besides Config. A file that includes this one can put another network
@@ -356,12 +356,12 @@ static void launch_graph(Graph* graph, auto launches);
 // TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
-// Meets the other ranks of the network of messages, before the first of them; its name for the log.
+// Prepares what the ranks of a machine will talk through, before they are forked.
+static void backend_connect();
+// Meets the other ranks, before the first message; the name of what carries messages, for the log.
 static std::string backend_meet();
-// An orderly end: waits until what was sent has left; then, when nobody asks the below, ends NCCL's threads.
-static void backend_part(bool ends);
-// Why messages no longer come through, "" while they do; asked from another thread.
-static std::string backend_broken();
+// Ends the messages, when every one that was sent has arrived.
+static void backend_part();
 
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/profile.cu.
 #ifndef PROFILE
@@ -375,23 +375,14 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
     return {first, std::min(n, first + each)};
 }
 
-// What the ranks of a machine share: each holds a lock on its byte of this file, which the kernel opens when it
-// dies, however it does. On the CPU a mailbox from each rank to each other follows, (size, size).
-struct Board {
-    std::atomic<int> told;              // 0, or the status of the one that has said why all end
-    std::atomic<int> stop;              // one was asked to
-    std::atomic<int> there[MAX_LOCAL];  // by World.local: the rank + 1, from its start to its orderly end
+// Memory that the ranks which are forked on this machine share. Any other process has its own.
+struct Shared {
+    std::atomic<int> stop;    // whether one of them was asked to stop
+    std::atomic<int> teller;  // the one that says why all end: its rank + 1
 };
-struct Mailbox {
-    std::atomic<uint32_t> bytes;  // that wait in it
-    char data[65536];
-};
-inline Board* board;                     // not static: g++ would take it for null in tests that have none
-static std::mutex last_words_lock;       // is kept by the thread that ends this process, until it has told why
-static bool first_to_tell(int status) {  // among the ranks of this machine: what fails on all is told once
-    int nobody = 0;
-    return board ? board->told.compare_exchange_strong(nobody, status) : !world.forked || !world.rank;
-}
+static Shared* const shared =
+    (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static std::atomic<int>& stop_asked = shared->stop;
 
 // Sends to another rank and receives from it, which makes the same call the other way round: in the order of
 // the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
@@ -2773,7 +2764,7 @@ struct FinishStep {
 };
 
 // A run is to stop; this rank of several was asked to, which they have to agree on first: see agree_to_stop.
-static std::atomic<int> stop_requested = 0, stop_asked = 0;
+static std::atomic<int> stop_requested = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
 struct Trainer {
@@ -3366,122 +3357,122 @@ static void print_time(const Config& config, long steps_done) {
            human_time(left * ms / 1e3).c_str());
 }
 
-// ---- ranks: start, watch, end -----------------------------------------------------------------------------
+// ---- ranks: start and end ---------------------------------------------------------------------------------
 // How a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
 static const char* const LAUNCHERS[][3] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // other mpiruns
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
-enum { MEETING_SECONDS = 120 };
-static std::string board_path() { return text("/dev/shm/train_unet_%u_%d", getuid(), world.port); }
-static std::vector<pid_t> forked_ranks;
-static std::atomic<bool> ranks_met = false;
-static std::thread* watcher;  // until an orderly end
+#define OTHERS_END ", and the others end with it; the last checkpoint stands"
 
-// A lock on a rank's byte of the board, or on any; with F_GETLK whether another process holds one.
-static bool lock_board(int file, int command, int first, int bytes = 1) {
-    struct flock lock = {
-        .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = first, .l_len = bytes, .l_pid = 0};
-    return !fcntl(file, command, &lock) && lock.l_type != F_UNLCK;
+// The number in a variable of the environment; -1 where there is none.
+static int environment_number(const char* name) {
+    const char* value = getenv(name);
+    int number, end = 0;
+    return value && sscanf(value, "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
 }
 
-// Opens the board of this machine's ranks, one after the other; the first empties what a killed run left.
-static int open_board() {
-    size_t bytes = sizeof(Board) + (ON_GPU ? 0 : world.size * world.size * sizeof(Mailbox));
-    int file = open(board_path().c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    void* memory = MAP_FAILED;
-    if (file >= 0 && !flock(file, LOCK_EX) && (lock_board(file, F_GETLK, 0, 0) || !ftruncate(file, 0)) &&
-        !(errno = posix_fallocate(file, 0, (off_t)bytes)) && lock_board(file, F_SETLK, world.local))
-        memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (memory == MAP_FAILED)
-        fail("several processes need %s, which they share: %s", board_path().c_str(), strerror(errno));
-    board = (Board*)memory;
-    board->there[world.local] = world.rank + 1;
-    flock(file, LOCK_UN);
-    return file;
-}
-
-// Ends this process where another rank can't go on: it may be waiting for that one, on the host or the device.
-static void watch_ranks(int file) {
-    for (double start = seconds_now(); board->there[world.local]; usleep(20000)) {
-        std::string why = backend_broken();
-        if (stop_asked) board->stop = 1;
-        if (board->stop) stop_asked = 1;
-        for (int local = 0; local < MAX_LOCAL; local++)
-            if (int rank = board->there[local];
-                rank && local != world.local && !lock_board(file, F_GETLK, local))
-                if (board->there[local])  // otherwise it has ended in order just now
-                    why = text("rank %d failed or was killed", rank - 1);
-        if (!ranks_met && (stop_asked || seconds_now() - start > MEETING_SECONDS))
-            why = text("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
-        if (why.empty()) continue;
-        last_words_lock.lock();
-        if (first_to_tell(EXIT_FAILURE))
-            fprintf(stderr, "error: %s, and the others end with it; the last checkpoint stands\n",
-                    why.c_str());
-        if (!ranks_met) unlink(board_path().c_str());
-        _exit(board->told);
+// Becomes the rank that a launcher says this process is, where one has started several.
+static void read_launcher() {
+    for (auto [rank, size, local] : LAUNCHERS) {
+        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
+        world.rank = environment_number(rank);
+        world.size = environment_number(size);
+        world.local = getenv(local) ? environment_number(local) : world.rank;
+        if (std::min(world.rank, world.local) < 0 || std::max(world.rank, world.local) >= world.size)
+            fail("the launcher's %s=%s and %s=%s can't be", rank, getenv(rank), size, getenv(size));
     }
 }
 
-// Becomes one of the ranks asked for, or that a launcher started; before CUDA is used, which can't be forked.
+// Among the ranks of a machine and the threads of each, what ends all is told by the first that finds it.
+static bool first_to_tell() {
+    int nobody = 0;
+    return shared->teller.compare_exchange_strong(nobody, world.rank + 1);
+}
+
+// Ends this process with a sentence. Where another rank tells one already, it waits until that one ends all.
+[[noreturn]] static void end_ranks(int status, const std::string& sentence) {
+    while (!first_to_tell()) pause();
+    fprintf(stderr, "error: %s\n", sentence.c_str());
+    _exit(status);
+}
+
+// Ends this process from a handler of signals, which may not call printf.
+[[noreturn]] static void end_at_signal(const char* sentence) {
+    bool written = write(STDERR_FILENO, sentence, strlen(sentence)) > 0;
+    _exit(written ? 1 : 2);
+}
+
+// A thread of rank 0 waits for each rank that this has forked. When one fails, rank 0 ends.
+static void await_rank(int rank, pid_t process) {
+    int status = 0;
+    waitpid(process, &status, 0);
+    if (!status) return;
+    if (shared->teller == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+    end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
+}
+static std::vector<std::thread> rank_watchers;
+
+// When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
+static void end_after_rank_0(int) {
+    if (first_to_tell()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
+    if (shared->teller != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+}
+
+// Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
+static void fork_ranks() {
+    backend_connect();
+    fflush(nullptr);
+    pid_t rank_0 = getpid();
+    std::vector<pid_t> forked;
+    for (int rank = 1; rank < world.size; rank++) {
+        forked.push_back(fork());
+        if (forked.back() < 0) fail("could not start rank %d: too many processes", rank);
+        if (forked.back()) continue;
+
+        world.rank = world.local = rank;
+        signal(SIGUSR1, end_after_rank_0);
+        prctl(PR_SET_PDEATHSIG, SIGUSR1);
+        if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
+        return;
+    }
+    for (int rank = 1; rank < world.size; rank++)
+        rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
+}
+
+// Becomes one of the ranks that --gpus or --processes asks for, or that a launcher has started.
 static void start_ranks(const Config& c) {
     int asked = ON_GPU ? c.gpus : c.processes;
     if ((ON_GPU ? c.processes : c.gpus) > 1)
         fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
-    for (auto [rank, size, local] : LAUNCHERS) {
-        auto number = [](const char* name) {
-            int value, end = 0;
-            return sscanf(getenv(name), "%d%n", &value, &end) == 1 && !getenv(name)[end] ? value : -1;
-        };
-        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
-        world = {number(rank), number(size), number(getenv(local) ? local : rank)};
-        if (world.rank < 0 || world.rank >= world.size || world.local < 0 || world.local >= world.size ||
-            world.local >= MAX_LOCAL || world.size > (ON_GPU ? MAX_RANKS : MAX_LOCAL) ||
-            (!ON_GPU && world.local != world.rank))
-            fail("the launcher's %s=%s and %s=%s can't be", rank, getenv(rank), size, getenv(size));
-    }
-    if (asked > 1 && world.size > 1)
-        fail_usage("--%s %d: a launcher has started %d ranks; leave it out", ON_GPU ? "gpus" : "processes",
-                   asked, world.size);
-    if (asked > 1) world.size = asked, world.forked = true;
-    const char* port = world.forked ? nullptr : getenv("MASTER_PORT");  // itself the launcher's own
-    int shared = world.forked ? getpid() : getppid();  // by the ranks: or a job's number, by a launcher's
-    for (const char* job : {"SLURM_JOB_ID", "PMIX_NAMESPACE"})
-        if (const char* name = getenv(job); name && !world.forked) shared = crc32(name, strlen(name)) >> 1;
-    world.port = port ? atoi(port) + 1 : 20000 + shared % 40000;
+    read_launcher();
+    if (world.size > 1 && !ON_GPU)
+        fail_usage("a launcher has started %d ranks; on a CPU start the program once, with --processes %d",
+                   world.size, world.size);
+    if (world.size > 1 && asked > 1)
+        fail_usage("--gpus %d: a launcher has started %d ranks; leave it out", asked, world.size);
+
+    world.forked = asked > 1;
+    if (world.forked) world.size = asked;
     if (world.size == 1 || c.dry_run) return;
-    fflush(nullptr);
-    for (int rank = 1; world.forked && rank < asked && !world.rank; rank++) {
-        forked_ranks.push_back(fork());
-        if (forked_ranks.back() < 0) {
-            for (pid_t child : forked_ranks) child > 0 && kill(child, SIGKILL);
-            fail("could not start rank %d: too many processes", rank);
-        }
-        if (!forked_ranks.back()) world.rank = world.local = rank;
-    }
+    if (world.forked) fork_ranks();
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
-    watcher = new std::thread(watch_ranks, open_board());
 }
 
-// What the log says of them, once they have met, where this process has become one.
-static std::string meet_ranks() {
-    if (!board) return "";
+// What the log says of the ranks, once they have met.
+static std::string meet_ranks(const Config& c) {
+    if (world.size == 1 || c.dry_run) return "";
     std::string through = backend_meet();
-    unlink(board_path().c_str());
-    ranks_met = true;
+    world.met = true;
     return text(", %d ranks through %s", world.size, through.c_str());
 }
 
-// An orderly end, also of those that this rank has started.
+// An orderly end, for which rank 0 waits until the ranks that it has forked have come to theirs.
 static void leave_ranks() {
-    if (!board) return;
-    backend_part(false);
-    board->there[world.local] = 0;
-    watcher->join();
-    backend_part(true);
-    for (pid_t rank : forked_ranks) waitpid(rank, nullptr, 0);  // at once where it is another's child
+    if (!world.met) return;
+    backend_part();
+    for (std::thread& watcher : rank_watchers) watcher.join();
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
@@ -3573,7 +3564,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     std::vector<float> samples;
     double start = seconds_now();
     if (!sample(&m, &samples, specs, true)) {
-        if (!world.rank) fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
+        if (world.rank) return;
+        fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
@@ -4058,9 +4050,8 @@ static int guarded(auto program) {
     } catch (const std::length_error&) {
     }
     fflush(stdout);
-    std::lock_guard until_told(last_words_lock);
-    if (first_to_tell(failure.status)) fprintf(stderr, "error: %s\n", failure.sentence.c_str());
-    if (world.size > 1) _exit(failure.status);  // what is on the device may wait for other ranks
+    if (world.size > 1) end_ranks(failure.status, failure.sentence);  // the device may wait for other ranks
+    fprintf(stderr, "error: %s\n", failure.sentence.c_str());
     return failure.status;
 }
 
@@ -4114,8 +4105,8 @@ static void run_program(int argc, char** argv) {
     }
     start_ranks(config);
     backend_init();
+    std::string ranks = meet_ranks(config);
     handle_signals();
-    std::string ranks = meet_ranks();
     printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
     draws ? run_generate(given) : run_training(given);
     leave_ranks();
@@ -4124,19 +4115,12 @@ static void run_program(int argc, char** argv) {
 
 int main(int argc, char** argv) {
     signal(SIGILL, [](int) {  // the compiler was told to use what the processor has that it runs on
-        const char sentence[] =
-            "error: this program was built for another processor; run make on this machine\n";
-        _exit(write(STDERR_FILENO, sentence, sizeof sentence - 1) < 0 ? 2 : 1);
+        end_at_signal("error: this program was built for another processor; run make on this machine\n");
     });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
     // A file must not become standard output because that was closed: its descriptors are taken first.
     for (int taken : {0, 1, 2})
         if (fcntl(taken, F_GETFD) < 0) open("/dev/null", O_RDWR);
-#ifdef _OPENMP
-    // Threads that wait spin for some 30 us, then sleep for what runs beside us. OpenMP reads it before main.
-    setenv("GOMP_SPINCOUNT", "10000", 0);
-    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
-#endif
     return guarded([&] {
         run_program(argc, argv);
         // where a reader has gone, or a terminal, there is nobody to tell
@@ -4264,30 +4248,64 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
+enum { MEETING_SECONDS = 120 };
+static std::atomic<bool> nccl_met = false, nccl_parts = false;
+static std::thread nccl_watcher;
+
+// Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
+static void watch_nccl() {
+    double start = seconds_now();
+    auto check = [&] {
+        int status = 0;
+        if (nccl_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+        if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
+        if (status) fail("NCCL reported error %d: another rank is gone", status);
+        if (!nccl_met && seconds_now() - start > MEETING_SECONDS)
+            fail("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
+    };
+    for (; !nccl_parts; usleep(20000)) {
+        std::string why = failure_of(check);
+        if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
+    }
+}
+
+static void backend_connect() {}
 static std::string backend_meet() {
-    const char *file = getenv("NCCL_LIBRARY"), *host = world.forked ? nullptr : getenv("MASTER_ADDR");
+    const char* file = getenv("NCCL_LIBRARY");
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-    setenv("NCCL_COMM_ID", text("%s:%d", host ? host : "127.0.0.1", world.port).c_str(), 0);
+
+    std::string place = text("127.0.0.1:%d", 20000 + (world.rank ? getppid() : getpid()) % 40000);
+    if (!world.forked) {
+        const char* host = getenv("MASTER_ADDR");
+        int port = environment_number("MASTER_PORT");  // the launcher's own; ranks meet at the next one
+        if (port < 1 || port >= 65535)
+            fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
+        place = text("%s:%d", host ? host : "127.0.0.1", port + 1);
+    }
+    setenv("NCCL_COMM_ID", place.c_str(), 0);
+
+    nccl_watcher = std::thread(watch_nccl);
     std::array<char, 128> id;  // ncclUniqueId
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
     auto bytes = allocate<char>(world.size);
     gather(bytes.get(), 1);  // it takes its memory now, before what is free is counted
     backend_wait();
+    nccl_met = true;
     int version = 0;
     nccl("ncclGetVersion", &version);
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
-static void backend_part(bool ends) { nccl(ends ? "ncclCommDestroy" : "ncclCommFinalize", nccl_ranks); }
-static std::string backend_broken() {
-    return failure_of([] {
-        int status = 0;
-        if (ranks_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
-        if (status) fail("NCCL reported error %d: a rank of another machine is gone", status);
-    });
+// NCCL's own threads free memory after ncclCommFinalize, when main may be over already: ncclCommDestroy waits for
+// them. Before it, the watching thread ends, which still asks NCCL.
+static void backend_part() {
+    nccl("ncclCommFinalize", nccl_ranks);
+    nccl_parts = true;
+    nccl_watcher.join();
+    nccl("ncclCommDestroy", nccl_ranks);
 }
 static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges(), nccl("ncclGroupEnd"); }
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {

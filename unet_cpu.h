@@ -1100,7 +1100,7 @@ static size_t host_memory_available() {
     std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
     for (std::string word; memory >> word && word != "MemAvailable:";) continue;
     memory >> kilobytes, own >> pages;
-    size_t share = kilobytes * 1024 / (world.forked || !ON_GPU ? world.size : 1);  // ranks of this machine
+    size_t share = kilobytes * 1024 / (world.forked ? world.size : 1);  // ranks of this machine
     rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return share;
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
@@ -1108,32 +1108,40 @@ static size_t host_memory_available() {
 }
 
 #ifndef __CUDACC__
-// One after the other: of the exchanges that are left, the one between the lowest ranks can always take place.
+// (ranks, ranks): the socket by which the first talks with the second.
+static std::vector<int> sockets;
+
+static void backend_connect() {
+    sockets.resize(world.size * world.size);
+    for (int a = 0; a < world.size; a++)
+        for (int b = 0; b < a; b++) {
+            int pair[2];
+            if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair))
+                fail("no sockets for %d processes to talk (%s): see ulimit -n", world.size, strerror(errno));
+            sockets[a * world.size + b] = pair[0];
+            sockets[b * world.size + a] = pair[1];
+        }
+}
+
+// Of two ranks, the lower one sends first. Exchanges come one after the other: of those that are left, the one
+// between the lowest ranks can always take place. Where the peer has died, this waits until its rank is ended.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
-    Mailbox* boxes = (Mailbox*)(board + 1);
-    Mailbox& out = boxes[world.rank * world.size + peer];
-    Mailbox& in = boxes[peer * world.size + world.rank];
-    for (unsigned i = 1; sent.size() || received.size(); i++ % 8 ? sched_yield() : usleep(50)) {
-        if (sent.size() && !out.bytes) {
-            size_t bytes = std::min(sent.size(), sizeof out.data);
-            memcpy(out.data, sent.data(), bytes);
-            sent = sent.subspan(bytes), out.bytes = (uint32_t)bytes;
+    int socket = sockets[world.rank * world.size + peer];
+    for (bool sends : {world.rank < peer, world.rank > peer})
+        while (sends ? sent.size() : received.size()) {
+            ssize_t bytes = sends ? send(socket, sent.data(), sent.size(), 0)
+                                  : recv(socket, received.data(), received.size(), 0);
+            if (bytes < 0) fail("messages between processes: %s", strerror(errno));
+            if (sends) sent = sent.subspan(bytes);
+            else received = received.subspan(bytes);
         }
-        if (received.size() && in.bytes) {
-            memcpy(received.data(), in.data, in.bytes);
-            received = received.subspan(in.bytes), in.bytes = 0;
-        }
-    }
 }
 static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_meet() {
-    if (world.forked) omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
-    for (int rank = 0; rank < world.size; rank++)
-        while (!board->there[rank]) usleep(1000);
-    return "memory";
+    omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
+    return "sockets";
 }
-static void backend_part(bool) {}
-static std::string backend_broken() { return ""; }
+static void backend_part() {}
 static std::string backend_name() {
     std::string threads = counted(omp_get_max_threads(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);

@@ -186,7 +186,6 @@ static void test_layer(LayerCase c) {
 int main(int argc, char** argv) {
 #ifdef LATE_SIDE_STREAM
     if (argc > 1 && !strcmp(argv[1], "--late")) {
-        setenv("OMP_WAIT_POLICY", "passive", 1);  // or the program would begin again, without our word
         side_stream = LATE;
         return train_dit_main(argc - 1, argv + 1);
     }

@@ -5,6 +5,7 @@
 //   NCCL_LIBRARY=build/one_gpu_nccl.so, and a launcher's variables: RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 ...
 #include <algorithm>
 #include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -37,7 +38,8 @@ struct Group {
 };
 
 static int rank_here, ranks, depth;
-static Mailbox* boxes;  // (ranks, ranks): from the first to the second
+static Mailbox* boxes;            // (ranks, ranks): from the first to the second
+static std::atomic<int>* pids;    // (ranks), behind the boxes; 0 before and after a rank takes part
 static char* staging;  // all groups' messages, one group after the other: they share a stream
 static size_t staged;
 static const size_t STAGING = (size_t)1 << 30;
@@ -85,18 +87,25 @@ int ncclCommInitRank(void** comm, int size, Id id, int rank) {
     const char* host = getenv("NCCL_COMM_ID");  // the same for all, as NCCL takes it
     std::string name = host ? std::string("/one_gpu_nccl_") + host : id.bytes;
     rank_here = rank, ranks = size;
-    size_t bytes = (size_t)size * size * sizeof(Mailbox) + sizeof(std::atomic<int>);
+    size_t bytes = (size_t)size * size * sizeof(Mailbox) + (size + 1) * sizeof(std::atomic<int>);
     int file = shm_open(name.c_str(), O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, (off_t)bytes)) return 2;
     boxes = (Mailbox*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    auto& arrived = *(std::atomic<int>*)(boxes + size * size);
+    pids = (std::atomic<int>*)(boxes + size * size);
+    pids[rank] = getpid();
+    auto& arrived = pids[size];
     for (arrived++; arrived < size;) usleep(1000);
     shm_unlink(name.c_str());
     *comm = boxes;
     return cudaMallocHost((void**)&staging, STAGING) == cudaSuccess ? 0 : 1;
 }
-int ncclCommGetAsyncError(void*, int* status) { return *status = 0, 0; }
-int ncclCommFinalize(void*) { return 0; }
+int ncclCommGetAsyncError(void*, int* status) {
+    *status = 0;
+    for (int rank = 0; rank < ranks; rank++)
+        if (int pid = pids[rank]; pid && kill(pid, 0)) *status = 6;  // ncclRemoteError
+    return 0;
+}
+int ncclCommFinalize(void*) { return pids[rank_here] = 0, 0; }
 int ncclCommDestroy(void*) { return 0; }
 int ncclGroupStart() {
     if (!depth++) open_group = new Group, staged = 0;  // it stays, since a recorded graph replays it
