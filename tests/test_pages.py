@@ -72,7 +72,7 @@ def test_header_of_formats():
 def test_streams_of_formats():
     """The streams of random numbers, by number."""
     page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
-    streams = re.findall(r"STREAM_(\w+)", re.search(r"enum Stream \{(.*?)\}", code, re.S)[1])
+    streams = re.findall(r"STREAM_(\w+)", re.search(r"enum RandomStream \{(.*?)\}", code, re.S)[1])
     table = page.split("## Random numbers")[1].split("Steps count")[0]
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)
     assert len(streams) == 12 and [int(number) for _, number in rows] == list(range(12))

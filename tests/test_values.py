@@ -406,7 +406,7 @@ def test_too_many_pictures(tmp_path, images8):
     refused(TRAIN, *flags_of(Config(**TOY | dict(image_size=64))), "--data_file", ROOT / "data/emoji.bin",
             "--out_dir", tmp_path / "run", "--num_samples", 1000000,
             says=["1000000 pictures", "PNG", "--num_samples"])
-    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(image_size=32)))
     draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "s.png", "--generate"]
     refused(*draw, 1000000, says=["PNG", "--seeds"])
     assert not list(tmp_path.glob("*/")) and not (tmp_path / "s.png").exists()
