@@ -16,7 +16,8 @@ ARCHS := 80 86 89 90
 
 compiles = $(shell echo '$(1)' | $(CXX) -x c++ - $(2) -o /dev/null 2>/dev/null && echo yes)
 
-OPENMP := $(call compiles,int main() {},-fopenmp)
+# Loops that are to become vectors are marked for OpenMP's compilers; nothing else of OpenMP is used.
+OPENMP_SIMD := $(call compiles,int main() {},-fopenmp-simd)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 PROCESSOR := $(shell grep -m 1 -iE '^(flags|features)' /proc/cpuinfo 2>/dev/null | cksum)
 GPU := $(shell nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
@@ -35,7 +36,7 @@ endif
 # g++ uses half of AVX-512's width unless told
 CXXFLAGS += $(if $(call compiles,int main() {},-mprefer-vector-width=512),-mprefer-vector-width=512)
 
-OMP_FLAGS := $(if $(OPENMP),-fopenmp,-Wno-unknown-pragmas)
+OMP_FLAGS := $(if $(OPENMP_SIMD),-fopenmp-simd,-Wno-unknown-pragmas) -pthread
 
 # A python3 with PyTorch 2.4 or later and the small packages of requirements.txt is used as it is. One that only lacks some
 # of these gets them in a .venv that still sees its PyTorch; otherwise the .venv holds everything. Only pytest-xdist may be
@@ -53,7 +54,6 @@ SYSTEM_SUFFICES := $(call system_has,$(SMALL_PACKAGES))
 
 report:
 	@echo "C++ compiler: $$($(CXX) --version 2>/dev/null | head -n 1 | grep . || echo 'not found: install g++, or name one with CXX=')"
-	@echo "OpenMP:       $(if $(OPENMP),found,not found: $(CXX) does not take -fopenmp; the program will use one core)"
 	@echo "nvcc:         $(or $(NVCC),not found on the PATH or in /usr/local/cuda/bin)"
 	@echo "GPU:          $(if $(GPU),$(GPU) (sm_$(GPU_ARCH)),not found: nvidia-smi lists none)"
 	@echo "building for: the $(if $(filter cpu,$(DEVICE)),CPU,GPU)"
@@ -179,7 +179,7 @@ LADDERS := $(filter-out torch_ops,$(filter $(patsubst dev/%.cu,%,$(wildcard dev/
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
 else
-build_ladder = $(for_cpu)
+build_ladder = $(for_cpu) $(if $(call compiles,int main() {},-fopenmp),-fopenmp)
 endif
 $(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
 	$(build_ladder)

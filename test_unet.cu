@@ -1679,7 +1679,7 @@ static void poison(Model* m) {
 }
 
 enum { TEST_THREADS = 4 };
-static void set_threads(int threads) { omp_set_num_threads(threads); }
+static void set_threads(int threads) { cpu::used_threads = threads; }
 
 static void test_error_measure() {
     std::vector<double> r(1000, 1.0), zeros(1000, 0.0);
@@ -3959,10 +3959,6 @@ static const struct {
              {"sampling", test_sampling}};
 
 static int run_tests(int argc, char** argv) {
-#ifdef _OPENMP
-    // as in train_unet.cu, but at once: threads that spin are slow where there are more threads than cores
-    if (!getenv("OMP_WAIT_POLICY") && !setenv("OMP_WAIT_POLICY", "passive", 1)) execv("/proc/self/exe", argv);
-#endif
     std::string mode = argc > 1 ? argv[1] : "";
     auto argument = [&](int i) { return argc > i ? argv[i] : (char*)"(no file named)"; };
     for (int signal_number : {SIGABRT, SIGALRM}) signal(signal_number, last_words);

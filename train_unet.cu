@@ -91,6 +91,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -106,13 +107,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#elif !defined(__CUDACC__) || defined(TESTING)
-static int omp_get_max_threads() { return 1; }
-static int omp_get_thread_num() { return 0; }
-static void omp_set_num_threads(int) {}
-#endif
 #ifdef __CUDACC__
 #include <cuda.h>
 #include <cuda_awbarrier_primitives.h>

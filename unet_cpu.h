@@ -14,7 +14,6 @@ namespace cpu {
 namespace plain {
 
 inline void each_pixel(Tensor x, auto work) {
-#pragma omp parallel for collapse(3)
     for (int b = 0; b < x.B; b++)
         for (int h = 0; h < x.H; h++)
             for (int w = 0; w < x.W; w++) work(b, h, w);
@@ -60,7 +59,6 @@ inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward 
     });
 }
 inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
-#pragma omp parallel for
     for (int o = 0; o < dout.C; o++) {
         std::vector<double> dw(9 * x.C);
         double dbias = 0;
@@ -85,7 +83,6 @@ inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 // F.linear(torch.cat([first, second], dim=-1), w, bias) + residual, with weights (O, C)
 inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
-#pragma omp parallel for
     for (size_t p = 0; p < (size_t)out.rows(); p++)
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
@@ -96,7 +93,6 @@ inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
 }
 // dx = [dx +] dout @ w
 inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
-#pragma omp parallel for
     for (size_t p = 0; p < (size_t)dout.rows(); p++)
         for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? *dx.at(p, c) : 0;
@@ -107,7 +103,6 @@ inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backwar
 }
 // dw = dout.T @ x
 inline void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
-#pragma omp parallel for
     for (int o = 0; o < dout.C; o++) {
         double dbias = 0;
         for (size_t p = 0; p < (size_t)dout.rows(); p++) dbias += dout.data[p * dout.C + o];
@@ -150,7 +145,6 @@ inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
 // F.silu(F.group_norm(x, groups, w, bias)), or without F.silu
 inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
     int C = out.C, width = C / norm.groups;
-#pragma omp parallel for collapse(2)
     for (int b = 0; b < out.B; b++)
         for (int c0 = 0; c0 < C; c0 += width) {
             GroupStatistics group(norm.x, b, c0, c0 + width);
@@ -170,7 +164,6 @@ inline void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Ba
     for (int c = 0; c < C; c++) norm.dw[c] = norm.dbias[c] = 0;
 
     for (int b = 0; b < dout.B; b++)
-#pragma omp parallel for
         for (int c0 = 0; c0 < C; c0 += width) {
             GroupStatistics group(norm.x, b, c0, c0 + width);
             auto x_hat = [&](size_t p, int c) { return (*norm.x.at(p, c) - group.mean) * group.rstd; };
@@ -229,7 +222,6 @@ struct Head {
 // F.scaled_dot_product_attention(q, k, v)
 inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     int T = out.T();
-#pragma omp parallel for collapse(3)
     for (int b = 0; b < out.B; b++)
         for (int h = 0; h < heads; h++)
             for (int i = 0; i < T; i++) {
@@ -252,7 +244,6 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                                int heads) {
     int T = out.T(), C = out.C;
     std::fill_n(dqkv.data, dqkv.count(), 0.0f);
-#pragma omp parallel for collapse(2)
     for (int b = 0; b < out.B; b++)
         for (int h = 0; h < heads; h++) {
             Head head = {qkv, b, h, C / heads};
@@ -272,58 +263,155 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 
 }  // namespace plain
 
-// ---- threads and their workspace --------------------------------------------------------------------------
+// ---- threads ----------------------------------------------------------------------------------------------
 // Loops whose rounds are registers of vectors, and loops that become vectors.
 #define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
 
-// The workspace holds what a layer's threads share, the partial sums of a weight gradient; then each thread's
-// scratch: operands of a convolution or attention scores, followed by matmul's packed panels.
-enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
-enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
-static float* cpu_workspace;
+// A layer's work is cut into pieces, and whichever thread is free claims the next one. The thread that brings the
+// work does pieces as well, and goes on when all are finished. So it waits for no thread that the system has put
+// aside for another program, unless that thread is in the middle of a piece. Which thread does a piece decides
+// nothing about its result.
+struct Pieces {
+    std::atomic<int> unclaimed = 0, unfinished = 0;
+    // What a thread does with the pieces, from the first that it has claimed on. This and the next two fields stay as
+    // they are until every piece is finished.
+    void (*work)(void* context, int piece) = nullptr;
+    void* context = nullptr;
+    int count = 0;
 
-static float* thread_floats() {
-    return cpu_workspace + SHARED_FLOATS + (size_t)omp_get_thread_num() * SCRATCH_FLOATS;
+    // The number of the piece that the caller is now to do, or -1 where all are claimed. They are claimed in order.
+    int claim() {
+        int left = unclaimed.load(std::memory_order_acquire);
+        while (left > 0)
+            if (unclaimed.compare_exchange_weak(left, left - 1, std::memory_order_acquire)) return count - left;
+        return -1;
+    }
+    // The same for a thread that is done with a piece. It claims first: other work may begin once all is finished.
+    int claim_next() {
+        int piece = claim();
+        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) unfinished.notify_one();
+        return piece;
+    }
+};
+static Pieces pieces;
+static thread_local int thread_number = 0;  // 0: the thread that brings the work
+static int started_threads = 1;
+static int used_threads = 0;  // 0: nobody has asked yet
+
+// The threads that layers use. OMP_NUM_THREADS sets their number, as in programs that use OpenMP.
+static int thread_count() {
+    if (used_threads) return used_threads;
+    int cores = (int)std::thread::hardware_concurrency();
+    const char* asked = getenv("OMP_NUM_THREADS");
+    used_threads = std::max(1, asked ? atoi(asked) : cores);
+    return used_threads;
 }
-static size_t cpu_workspace_bytes() {
-    return sizeof(float) * (SHARED_FLOATS + (size_t)omp_get_max_threads() * SCRATCH_FLOATS);
+
+// Waits while a number is `old`: some 50 microseconds at full speed, because the next piece often comes at once,
+// and then asleep, so that another program may have the core.
+static void wait_while(const std::atomic<int>& number, int old) {
+    enum { SPINS = 2000 };
+    for (int spin = 0; spin < SPINS; spin++) {
+        if (number.load(std::memory_order_acquire) != old) return;
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+    }
+    number.wait(old, std::memory_order_acquire);
 }
-static void allocate_cpu_workspace() {
-    if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
+
+[[noreturn]] static void help(int number) {
+    thread_number = number;
+    for (;;) {
+        wait_while(pieces.unclaimed, 0);
+        int piece = number < used_threads ? pieces.claim() : -1;
+        if (piece >= 0) pieces.work(pieces.context, piece);
+        else std::this_thread::yield();
+    }
+}
+
+// Starts the threads with the first work that there is, so that ranks can be forked before.
+static void start_threads() {
+    try {
+        for (; started_threads < thread_count(); started_threads++) std::thread(help, started_threads).detach();
+    } catch (const std::system_error&) {
+        used_threads = started_threads;  // the system gives no more
+    }
+}
+
+// Does `count` pieces of work: every thread that has claimed one calls work(piece), which goes on with
+// pieces.claim_next() until that is -1.
+static void share_work(int count, auto work) {
+    if (count <= 0) return;
+    start_threads();
+    pieces.work = [](void* context, int piece) { (*(decltype(work)*)context)(piece); };
+    pieces.context = &work;
+    pieces.count = count;
+    pieces.unfinished.store(count, std::memory_order_relaxed);
+    pieces.unclaimed.store(count, std::memory_order_release);
+    if (count > 1 && used_threads > 1) pieces.unclaimed.notify_all();
+
+    if (int piece = pieces.claim(); piece >= 0) work(piece);
+    while (int left = pieces.unfinished.load(std::memory_order_acquire)) wait_while(pieces.unfinished, left);
 }
 
 // Deals out an output (M, N) to the threads, in tiles: work(m0, m1, n0, n1). Before a thread's first tile of some
 // columns it calls prepare(n0, n1), to have their weights in its scratch. A tile's size depends on shapes alone.
 static void each_tile(int M, int rows, int N, int columns, auto work, auto prepare) {
-#pragma omp parallel
-    {
+    int tiles_down = ceil_div(M, rows);
+    share_work(tiles_down * ceil_div(N, columns), [&](int piece) {
         int prepared = -1;
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int n = 0; n < N; n += columns)
-            for (int m = 0; m < M; m += rows) {
-                int end = std::min(n + columns, N);
-                if (prepared != n) prepare(n, end);
-                prepared = n;
-                work(m, std::min(m + rows, M), n, end);
-            }
-    }
+        for (; piece >= 0; piece = pieces.claim_next()) {
+            int m = piece % tiles_down * rows, n = piece / tiles_down * columns, end = std::min(n + columns, N);
+            if (prepared != n) prepare(n, end);
+            prepared = n;
+            work(m, std::min(m + rows, M), n, end);
+        }
+    });
 }
 static void each_tile(int M, int rows, int N, int columns, auto work) {
     each_tile(M, rows, N, columns, work, [](int, int) {});
 }
 
+// Deals out n items that don't depend on each other, at least `least` at a time: work(first, end).
+static void each_range(size_t n, size_t least, auto work) {
+    enum { MOST_RANGES = 64 };
+    size_t length = std::max(least, n / MOST_RANGES + 1);
+    share_work(ceil_div(n, length), [&](int piece) {
+        for (; piece >= 0; piece = pieces.claim_next()) work(piece * length, std::min(n, (piece + 1) * length));
+    });
+}
+
 // A layer that is written once, as a struct: see section 3 of train_unet.cu.
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
-    size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
-#pragma omp parallel for
-        for (size_t i = 0; i < items; i++) layer(Team{(int)i, 0, 1});
+        each_range(layer.items(), 1, [=](size_t first, size_t end) {
+            for (size_t i = first; i < end; i++) layer(Team{(int)i, 0, 1});
+        });
     } else {
-#pragma omp parallel for simd firstprivate(layer)
-        for (size_t i = 0; i < items; i++) layer(i);
+        each_range(layer.items(), 1024, [=](size_t first, size_t end) {
+            SIMD_FOR (size_t i = first; i < end; i++) layer(i);
+        });
     }
+}
+
+// ---- the workspace of the threads -------------------------------------------------------------------------
+// It holds what a layer's threads share, the partial sums of a weight gradient; then each thread's scratch:
+// operands of a convolution or attention scores, followed by matmul's packed panels.
+enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
+enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
+static float* cpu_workspace;
+
+static float* thread_floats() {
+    return cpu_workspace + SHARED_FLOATS + (size_t)thread_number * SCRATCH_FLOATS;
+}
+static size_t cpu_workspace_bytes() {
+    return sizeof(float) * (SHARED_FLOATS + (size_t)thread_count() * SCRATCH_FLOATS);
+}
+static void allocate_cpu_workspace() {
+    if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
 }
 
 // ---- vectors ----------------------------------------------------------------------------------------------
@@ -618,18 +706,19 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 
 static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
     int parts = norm_parts(dy.T());
-#pragma omp parallel for
-    for (int c = 0; c < dy.C; c++) {
-        double dw = 0, dbias = 0;
-        for (int i = 0; i < dy.B * parts; i++) {
-            double gain = norm.gain(i / parts, c);
-            float2 sums = norm.sums[(size_t)i * dy.C + c];
-            dbias += gain * sums.x;
-            dw += gain * sums.y;
+    each_range(dy.C, 16, [&](size_t first, size_t end) {
+        for (size_t c = first; c < end; c++) {
+            double dw = 0, dbias = 0;
+            for (int i = 0; i < dy.B * parts; i++) {
+                double gain = norm.gain(i / parts, (int)c);
+                float2 sums = norm.sums[(size_t)i * dy.C + c];
+                dbias += gain * sums.x;
+                dw += gain * sums.y;
+            }
+            norm.dw[c] = (float)dw;
+            norm.dbias[c] = (float)dbias;
         }
-        norm.dw[c] = (float)dw;
-        norm.dbias[c] = (float)dbias;
-    }
+    });
 }
 // Puts the means over a group, of w dy and of w dy x^, in place of the sums of an image's first tile.
 static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
@@ -933,11 +1022,12 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
     });
 
     if (partials == 1) return;
-#pragma omp parallel for
-    for (size_t i = 0; i < size; i++) {
-        dw[i] = sums[i];
-        for (int partial = 1; partial < partials; partial++) dw[i] += sums[partial * size + i];
-    }
+    each_range(size, 4096, [&](size_t first, size_t end) {
+        for (size_t i = first; i < end; i++) {
+            dw[i] = sums[i];
+            for (int partial = 1; partial < partials; partial++) dw[i] += sums[partial * size + i];
+        }
+    });
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
@@ -1138,12 +1228,12 @@ static void backend_exchange(int peer, std::span<const std::byte> sent, std::spa
 }
 static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_meet() {
-    omp_set_num_threads(std::max(1, omp_get_max_threads() / world.size));
+    cpu::used_threads = std::max(1, cpu::thread_count() / world.size);
     return "sockets";
 }
 static void backend_part() {}
 static std::string backend_name() {
-    std::string threads = counted(omp_get_max_threads(), "thread");
+    std::string threads = counted(cpu::thread_count(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
 }
 static void backend_init() {}

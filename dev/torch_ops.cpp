@@ -75,6 +75,7 @@ struct Call {
             place.stream = c10::cuda::getCurrentCUDAStream(x.device().index()).stream();
         }
 #endif
+        place.threads = at::get_num_threads();
         place.allocate = [this](size_t bytes) {
             scratch.push_back(at::empty({(int64_t)bytes}, x.options().dtype(at::kByte)));
             return scratch.back().data_ptr();

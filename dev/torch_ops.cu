@@ -63,6 +63,7 @@ static void at(const Place& place, size_t workspace, auto launches) {
         } restore = {std::exchange(stream, &here)};
 #else
         std::lock_guard lock(one_at_a_time);
+        cpu::used_threads = place.threads;
         // none for a layer that asks for none: what an earlier call had is PyTorch's again
         cpu::cpu_workspace = workspace ? (float*)place.allocate(cpu::cpu_workspace_bytes()) : nullptr;
 #endif

@@ -14,6 +14,7 @@
 struct Place {
     int device = 0;                               // number of the GPU
     void* stream = nullptr;                       // cudaStream_t
+    int threads = 1;                              // those of a CPU that the call may use
     std::function<void*(size_t bytes)> allocate;  // scratch until the call is over, a multiple of 16
 };
 

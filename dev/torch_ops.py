@@ -155,7 +155,7 @@ def compile_into(folder, architecture):
     cpu, line = folder / "torch_ops_cpu.cpp", f'#include "{HERE}/torch_ops.cu"\n'
     if not cpu.exists() or cpu.read_text() != line:
         cpu.write_text(line)
-    load("torch_ops", [HERE / "torch_ops.cpp", cpu], [*flags, "-fopenmp"], target, [*libraries, "-fopenmp"])
+    load("torch_ops", [HERE / "torch_ops.cpp", cpu], [*flags, "-fopenmp-simd"], target, libraries)
 
 
 ON_GPU = build()
