@@ -262,12 +262,12 @@ typedef Pair<float> Floats;
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
 #define LAYERS_OF(side, launched)                                                                \
     typedef side::Tensor Tensor;                                                                 \
-    typedef side::Joined Joined;                                                                 \
+    typedef side::Concat Concat;                                                                 \
     template <int TAPS> using Product = side::Product<TAPS>;                                     \
     static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
         launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
     }                                                                                            \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+    static void weight_gradient(side::Linear layer, Tensor dout, Concat x) {                     \
         launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
     }                                                                                            \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
@@ -299,14 +299,14 @@ static void at_once(auto launches) { launches(); }
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
     template <int TAPS>
-    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, Product<TAPS> layer, gpu::Forward options = {}) {
         launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
     }
     template <int TAPS>
-    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
         launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
     }
-    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+    static Concat groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
         if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
         gpu::groupnorm_forward(normed, norm);
         return normed;
@@ -320,16 +320,16 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
-    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Conv layer, cpu::Forward options = {}) {
         cpu::conv3x3_forward(out, x, layer, options);
     }
-    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Linear layer, cpu::Forward options = {}) {
         cpu::conv1x1_forward(out, x, layer, options);
     }
     static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
         cpu::conv3x3_backward_input(dx, dout, layer, options);
     }
-    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
         cpu::conv1x1_backward_input(dx, dout, layer, options);
     }
     static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
@@ -464,7 +464,7 @@ static void test_linear(const LinearTest& s) {
     Weights<1> weights(s.O, s.C + s.C2);
     auto joined = [&](auto on, Layer& a, Layer& b) {
         typedef typename decltype(on)::Tensor Tensor;
-        return typename decltype(on)::Joined(Tensor{on(a), s.M, 1, 1, s.C},
+        return typename decltype(on)::Concat(Tensor{on(a), s.M, 1, 1, s.C},
                                              Tensor{on(b, s.C2), s.M, 1, 1, s.C2});
     };
     check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
@@ -486,7 +486,7 @@ static void test_linear(const LinearTest& s) {
 // ---- group norm, attention, resampling --------------------------------------------------------------------
 
 typedef Pair<float2> Sums;
-static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_parts(T) * C)); }
+static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_tiles(T) * C)); }
 static Sums record_of(int B, int C) { return sums_of(B, 1, C); }
 
 // A group norm of (B, H, W, C) and (B, H, W, C2), with all that belongs to it.
@@ -524,7 +524,7 @@ struct NormTensors {
     int pitch() const { return 2 * (C + C2) + 8; }
     template <typename On> auto joined(On on, Layer& first, Layer& second) {
         typedef typename On::Tensor Tensor;
-        return typename On::Joined(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
+        return typename On::Concat(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
     }
     template <typename On> auto operator()(On on) {
         auto joined_x = joined(on, x, x2);
@@ -1885,7 +1885,7 @@ struct FastLayers {
         if (norm.x.second) cpu::channel_moments(norm.x.second);
         cpu::groupnorm_forward(out, norm);
     }
-    static void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+    static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
         std::vector<float> dy(dout.count()), normed(dout.count());
         Tensor dy_tensor = dout, normed_tensor = dout;
         dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
@@ -1920,7 +1920,7 @@ struct LayerShape {
         int channels = (int)(values.size() / ((size_t)B * H * W));
         return {values.data(), B, H, W, channels};
     }
-    Joined joined(std::vector<float>& first, std::vector<float>& second) const {
+    Concat joined(std::vector<float>& first, std::vector<float>& second) const {
         return {tensor(first), C2 ? tensor(second) : Tensor()};
     }
 };
@@ -1977,7 +1977,7 @@ static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool s
                        modulation = normals_of(7, (size_t)s.B * 2 * C);
     for (float& value : x) value += 3;
     std::vector<float2> statistics((size_t)s.B * C), affine(statistics),
-        sums(statistics.size() * norm_parts(s.H * s.W)), moments(sums), moments2(sums);
+        sums(statistics.size() * norm_tiles(s.H * s.W)), moments(sums), moments2(sums);
     Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
     norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
     norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
@@ -3494,7 +3494,7 @@ static void linear_case(const Case& c, Verdict* v) {
                        db = blank(b.size()), out = blank((size_t)M * O),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
-    Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
+    Concat joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
            gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
     Tensor upstream = tensor_of(dout, M, 1, 1, O);
     Linear layer = {w.data(), b.data(), dw.data(), db.data()};
@@ -3534,7 +3534,7 @@ static void norm_case(const Case& c, Verdict* v) {
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
                        dout = c.floats("dout"), dresidual = c.floats("dresidual"),
                        out = blank((size_t)B * T * (C + C2));
-    std::vector<float2> sums((size_t)B * norm_parts(T) * (C + C2), float2{NAN, NAN}), moments = sums,
+    std::vector<float2> sums((size_t)B * norm_tiles(T) * (C + C2), float2{NAN, NAN}), moments = sums,
                                                                                       moments2 = sums;
     std::vector<float2> statistics((size_t)B * (C + C2), float2{NAN, NAN}), affine = statistics;
     Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};

@@ -525,7 +525,7 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): the mean of each part of an image, and the sum of squared distances from it.
+    // (B, norm_tiles(H * W), C): the mean of each tile of an image, and the sum of squared distances from it.
     // Whatever writes a tensor that a norm reads next writes them too; null where no norm does.
     float2* moments = nullptr;
     explicit operator bool() const { return data; }
@@ -537,19 +537,19 @@ template <typename Real> struct TensorOf {
 };
 
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
-template <typename Real> struct JoinedOf {
+template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
     // (B, C), where whoever reads the tensor is to norm it: see Norm.affine. Null where it is read as it is.
     const float2* affine;
-    JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
+    ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
         : first(one), second(two), affine(affine) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
     // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Channel c of a pixel, and its moments in a part. Pixels and parts are counted through all images.
+    // Channel c of a pixel, and its moments in a tile. Pixels and tiles are counted through all images.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
-    HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
+    HOST_DEVICE float2 moments(size_t tile, int c) const { return of(c).moments[tile * of(c).C + within(c)]; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -571,13 +571,13 @@ template <typename Real, int TAPS> struct ProductOf {
 // it. With SiLU both are halved, because silu(y) = h + h tanh(h) with h = y / 2 is one instruction fewer a
 // number: see silu_of_half.
 template <typename Real> struct NormOf {
-    JoinedOf<Real> x = {};
+    ConcatOf<Real> x = {};
     int groups = 1;
     bool silu = false;
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     float2 *statistics = nullptr, *affine = nullptr;
-    float2* sums = nullptr;  // (B, norm_parts(H * W), C): scratch between the two calls of backward
+    float2* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
     // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
     // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
@@ -610,7 +610,7 @@ template <typename Real> struct BackwardOptionsOf {
 #define LAYER_TYPES(device, Real)                              \
     namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
-    typedef JoinedOf<Real> Joined;                             \
+    typedef ConcatOf<Real> Concat;                             \
     typedef RowsOf<Real> Rows;                                 \
     template <int TAPS> using Product = ProductOf<Real, TAPS>; \
     typedef Product<9> Conv;                                   \
@@ -622,17 +622,17 @@ template <typename Real> struct BackwardOptionsOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments are those of parts of an image. A part has 128 pixels, the last one perhaps
+// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps
 // fewer.
-enum { NORM_PART = 128 };
-HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
+enum { NORM_TILE = 128 };
+HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, NORM_TILE); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
 // A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
 // is a tensor, or one that is still to be normed: see groupnorm_for_product.
-static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options = {});
 // dx = [+=] F.conv_transpose2d(dout, w, padding=1)
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
 // layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
@@ -641,11 +641,11 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 // A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
 // side.
-static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options = {});
 // dx = [+=] dout @ w
-static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
-static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x);
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 
 // A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
 static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
@@ -657,9 +657,9 @@ static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
-// itself with Joined's affine set, which the convolution then norms while it loads it. Nobody may write
+// itself with Concat's affine set, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
-static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
@@ -669,7 +669,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
 // x has no second tensor and nothing is added to dx.
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -863,12 +863,12 @@ template <typename T> struct ModulationBackward {
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
     HOST_DEVICE void operator()(size_t i) const {
-        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), parts = norm_parts(norm.x.first.T());
-        const float2* sums = norm.sums + (size_t)b * parts * C + c;
+        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), tiles = norm_tiles(norm.x.first.T());
+        const float2* sums = norm.sums + (size_t)b * tiles * C + c;
         float dscale = 0, dshift = 0;
-        for (int part = 0; part < parts; part++)
-            dshift += sums[part * C].x,
-                dscale += norm.w[c] * sums[part * C].y + norm.bias[c] * sums[part * C].x;
+        for (int tile = 0; tile < tiles; tile++)
+            dshift += sums[tile * C].x,
+                dscale += norm.w[c] * sums[tile * C].y + norm.bias[c] * sums[tile * C].x;
         T* row = norm.dmodulation.data + (size_t)b * norm.dmodulation.pitch + c;
         row[0] = (T)dscale, row[C] = (T)dshift;
     }
@@ -1077,7 +1077,7 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, in
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
     if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
-    assert(!out.moments || (size_t)B * norm_parts(out.T()) * out.C * sizeof(float2) <= block.moments.bytes);
+    assert(!out.moments || (size_t)B * norm_tiles(out.T()) * out.C * sizeof(float2) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
@@ -1098,14 +1098,14 @@ struct Module {
     Model* m;
     const Block& block;
     int B;
-    Joined x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
-    Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
+    Concat x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
+    Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
     Arena kept_inner = arena_of(m, block.inner);
     Arena kept_stats = arena_of(m, block.stats);
 
-    Joined of_inputs(auto tensor_of) const {
+    Concat of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
@@ -1124,7 +1124,7 @@ struct Module {
     template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
 
     // Layer `n`, a norm of `input`.
-    Norm norm_of(int n, Joined input) {
+    Norm norm_of(int n, Concat input) {
         Norm norm = layer<Norm>(n, m->fp32_params);
         size_t count = (size_t)B * input.C();
         norm.x = input;
@@ -1142,7 +1142,7 @@ struct Module {
     }
     Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
     Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
-    float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_tiles(H * H) * C); }
     void reserve_forward() {}
     void reserve_backward() {}
 
@@ -1298,13 +1298,13 @@ struct ResBlock : Module {
         Event skipped;
         if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
-        Joined input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
+        Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
         if (resizes) resize(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
 
         if (modulates) norm2.modulation = embedding;
-        Joined input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
+        Concat input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
         wait_for(skipped);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
@@ -1577,7 +1577,7 @@ static void time_buffers(Plan* plan, const Config& c) {
         b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
         live(&b.out, i, is_last ? end : i);
         if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
-            b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
+            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(float2));
             live(&b.moments, i, i);
         }
         // The only weight gradient of the first and of the last convolution reads the output's gradient, and
@@ -4487,7 +4487,7 @@ template <typename Layer> static void run(Layer layer) {
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 // Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
 // stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
-// NORM_PART pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
+// NORM_TILE pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
 // of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
@@ -4497,7 +4497,7 @@ enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
     NORM_TILE_THREADS = 256,
     NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // pixels at a time
-    NORM_TILE_DEPTH = NORM_PART / NORM_TILE_STRIDE,  // vectors a thread
+    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,  // vectors a thread
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
@@ -4554,8 +4554,8 @@ struct NormTile {
     const size_t first;                                 // pixel, among those of all images
     const int pixels;
     __device__ NormTile(int T)
-        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_PART),
-          pixels(min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART)) {}
+        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_TILE),
+          pixels(min((int)NORM_TILE, T - (int)blockIdx.x * NORM_TILE)) {}
     __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
     // The thread's vectors, `from` being the first: all loads before the first use.
     __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
@@ -4568,7 +4568,7 @@ struct NormTile {
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
-    return dim3(norm_parts(x.T()), ceil_div(C, 8 * VEC), x.B);
+    return dim3(norm_tiles(x.T()), ceil_div(C, 8 * VEC), x.B);
 }
 
 // Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
@@ -4655,7 +4655,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 struct NormGrid {
     int slabs;
     int channels, blocks;  // of a slab
-    NormGrid(const Joined& x, int other_blocks) {
+    NormGrid(const Concat& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
@@ -4751,11 +4751,11 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_joined;
     uint4 in[NORM_DEPTH];
-    const int tiles = norm_parts(T);
+    const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
         float2 m = moments(tile, c);
-        float distance = m.x - moments(0, c0).x, n = min((int)NORM_PART, T - tile * NORM_PART);
+        float distance = m.x - moments(0, c0).x, n = min((int)NORM_TILE, T - tile * NORM_TILE);
         return make_float2(n * distance, m.y + n * distance * distance);
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
@@ -4804,7 +4804,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward",
             {0, out ? 2.0 * sizeof(floatX) * out.count()
-                    : (double)sizeof(float2) * norm.x.first.B * norm_parts(norm.x.first.T()) * norm.x.C()});
+                    : (double)sizeof(float2) * norm.x.first.B * norm_tiles(norm.x.first.T()) * norm.x.C()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid grid(norm.x, 0);
     if (!out) grid.blocks = 1;
@@ -4812,10 +4812,10 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
            norm, grid);
 }
 static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
-static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     const bool on_the_way = norms_on_the_way(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
-    return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
+    return on_the_way ? Concat(norm.x.first, norm.x.second, norm.affine) : normed;
 }
 
 // dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a
@@ -4843,12 +4843,12 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
 // be dy; dx may be dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
+    groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
     enum { ALPHA, BETA, SCALE, SHIFT };
     __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
-    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_parts(T);
+    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
     if ((int)blockIdx.x < weight_blocks)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
 
@@ -4914,7 +4914,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + work.stride < T) load();
     }
 }
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     const bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
@@ -5408,9 +5408,9 @@ static Patch make_patch(const Tensor& x, int taps, int pixels) {
 // ---- forward and input gradient
 
 struct Gemm {
-    Joined out;                    // (M, N), of M pixels
-    Joined residual = {};          // (M, N), added; may be out itself
-    Joined x;                      // (M, K)
+    Concat out;                    // (M, N), of M pixels
+    Concat residual = {};          // (M, N), added; may be out itself
+    Concat x;                      // (M, K)
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
@@ -5574,7 +5574,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         int m[PASSES];           // the pixels, -1: outside
         uint4 operands[PASSES];  // the residual, or the norm's x
         Unpacked values[PASSES];
-        const Joined& operand = has_norm ? g.norm.x : g.residual;
+        const Concat& operand = has_norm ? g.norm.x : g.residual;
         const Tensor& of = operand.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
@@ -5784,7 +5784,7 @@ enum { HAS_HOPPER = false };
 static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     if (T == 64) return taps == 1 || H == 8;
-    if (T % NORM_PART || kernel == PORTABLE_64x64) return false;
+    if (T % NORM_TILE || kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
     return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
@@ -5812,7 +5812,7 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
 }
 
 // Hopper's kernels write 64 channels at once, all to one tensor.
-static bool hopper_writes(const Joined& x) { return !x.second.C || x.first.C % 64 == 0; }
+static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
     return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
@@ -5862,7 +5862,7 @@ template <class Tile> static void launch_portable(Gemm g) {
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
-    for (const Joined& joined : {asked.x, asked.out})
+    for (const Concat& joined : {asked.x, asked.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
     assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.affine || !asked.residual.first));
     assert(!asked.x.affine || choice.kernel == HOPPER_256_NORMED);
@@ -5900,7 +5900,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
     Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
-    Joined x;           // (B, H, W, C)
+    Concat x;           // (B, H, W, C)
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
     int taps;
     Patch patch = {};
@@ -6193,27 +6193,27 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 template <int TAPS>
-static Gemm forward_gemm(Tensor out, Joined x, Product<TAPS> layer, const Forward& options) {
+static Gemm forward_gemm(Tensor out, Concat x, Product<TAPS> layer, const Forward& options) {
     return {out, options.residual, x, layer.w, layer.bias, options.emb};
 }
 template <int TAPS>
-static Gemm backward_input_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
-    const Joined residual = options.accumulate ? dx : Joined();
+static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+    const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
-template <int TAPS> static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS> static void gemm_forward(Tensor out, Concat x, Product<TAPS> layer, Forward options) {
     const Gemm g = forward_gemm(out, x, layer, options);
     launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
 }
 template <int TAPS>
-static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Backward options) {
     const Gemm g = backward_input_gemm(dx, dout, layer, options);
     launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
-static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
     assert(!x.affine);
@@ -6236,7 +6236,7 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Row
     });
 }
 
-static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     gemm_forward(out, x, layer, options);
 }
@@ -6249,15 +6249,15 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
     gemm_backward_weight(layer, dout, x, demb);
 }
 
-static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
     gemm_forward(out, x, layer, options);
 }
-static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
     gemm_backward_input(dx, dout, layer, options);
 }
-static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
     gemm_backward_weight(layer, dout, x, {});
 }
@@ -6443,7 +6443,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
 // ---- forward and input gradient
 
 // One tensor, or two side by side, of which the second begins at column `columns`.
-struct JoinedMaps {
+struct ConcatMaps {
     CUtensorMap first, second;
     int columns;
     __device__ const CUtensorMap& of(int column) const { return column < columns ? first : second; }
@@ -6451,8 +6451,8 @@ struct JoinedMaps {
 };
 
 struct HopperGemm : Gemm {
-    JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
+    ConcatMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
+    ConcatMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
     CUtensorMap w_map = {};
 };
 
@@ -6870,8 +6870,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 
 template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    auto joined = [&](const Joined& x, Box box) {
-        JoinedMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
+    auto joined = [&](const Concat& x, Box box) {
+        ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
         if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
@@ -6879,7 +6879,7 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& operand = g.norm.affine ? g.norm.x : g.residual;
+    const Concat& operand = g.norm.affine ? g.norm.x : g.residual;
     if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
     h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.

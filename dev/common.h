@@ -171,7 +171,7 @@ struct Problem {
     // Scratch for the moments of x, or for the sums that a norm of x takes in its backward pass.
     template <typename Real>
     float2* scratch_sums(const std::string& name, TensorOf<Real> x) {
-        return (float2*)scratch<float>(name, (size_t)2 * x.B * norm_parts(x.H * x.W) * x.C);
+        return (float2*)scratch<float>(name, (size_t)2 * x.B * norm_tiles(x.H * x.W) * x.C);
     }
     // Memory as a tensor of the shape that the file has for `name`: (B, C), (B, C, T) or (B, C, H, W).
     template <typename Real>

@@ -102,7 +102,7 @@ static Norm norm_of(const NormCall& call, Tensor x) {
     return norm;
 }
 static float2* scratch_sums(const Place& place, Tensor x) {
-    return (float2*)place.allocate(sizeof(float2) * x.B * norm_parts(x.T()) * x.C);
+    return (float2*)place.allocate(sizeof(float2) * x.B * norm_tiles(x.T()) * x.C);
 }
 
 static Tensor scratch_like(const Place& place, Tensor x) {
@@ -227,7 +227,7 @@ struct LaunchedLayers final : Layers {
             Tensor x = tensor(n.x), normed = scratch_like(place, x);
             x.moments = scratch_sums(place, x);
             channel_moments(x);
-            Joined input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
+            Concat input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
             conv3x3_forward(tensor(c.out), input, product<9>(c.w, c.bias), options);
         });
     }
