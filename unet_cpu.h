@@ -521,7 +521,7 @@ static void channel_moments(Tensor x) {
                 squares[k] += d * d;
             }
         }
-        float2* moments = x.moments + block.partial();
+        Moments* moments = x.moments + block.partial();
         for (int k = 0; k < n; k++) {
             float shift = sum[k] / (block.t1 - block.t0);
             moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
@@ -536,11 +536,12 @@ struct NormMap {
     NormMap(const Norm& norm, const ChannelBlock& block, int n) : silu(norm.silu) {
         for (int k = 0; k < n; k++) {
             size_t at = (size_t)block.b * norm.x.C() + block.c + k;
-            float2 group = norm.statistics[at], affine = norm.affine[at];
-            slope[k] = group.y;
-            offset[k] = -group.x * group.y;
-            scale[k] = (silu ? 2 : 1) * affine.x;
-            shift[k] = (silu ? 2 : 1) * affine.y;
+            GroupStatistics group = norm.statistics[at];
+            ScaleShift half = norm.half_scale_shift[at];
+            slope[k] = group.rstd;
+            offset[k] = -group.mean * group.rstd;
+            scale[k] = (silu ? 2 : 1) * half.scale;
+            shift[k] = (silu ? 2 : 1) * half.shift;
         }
     }
     float normed(float x, int k) const {
@@ -550,16 +551,16 @@ struct NormMap {
 };
 
 // Merges the moments of a group's channels [c0, c1) and tiles as Chan, Golub and LeVeque (1979) do.
-static float2 group_statistics(const Concat& x, int b, int c0, int c1) {
+static GroupStatistics group_statistics(const Concat& x, int b, int c0, int c1) {
     int T = x.first.T(), tiles = norm_tiles(T);
     double n = 0, mean = 0, squares = 0;
     for (int tile = 0; tile < tiles; tile++)
         for (int c = c0; c < c1; c++) {
-            float2 more = x.moments((size_t)b * tiles + tile, c);
-            double pixels = std::min((int)NORM_TILE, T - tile * NORM_TILE), delta = more.x - mean;
+            Moments more = x.moments((size_t)b * tiles + tile, c);
+            double pixels = std::min((int)NORM_TILE, T - tile * NORM_TILE), delta = more.mean - mean;
             n += pixels;
             mean += delta * pixels / n;
-            squares += more.y + delta * delta * pixels * (n - pixels) / n;
+            squares += more.squares + delta * delta * pixels * (n - pixels) / n;
         }
     return {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
 }
@@ -569,13 +570,13 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int C = out.C;
     each_tile(out.B, 1, C, C / norm.groups, [&](int b, int, int c0, int c1) {
-        float2 group = group_statistics(norm.x, b, c0, c1);
+        GroupStatistics group = group_statistics(norm.x, b, c0, c1);
         for (int c = c0; c < c1; c++) {
-            float2 weight_bias = norm.modulated(b, c);
-            float scale = group.y * weight_bias.x, shift = weight_bias.y - group.x * scale;
+            ScaleShift modulated = norm.modulated(b, c);
+            float scale = group.rstd * modulated.scale, shift = modulated.shift - group.mean * scale;
             float half = norm.silu ? 0.5f : 1;
             norm.statistics[(size_t)b * C + c] = group;
-            norm.affine[(size_t)b * C + c] = {half * scale, half * shift};
+            norm.half_scale_shift[(size_t)b * C + c] = {half * scale, half * shift};
         }
     });
 
@@ -611,7 +612,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
             }
             std::copy(d, d + n, dy.data + at);
         }
-        float2* sums = norm.sums + block.partial();
+        NormSums* sums = norm.sums + block.partial();
         for (int k = 0; k < n; k++) sums[k] = {sum_dy[k], sum_dy_x_hat[k]};
     });
 }
@@ -623,9 +624,9 @@ static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
         double dw = 0, dbias = 0;
         for (int i = 0; i < dy.B * tiles; i++) {
             double gain = norm.gain(i / tiles, c);
-            float2 sums = norm.sums[(size_t)i * dy.C + c];
-            dbias += gain * sums.x;
-            dw += gain * sums.y;
+            NormSums sums = norm.sums[(size_t)i * dy.C + c];
+            dbias += gain * sums.dy;
+            dw += gain * sums.dy_x_hat;
         }
         norm.dw[c] = (float)dw;
         norm.dbias[c] = (float)dbias;
@@ -636,14 +637,14 @@ static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
     int C = dy.C, T = dy.T(), width = C / norm.groups, tiles = norm_tiles(T);
     each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
         double w_dy = 0, w_dy_x_hat = 0;
-        float2* sums = norm.sums + (size_t)b * tiles * C;
+        NormSums* sums = norm.sums + (size_t)b * tiles * C;
         for (int tile = 0; tile < tiles; tile++)
             for (int c = c0; c < c1; c++) {
                 double weight = norm.w[c] * norm.gain(b, c);
-                w_dy += weight * sums[(size_t)tile * C + c].x;
-                w_dy_x_hat += weight * sums[(size_t)tile * C + c].y;
+                w_dy += weight * sums[(size_t)tile * C + c].dy;
+                w_dy_x_hat += weight * sums[(size_t)tile * C + c].dy_x_hat;
             }
-        float2 means = {(float)(w_dy / T / width), (float)(w_dy_x_hat / T / width)};
+        NormSums means = {(float)(w_dy / T / width), (float)(w_dy_x_hat / T / width)};
         std::fill(sums + c0, sums + c1, means);
     });
 }
@@ -656,7 +657,7 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
     int C = dy.C, tiles = norm_tiles(dy.T());
     each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
         NormMap map(norm, block, n);
-        float2 mean[CHANNEL_BLOCK];
+        NormSums mean[CHANNEL_BLOCK];
         std::copy_n(norm.sums + (size_t)block.b * tiles * C + block.c, (int)n, mean);
         const Tensor& target = dx.of(block.c);
         for (int t = block.t0; t < block.t1; t++) {
@@ -666,7 +667,7 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
             SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
             SIMD_FOR (int k = 0; k < n; k++) {
                 float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].dy + x_hat * mean[k].dy_x_hat);
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
@@ -949,7 +950,7 @@ static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
-    if (options.norm.affine) groupnorm_backward_sums(dx, dx, options.norm);
+    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx, dx, options.norm);
 }
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     bias_backward(layer, demb, dout);
@@ -994,7 +995,7 @@ static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backwar
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
-    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
+    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
 // Each thread owns a piece of dw and goes through all pixels: there are no partial sums to add up.
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
