@@ -172,8 +172,17 @@ enum {
     HISTORY,
     FIELDS = HISTORY + 2 * WINDOW
 };
-static void append(std::vector<double>* numbers, const float2& sums) {
-    numbers->insert(numbers->end(), {(double)sums.x, (double)sums.y});
+static void append(std::vector<double>* numbers, const Moments& tile) {
+    numbers->insert(numbers->end(), {(double)tile.mean, (double)tile.squares});
+}
+static void append(std::vector<double>* numbers, const NormSums& sums) {
+    numbers->insert(numbers->end(), {(double)sums.dy, (double)sums.dy_x_hat});
+}
+static void append(std::vector<double>* numbers, const GroupStatistics& group) {
+    numbers->insert(numbers->end(), {(double)group.mean, (double)group.rstd});
+}
+static void append(std::vector<double>* numbers, const ScaleShift& channel) {
+    numbers->insert(numbers->end(), {(double)channel.scale, (double)channel.shift});
 }
 static void append(std::vector<double>* numbers, const SampleSpec& p) {
     numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
@@ -262,12 +271,12 @@ typedef Pair<float> Floats;
 // A launcher's arguments on either side, null where `present` is not, and the layers there.
 #define LAYERS_OF(side, launched)                                                                \
     typedef side::Tensor Tensor;                                                                 \
-    typedef side::Joined Joined;                                                                 \
+    typedef side::Concat Concat;                                                                 \
     template <int TAPS> using Product = side::Product<TAPS>;                                     \
     static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
         launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
     }                                                                                            \
-    static void weight_gradient(side::Linear layer, Tensor dout, Joined x) {                     \
+    static void weight_gradient(side::Linear layer, Tensor dout, Concat x) {                     \
         launched([=] { side::conv1x1_backward_weight(layer, dout, x); });                        \
     }                                                                                            \
     static constexpr auto groupnorm_forward = side::groupnorm_forward;                           \
@@ -299,14 +308,14 @@ static void at_once(auto launches) { launches(); }
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
     template <int TAPS>
-    static void product_forward(Tensor out, Joined x, Product<TAPS> layer, gpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, Product<TAPS> layer, gpu::Forward options = {}) {
         launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
     }
     template <int TAPS>
-    static void input_gradient(Joined dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
         launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
     }
-    static Joined groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
+    static Concat groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
         if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
         gpu::groupnorm_forward(normed, norm);
         return normed;
@@ -320,16 +329,16 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
-    static void product_forward(Tensor out, Joined x, cpu::Conv layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Conv layer, cpu::Forward options = {}) {
         cpu::conv3x3_forward(out, x, layer, options);
     }
-    static void product_forward(Tensor out, Joined x, cpu::Linear layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Linear layer, cpu::Forward options = {}) {
         cpu::conv1x1_forward(out, x, layer, options);
     }
     static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
         cpu::conv3x3_backward_input(dx, dout, layer, options);
     }
-    static void input_gradient(Joined dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
         cpu::conv1x1_backward_input(dx, dout, layer, options);
     }
     static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
@@ -464,7 +473,7 @@ static void test_linear(const LinearTest& s) {
     Weights<1> weights(s.O, s.C + s.C2);
     auto joined = [&](auto on, Layer& a, Layer& b) {
         typedef typename decltype(on)::Tensor Tensor;
-        return typename decltype(on)::Joined(Tensor{on(a), s.M, 1, 1, s.C},
+        return typename decltype(on)::Concat(Tensor{on(a), s.M, 1, 1, s.C},
                                              Tensor{on(b, s.C2), s.M, 1, 1, s.C2});
     };
     check("linear forward", shape, {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
@@ -485,9 +494,9 @@ static void test_linear(const LinearTest& s) {
 
 // ---- group norm, attention, resampling --------------------------------------------------------------------
 
-typedef Pair<float2> Sums;
-static Sums sums_of(int B, int T, int C) { return Sums(std::vector<float2>((size_t)B * norm_parts(T) * C)); }
-static Sums record_of(int B, int C) { return sums_of(B, 1, C); }
+template <typename T> static std::vector<T> of_tiles(int B, int pixels, int C) {
+    return std::vector<T>((size_t)B * norm_tiles(pixels) * C);
+}
 
 // A group norm of (B, H, W, C) and (B, H, W, C2), with all that belongs to it.
 struct NormTensors {
@@ -495,7 +504,10 @@ struct NormTensors {
     bool silu;
     Layer x, x2;
     Floats w, bias, dw, dbias;
-    Sums statistics, affine, moments, moments2, sums;
+    Pair<GroupStatistics> statistics;
+    Pair<ScaleShift> half_scale_shift;
+    Pair<Moments> moments, moments2;
+    Pair<NormSums> sums;
     bool modulated;
     Layer modulation, dmodulation;  // rows longer than what is read of them
     NormTensors(int B, int H, int W, int C, int C2, int G, bool silu, float middle = 0,
@@ -513,18 +525,18 @@ struct NormTensors {
           bias(C + C2, 0.5f),
           dw(C + C2),
           dbias(C + C2),
-          statistics(record_of(B, C + C2)),
-          affine(record_of(B, C + C2)),
-          moments(sums_of(B, H * W, C)),
-          moments2(sums_of(B, H * W, C2)),
-          sums(sums_of(B, H * W, C + C2)),
+          statistics(of_tiles<GroupStatistics>(B, 1, C + C2)),
+          half_scale_shift(of_tiles<ScaleShift>(B, 1, C + C2)),
+          moments(of_tiles<Moments>(B, H * W, C)),
+          moments2(of_tiles<Moments>(B, H * W, C2)),
+          sums(of_tiles<NormSums>(B, H * W, C + C2)),
           modulated(modulated),
           modulation((size_t)B * pitch(), 0.5f),
           dmodulation((size_t)B * pitch()) {}
     int pitch() const { return 2 * (C + C2) + 8; }
     template <typename On> auto joined(On on, Layer& first, Layer& second) {
         typedef typename On::Tensor Tensor;
-        return typename On::Joined(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
+        return typename On::Concat(Tensor{on(first), B, H, W, C}, Tensor{on(second, C2), B, H, W, C2});
     }
     template <typename On> auto operator()(On on) {
         auto joined_x = joined(on, x, x2);
@@ -538,7 +550,7 @@ struct NormTensors {
                             on(dw),
                             on(dbias),
                             on(statistics),
-                            on(affine),
+                            on(half_scale_shift),
                             on(sums),
                             {on(modulation, modulated), pitch()},
                             {on(dmodulation, modulated), pitch()}};
@@ -547,10 +559,10 @@ struct NormTensors {
     std::vector<Output> record(double limit) {
         return {{&statistics, WRITTEN, "mean", limit, 0, 2},
                 {&statistics, WRITTEN, "rstd", limit, 1, 2},
-                {&affine, WRITTEN, "scale", limit, 0, 2},
-                {&affine, WRITTEN, "shift", limit, 1, 2}};
+                {&half_scale_shift, WRITTEN, "scale", limit, 0, 2},
+                {&half_scale_shift, WRITTEN, "shift", limit, 1, 2}};
     }
-    void upload_record() { statistics.upload(), affine.upload(); }
+    void upload_record() { statistics.upload(), half_scale_shift.upload(); }
     template <typename On> void measure(On on) {
         auto x = (*this)(on).x;
         if (!on.here) moments.poison(), moments2.poison();
@@ -660,7 +672,7 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
             if (on.here)
                 for (float& value : normed.host) value = rounded(value);
 #ifdef HOPPER
-            else if (s.on_the_way && !from.affine)
+            else if (s.on_the_way && !from.half_scale_shift)
                 report(false, "norm then conv3x3", "%s: not normed on the way", shape.c_str());
 #endif
             on.product_forward({on(next), B, H, W, O}, from, second(on));
@@ -1885,7 +1897,7 @@ struct FastLayers {
         if (norm.x.second) cpu::channel_moments(norm.x.second);
         cpu::groupnorm_forward(out, norm);
     }
-    static void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+    static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
         std::vector<float> dy(dout.count()), normed(dout.count());
         Tensor dy_tensor = dout, normed_tensor = dout;
         dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
@@ -1920,7 +1932,7 @@ struct LayerShape {
         int channels = (int)(values.size() / ((size_t)B * H * W));
         return {values.data(), B, H, W, channels};
     }
-    Joined joined(std::vector<float>& first, std::vector<float>& second) const {
+    Concat joined(std::vector<float>& first, std::vector<float>& second) const {
         return {tensor(first), C2 ? tensor(second) : Tensor()};
     }
 };
@@ -1976,11 +1988,14 @@ static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool s
                        branch = s.normals(4, s.C), w = normals_of(5, C), bias = normals_of(6, C),
                        modulation = normals_of(7, (size_t)s.B * 2 * C);
     for (float& value : x) value += 3;
-    std::vector<float2> statistics((size_t)s.B * C), affine(statistics),
-        sums(statistics.size() * norm_parts(s.H * s.W)), moments(sums), moments2(sums);
+    std::vector<GroupStatistics> statistics((size_t)s.B * C);
+    std::vector<ScaleShift> half_scale_shift(statistics.size());
+    std::vector<NormSums> sums(statistics.size() * norm_tiles(s.H * s.W));
+    std::vector<Moments> moments(sums.size()), moments2(sums.size());
     Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
     norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
-    norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
+    norm.statistics = statistics.data(), norm.half_scale_shift = half_scale_shift.data();
+    norm.sums = sums.data();
     if (adds) norm.modulation = {modulation.data(), 2 * C};
     std::string name = s.name() + text(" G%d%s%s", groups, silu ? " SiLU" : "", adds ? " adds" : "");
 
@@ -3494,7 +3509,7 @@ static void linear_case(const Case& c, Verdict* v) {
                        db = blank(b.size()), out = blank((size_t)M * O),
                        dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
                        dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
-    Joined joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
+    Concat joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
            gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
     Tensor upstream = tensor_of(dout, M, 1, 1, O);
     Linear layer = {w.data(), b.data(), dw.data(), db.data()};
@@ -3534,25 +3549,27 @@ static void norm_case(const Case& c, Verdict* v) {
     std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
                        dout = c.floats("dout"), dresidual = c.floats("dresidual"),
                        out = blank((size_t)B * T * (C + C2));
-    std::vector<float2> sums((size_t)B * norm_parts(T) * (C + C2), float2{NAN, NAN}), moments = sums,
-                                                                                      moments2 = sums;
-    std::vector<float2> statistics((size_t)B * (C + C2), float2{NAN, NAN}), affine = statistics;
+    std::vector<NormSums> sums((size_t)B * norm_tiles(T) * (C + C2), {NAN, NAN});
+    std::vector<Moments> moments(sums.size(), {NAN, NAN}), moments2 = moments;
+    std::vector<GroupStatistics> statistics((size_t)B * (C + C2), {NAN, NAN});
+    std::vector<ScaleShift> half_scale_shift(statistics.size(), {NAN, NAN});
     Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
     norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
     norm.w = w.data(), norm.bias = b.data();
-    norm.statistics = statistics.data(), norm.affine = affine.data(), norm.sums = sums.data();
+    norm.statistics = statistics.data(), norm.half_scale_shift = half_scale_shift.data();
+    norm.sums = sums.data();
     channel_moments(norm.x.first), channel_moments(norm.x.second);
     groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
     v->compare("out", out, c.at("out"));
-    auto column = [](const std::vector<float2>& of, float float2::*member) {
+    auto column = [](const auto& of, auto member) {
         std::vector<float> values;
-        for (const float2& pair : of) values.push_back(pair.*member);
+        for (const auto& pair : of) values.push_back(pair.*member);
         return values;
     };
-    v->compare("mean", column(statistics, &float2::x), c.at("mean"));
-    v->compare("rstd", column(statistics, &float2::y), c.at("rstd"));
-    v->compare("scale", column(affine, &float2::x), c.at("scale"));
-    v->compare("shift", column(affine, &float2::y), c.at("shift"));
+    v->compare("mean", column(statistics, &GroupStatistics::mean), c.at("mean"));
+    v->compare("rstd", column(statistics, &GroupStatistics::rstd), c.at("rstd"));
+    v->compare("scale", column(half_scale_shift, &ScaleShift::scale), c.at("scale"));
+    v->compare("shift", column(half_scale_shift, &ScaleShift::shift), c.at("shift"));
     for (bool over_dy : {false, true}) {  // where what was normed is written again
         std::vector<float> dw = blank(w.size()), db = blank(b.size()), dy = blank(out.size()), apart = dy,
                            dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),

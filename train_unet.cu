@@ -514,14 +514,28 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
 // ---- what layers take -------------------------------------------------------------------------------------
+// What a norm keeps of a channel, two numbers that a GPU loads at once.
+struct alignas(8) Moments {  // of a tile of an image: the mean, and the sum of squared distances from it
+    float mean, squares;
+};
+struct alignas(8) NormSums {  // over a tile, of dy and of dy x^: see groupnorm_backward_sums
+    float dy, dy_x_hat;
+};
+struct alignas(8) GroupStatistics {  // of the channel's group in an image
+    float mean, rstd;
+};
+struct alignas(8) ScaleShift {  // y = x scale + shift
+    float scale, shift;
+};
+
 // A tensor (B, H, W, C), NHWC, in memory that somebody else owns; without data there is none. The rows of an
 // embedding are (B, 1, 1, C). Real: float on the CPU, floatX on the GPU.
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_parts(H * W), C): the mean of each part of an image, and the sum of squared distances from it.
-    // Whatever writes a tensor that a norm reads next writes them too; null where no norm does.
-    float2* moments = nullptr;
+    // (B, norm_tiles(H * W), C). Whatever writes a tensor that a norm reads next writes them too; null where
+    // no norm does.
+    Moments* moments = nullptr;
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
@@ -531,19 +545,20 @@ template <typename Real> struct TensorOf {
 };
 
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
-template <typename Real> struct JoinedOf {
+template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C), where whoever reads the tensor is to norm it: see Norm.affine. Null where it is read as it is.
-    const float2* affine;
-    JoinedOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const float2* affine = nullptr)
-        : first(one), second(two), affine(affine) {}
+    // (B, C), where whoever reads the tensor is to norm it, with SiLU: see Norm.half_scale_shift. Null where
+    // it is read as it is.
+    const ScaleShift* half_scale_shift;
+    ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
+        : first(one), second(two), half_scale_shift(half_scale_shift) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
     // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
-    // Channel c of a pixel, and its moments in a part. Pixels and parts are counted through all images.
+    // Channel c of a pixel, and its moments in a tile. Pixels and tiles are counted through all images.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
-    HOST_DEVICE float2 moments(size_t part, int c) const { return of(c).moments[part * of(c).C + within(c)]; }
+    HOST_DEVICE Moments moments(size_t tile, int c) const { return of(c).moments[tile * of(c).C + within(c)]; }
 };
 
 // A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
@@ -560,18 +575,18 @@ template <typename Real, int TAPS> struct ProductOf {
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
-// x. w and bias (C) are never rounded. Forward writes two numbers a channel of an image, (B, C), for all who
-// read x again: statistics are mean and rstd of the channel's group, affine is the scale and shift that norm
-// it. With SiLU both are halved, because silu(y) = h + h tanh(h) with h = y / 2 is one instruction fewer a
-// number: see silu_of_half.
+// x. w and bias (C) are never rounded. Forward writes statistics and half_scale_shift, (B, C), for all who
+// read x again. With SiLU they make half of what is normed, because silu(y) = h + h tanh(h) with h = y / 2 is
+// one instruction fewer a number: see silu_of_half. Without SiLU they make the whole.
 template <typename Real> struct NormOf {
-    JoinedOf<Real> x = {};
+    ConcatOf<Real> x = {};
     int groups = 1;
     bool silu = false;
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
-    float2 *statistics = nullptr, *affine = nullptr;
-    float2* sums = nullptr;  // (B, norm_parts(H * W), C): scratch between the two calls of backward
+    GroupStatistics* statistics = nullptr;
+    ScaleShift* half_scale_shift = nullptr;
+    NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
     // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
     // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
@@ -579,7 +594,7 @@ template <typename Real> struct NormOf {
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
     }
-    HOST_DEVICE float2 modulated(int b, int c) const {
+    HOST_DEVICE ScaleShift modulated(int b, int c) const {
         float more = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
         return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
     }
@@ -598,13 +613,13 @@ template <typename Real> struct ForwardOptionsOf {
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
-    NormOf<Real> norm = {};  // without affine: none
+    NormOf<Real> norm = {};  // without half_scale_shift: none
 };
 
 #define LAYER_TYPES(device, Real)                              \
     namespace device {                                         \
     typedef TensorOf<Real> Tensor;                             \
-    typedef JoinedOf<Real> Joined;                             \
+    typedef ConcatOf<Real> Concat;                             \
     typedef RowsOf<Real> Rows;                                 \
     template <int TAPS> using Product = ProductOf<Real, TAPS>; \
     typedef Product<9> Conv;                                   \
@@ -616,17 +631,17 @@ template <typename Real> struct BackwardOptionsOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments are those of parts of an image. A part has 128 pixels, the last one perhaps
+// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps
 // fewer.
-enum { NORM_PART = 128 };
-HOST_DEVICE static inline int norm_parts(int pixels) { return ceil_div(pixels, NORM_PART); }
+enum { NORM_TILE = 128 };
+HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, NORM_TILE); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
 // A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
 // is a tensor, or one that is still to be normed: see groupnorm_for_product.
-static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options = {});
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options = {});
 // dx = [+=] F.conv_transpose2d(dout, w, padding=1)
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
 // layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
@@ -635,11 +650,11 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 // A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
 // side.
-static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options = {});
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options = {});
 // dx = [+=] dout @ w
-static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options = {});
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
-static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x);
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 
 // A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
 static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
@@ -651,9 +666,9 @@ static void channel_moments(Tensor x);
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
-// itself with Joined's affine set, which the convolution then norms while it loads it. Nobody may write
+// itself with Concat's half_scale_shift, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
-static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O);
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
 // where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
@@ -663,7 +678,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
 // x has no second tensor and nothing is added to dx.
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -857,12 +872,12 @@ template <typename T> struct ModulationBackward {
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
     HOST_DEVICE void operator()(size_t i) const {
-        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), parts = norm_parts(norm.x.first.T());
-        const float2* sums = norm.sums + (size_t)b * parts * C + c;
+        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), tiles = norm_tiles(norm.x.first.T());
+        const NormSums* sums = norm.sums + (size_t)b * tiles * C + c;
         float dscale = 0, dshift = 0;
-        for (int part = 0; part < parts; part++)
-            dshift += sums[part * C].x,
-                dscale += norm.w[c] * sums[part * C].y + norm.bias[c] * sums[part * C].x;
+        for (int tile = 0; tile < tiles; tile++)
+            dshift += sums[tile * C].dy,
+                dscale += norm.w[c] * sums[tile * C].dy_x_hat + norm.bias[c] * sums[tile * C].dy;
         T* row = norm.dmodulation.data + (size_t)b * norm.dmodulation.pitch + c;
         row[0] = (T)dscale, row[C] = (T)dshift;
     }
@@ -958,8 +973,8 @@ struct Block {
     Buffer out = {};       // (B, out_H, out_H, O)
     Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
     Buffer inner = {};     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
-    Buffer moments = {};   // float2 (B, parts, O): of out, for the norms that read it
-    Buffer stats = {};     // float2: what each norm leaves, (2, B, C); then attention's lse, (B, heads, T)
+    Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
+    Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
     Buffer late = {};  // scratch of backward that the side stream reads while the next block is under way
@@ -1070,8 +1085,8 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, in
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
-    if (block.moments.bytes) out.moments = (float2*)(m->arena + block.moments.offset);
-    assert(!out.moments || (size_t)B * norm_parts(out.T()) * out.C * sizeof(float2) <= block.moments.bytes);
+    if (block.moments.bytes) out.moments = (Moments*)(m->arena + block.moments.offset);
+    assert(!out.moments || (size_t)B * norm_tiles(out.T()) * out.C * sizeof(Moments) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
@@ -1092,14 +1107,14 @@ struct Module {
     Model* m;
     const Block& block;
     int B;
-    Joined x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
-    Joined dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
+    Concat x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
+    Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
     Arena kept_inner = arena_of(m, block.inner);
     Arena kept_stats = arena_of(m, block.stats);
 
-    Joined of_inputs(auto tensor_of) const {
+    Concat of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
@@ -1118,14 +1133,14 @@ struct Module {
     template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
 
     // Layer `n`, a norm of `input`.
-    Norm norm_of(int n, Joined input) {
+    Norm norm_of(int n, Concat input) {
         Norm norm = layer<Norm>(n, m->fp32_params);
         size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
         norm.silu = !block.heads;
-        norm.statistics = take<float2>(&kept_stats, 2 * count);
-        norm.affine = norm.statistics + count;
+        norm.statistics = take<GroupStatistics>(&kept_stats, count);
+        norm.half_scale_shift = take<ScaleShift>(&kept_stats, count);
         return norm;
     }
 
@@ -1136,7 +1151,10 @@ struct Module {
     }
     Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
     Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
-    float2* take_sums(int H, int C) { return take<float2>(&m->scratch, (size_t)B * norm_parts(H * H) * C); }
+    // Moments or NormSums of a tensor.
+    template <typename Sums> Sums* take_sums(int H, int C) {
+        return take<Sums>(&m->scratch, (size_t)B * norm_tiles(H * H) * C);
+    }
     void reserve_forward() {}
     void reserve_backward() {}
 
@@ -1283,7 +1301,7 @@ struct ResBlock : Module {
         normed1 = normed.with_channels(x.C());
         normed2 = normed.with_channels(block.O);
         before = resizes ? take_tensor(block.H, block.C) : normed1;
-        h.moments = norm2.x.first.moments = take_sums(block.out_H, block.O);
+        h.moments = norm2.x.first.moments = take_sums<Moments>(block.out_H, block.O);
     }
     void forward() {
         reserve_forward();
@@ -1292,13 +1310,13 @@ struct ResBlock : Module {
         Event skipped;
         if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
-        Joined input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
+        Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
         if (resizes) resize(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
 
         if (modulates) norm2.modulation = embedding;
-        Joined input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
+        Concat input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
         wait_for(skipped);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
@@ -1322,7 +1340,7 @@ struct ResBlock : Module {
     // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
-        norm1.sums = norm2.sums = take_sums(std::max(block.H, block.out_H), std::max(x.C(), block.O));
+        norm1.sums = norm2.sums = take_sums<NormSums>(std::max(block.H, block.out_H), std::max(x.C(), block.O));
         normed2 = take_tensor(block.out_H, block.O);
         normed1 = take_late(block.out_H, x.C());
         before = resizes ? take_tensor(block.H, block.C) : normed1;
@@ -1400,7 +1418,7 @@ struct AttentionBlock : Module {
         djoined = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
         normed = take_late(block.H, block.C);
-        norm.sums = take_sums(block.H, block.C);
+        norm.sums = take_sums<NormSums>(block.H, block.C);
     }
     void backward() {
         reserve_backward();
@@ -1492,7 +1510,7 @@ struct OutBlock : Module {
 
     void reserve_backward() {
         normed = take_late(block.H, block.C);
-        norm.sums = take_sums(block.H, block.C);
+        norm.sums = take_sums<NormSums>(block.H, block.C);
     }
     void backward() {
         reserve_backward();
@@ -1571,7 +1589,7 @@ static void time_buffers(Plan* plan, const Config& c) {
         b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
         live(&b.out, i, is_last ? end : i);
         if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
-            b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
+            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
             live(&b.moments, i, i);
         }
         // The only weight gradient of the first and of the last convolution reads the output's gradient, and
@@ -4396,7 +4414,6 @@ __device__ inline uint4 pack(Unpacked value) {
     return bits;
 }
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
-__device__ inline float2 operator*(float2 a, float b) { return make_float2(a.x * b, a.y * b); }
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -4481,7 +4498,7 @@ template <typename Layer> static void run(Layer layer) {
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 // Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
 // stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
-// NORM_PART pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
+// NORM_TILE pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
 // of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
@@ -4491,7 +4508,7 @@ enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
     NORM_TILE_THREADS = 256,
     NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // pixels at a time
-    NORM_TILE_DEPTH = NORM_PART / NORM_TILE_STRIDE,  // vectors a thread
+    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,  // vectors a thread
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
@@ -4512,8 +4529,8 @@ __device__ inline Unpacked norm_reload(const float* from) {
 
 // Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
 // channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
-template <int ROW, int WARPS, typename Finish>
-__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], float2* sums, int C,
+template <int ROW, int WARPS, typename Sums, typename Finish>
+__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], Sums* sums, int C,
                                              Unpacked& a, Unpacked& b, Finish finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
@@ -4534,9 +4551,9 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
 // The moments of n values, from the sum of their distances from a pivot and the sum of these squared. Where
 // the pivot is one of the values, the squares are at most n + 1 times the sum about the mean, so that little
 // cancels.
-__device__ inline float2 moments_about(float pivot, float2 sums, float n) {
+__device__ inline Moments moments_about(float pivot, float2 sums, float n) {
     float distance = sums.x / n;
-    return make_float2(pivot + distance, fmaxf(0, sums.y - sums.x * distance));
+    return {pivot + distance, fmaxf(0, sums.y - sums.x * distance)};
 }
 
 // A block of the two kernels below adds up one tile of an image, eight vectors of channels wide; the grid is
@@ -4548,8 +4565,8 @@ struct NormTile {
     const size_t first;                                 // pixel, among those of all images
     const int pixels;
     __device__ NormTile(int T)
-        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_PART),
-          pixels(min((int)NORM_PART, T - (int)blockIdx.x * NORM_PART)) {}
+        : first((size_t)blockIdx.z * T + blockIdx.x * NORM_TILE),
+          pixels(min((int)NORM_TILE, T - (int)blockIdx.x * NORM_TILE)) {}
     __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
     // The thread's vectors, `from` being the first: all loads before the first use.
     __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
@@ -4557,12 +4574,12 @@ struct NormTile {
             if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
     }
     // Where the block's sums go, among those of all tiles, (B, tiles, C).
-    __device__ float2* sums(float2* of_all, int C) const {
+    template <typename Sums> __device__ Sums* sums(Sums* of_all, int C) const {
         return of_all + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
-    return dim3(norm_parts(x.T()), ceil_div(C, 8 * VEC), x.B);
+    return dim3(norm_tiles(x.T()), ceil_div(C, 8 * VEC), x.B);
 }
 
 // Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
@@ -4614,17 +4631,17 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
         const auto statistics = load<VEC>(norm.statistics + of_image);
-        const auto affine = load<VEC>(norm.affine + of_image);
+        const auto half = load<VEC>(norm.half_scale_shift + of_image);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
             Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
             if (norm.silu)
                 for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(value[e] * affine.of[e].x + affine.of[e].y);
+                    d[e] *= silu_gradient_of_half(value[e] * half.of[e].scale + half.of[e].shift);
             for (int e = 0; e < VEC; e++) {
                 sum[e] += d[e];
-                product[e] += d[e] * (value[e] - statistics.of[e].x);
+                product[e] += d[e] * (value[e] - statistics.of[e].mean);
             }
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
@@ -4632,8 +4649,8 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
     __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
     norm_tile_sums<8>(shared_sums, tile.sums(norm.sums, C), C - tile.c0, sum, product,
                       [&](int c, float2 total) {
-                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].y;
-                          return make_float2(total.x, total.y * rstd);
+                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].rstd;
+                          return NormSums{total.x, total.y * rstd};
                       });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
@@ -4649,7 +4666,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
 struct NormGrid {
     int slabs;
     int channels, blocks;  // of a slab
-    NormGrid(const Joined& x, int other_blocks) {
+    NormGrid(const Concat& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
@@ -4739,24 +4756,24 @@ __device__ inline float2 norm_group_sum(const NormWork& work, int tiles, auto it
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
-    __shared__ alignas(16) float2 scale_shift[NORM_SLAB / sizeof(floatX)];  // of the slab's channels
+    __shared__ alignas(16) ScaleShift half_scale_shift[NORM_SLAB / sizeof(floatX)];  // of the slab's channels
     const int T = norm.x.first.T();
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_joined;
     uint4 in[NORM_DEPTH];
-    const int tiles = norm_parts(T);
+    const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
-        float2 m = moments(tile, c);
-        float distance = m.x - moments(0, c0).x, n = min((int)NORM_PART, T - tile * NORM_PART);
-        return make_float2(n * distance, m.y + n * distance * distance);
+        Moments m = moments(tile, c);
+        float distance = m.mean - moments(0, c0).mean, n = min((int)NORM_TILE, T - tile * NORM_TILE);
+        return make_float2(n * distance, m.squares + n * distance * distance);
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
     const bool owner = (int)threadIdx.x < work.channels;
-    float2 weight_bias;
+    ScaleShift modulated;
     float2 sum = norm_group_sum(work, tiles, item, [&] {
-        if (owner) weight_bias = norm.modulated(work.b, c);
+        if (owner) modulated = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && work.t + i * work.stride < T) {
                 in[i] = *(const uint4*)source;
@@ -4765,21 +4782,21 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     });
     if (owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
-        float mean = moments(0, c - c % work.group_size).x + distance;
+        float mean = moments(0, c - c % work.group_size).mean + distance;
         float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
-        float scale = weight_bias.x * rstd, shift = weight_bias.y - mean * scale;
-        float half = norm.silu ? 0.5f : 1;  // see silu_of_half
-        float2 affine = make_float2(half * scale, half * shift);
+        float scale = modulated.scale * rstd, shift = modulated.shift - mean * scale;
+        float factor = norm.silu ? 0.5f : 1;
+        const ScaleShift half = {factor * scale, factor * shift};
         const size_t at = (size_t)work.b * norm.x.C() + c;
-        scale_shift[threadIdx.x] = affine;
+        half_scale_shift[threadIdx.x] = half;
         if (work.block == 0) {
-            norm.statistics[at] = make_float2(mean, rstd);
-            norm.affine[at] = affine;
+            norm.statistics[at] = {mean, rstd};
+            norm.half_scale_shift[at] = half;
         }
     }
     __syncthreads();
 
-    auto affine = load<VEC>(scale_shift + work.c - work.slab);
+    auto half = load<VEC>(half_scale_shift + work.c - work.slab);
     for (int t = work.t; out && t < T; t += NORM_DEPTH * work.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * work.stride >= T) break;
@@ -4788,7 +4805,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * affine.of[e].x + affine.of[e].y;
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * half.of[e].scale + half.of[e].shift;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y);
@@ -4798,7 +4815,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward",
             {0, out ? 2.0 * sizeof(floatX) * out.count()
-                    : (double)sizeof(float2) * norm.x.first.B * norm_parts(norm.x.first.T()) * norm.x.C()});
+                    : (double)sizeof(Moments) * norm.x.first.B * norm_tiles(norm.x.first.T()) * norm.x.C()});
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid grid(norm.x, 0);
     if (!out) grid.blocks = 1;
@@ -4806,12 +4823,15 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
            norm, grid);
 }
 static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
-static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     const bool on_the_way = norms_on_the_way(norm, O);
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
-    return on_the_way ? Joined(norm.x.first, norm.x.second, norm.affine) : normed;
+    return on_the_way ? Concat(norm.x.first, norm.x.second, norm.half_scale_shift) : normed;
 }
 
+__device__ inline float2 weighted(NormSums sums, float weight) {
+    return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
+}
 // dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a
 // row.
 template <bool MODULATED>  // asked for each tile, loads would wait for each other
@@ -4822,7 +4842,7 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
     float2 total = make_float2(0, 0);
 #pragma unroll 8
     for (int i = warp; i < norm.x.first.B * tiles; i += WARPS)
-        total += norm.sums[(size_t)i * norm.x.C() + c] * (MODULATED ? norm.gain(i / tiles, c) : 1);
+        total += weighted(norm.sums[(size_t)i * norm.x.C() + c], MODULATED ? norm.gain(i / tiles, c) : 1);
     shared_sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
@@ -4837,12 +4857,12 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
 // be dy; dx may be dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
-    groupnorm_backward_kernel(const Joined dx, floatX* normed, const floatX* dy, const floatX* dresidual,
+    groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
     enum { ALPHA, BETA, SCALE, SHIFT };
     __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
-    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_parts(T);
+    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
     if ((int)blockIdx.x < weight_blocks)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
 
@@ -4862,26 +4882,29 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (ACCUMULATE) old = *(const uint4*)dx_to;
     };
-    const float2* sums = norm.sums + (size_t)work.b * tiles * C;
-    auto item = [&](int tile, int c, int) { return sums[tile * C + c] * (norm.w[c] * norm.gain(work.b, c)); };
+    const NormSums* sums = norm.sums + (size_t)work.b * tiles * C;
+    auto item = [&](int tile, int c, int) {
+        return weighted(sums[tile * C + c], norm.w[c] * norm.gain(work.b, c));
+    };
     const bool owner = (int)threadIdx.x < work.channels;
-    float2 statistics, affine;
+    GroupStatistics statistics;
+    ScaleShift half;
     float2 sum = norm_group_sum(work, tiles, item, [&] {
         const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
         if (owner) {
             statistics = norm.statistics[at];
-            affine = norm.affine[at];
+            half = norm.half_scale_shift[at];
         }
         if (work.t < T) load();
     });
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
     if (owner) {
-        float n = (float)work.group_size * T, mean = statistics.x, rstd = statistics.y;
+        float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
         float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
         of_channels[ALPHA][threadIdx.x] = alpha;
         of_channels[BETA][threadIdx.x] = rstd * sum.x / n - mean * alpha;
-        of_channels[SCALE][threadIdx.x] = whole * affine.x;
-        of_channels[SHIFT][threadIdx.x] = whole * affine.y;
+        of_channels[SCALE][threadIdx.x] = whole * half.scale;
+        of_channels[SHIFT][threadIdx.x] = whole * half.shift;
     }
     __syncthreads();
 
@@ -4908,7 +4931,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + work.stride < T) load();
     }
 }
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     const bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
@@ -5402,14 +5425,14 @@ static Patch make_patch(const Tensor& x, int taps, int pixels) {
 // ---- forward and input gradient
 
 struct Gemm {
-    Joined out;                    // (M, N), of M pixels
-    Joined residual = {};          // (M, N), added; may be out itself
-    Joined x;                      // (M, K)
+    Concat out;                    // (M, N), of M pixels
+    Concat residual = {};          // (M, N), added; may be out itself
+    Concat x;                      // (M, K)
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};                // whose output has the gradient `out`; without affine none
-    float2* sums = nullptr;        // (B, tiles, N): the output's moments, or the norm's sums; null: not made
+    Norm norm = {};                // whose output has the gradient `out`; or none
+    float2* sums = nullptr;        // (B, tiles, N): the output's Moments or the NormSums; null: not made
     Patch patch = {};
     int splits = 1;            // blocks that share a tile's chunks,
     int share = 0;             // of which each has so many
@@ -5533,18 +5556,19 @@ struct AddBiasResidual {
 // The second: of the gradient of what a norm wrote it makes the gradient before the SiLU, and the sums that
 // the norm's backward wants. x is what the norm read.
 struct NormGradient {
-    Vector<float2, VEC> statistics, affine;
+    Vector<GroupStatistics, VEC> statistics;
+    Vector<ScaleShift, VEC> half;
     __device__ void load(const Norm& norm, size_t at) {
         statistics = ::load<VEC>(norm.statistics + at);
-        affine = ::load<VEC>(norm.affine + at);
+        half = ::load<VEC>(norm.half_scale_shift + at);
     }
     __device__ void apply(Unpacked& value, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
             for (int e = 0; e < VEC; e++)
-                value[e] *= silu_gradient_of_half(x[e] * affine.of[e].x + affine.of[e].y);
+                value[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
         for (int e = 0; e < VEC; e++) {
             sum[e] += value[e];
-            product[e] += value[e] * (x[e] - statistics.of[e].x);
+            product[e] += value[e] * (x[e] - statistics.of[e].mean);
         }
     }
 };
@@ -5559,7 +5583,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
     constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STRIDE = Tile::THREADS / ROW, PASSES = 64 / STRIDE,
                   PITCH = Tile::STAGING_PITCH;
     const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool has_norm = Tile::TRANSPOSED && g.norm.affine && g.sums;
+    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift && g.sums;
     const int T = g.x.first.T();
     const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
     Unpacked sum = {}, product = {};
@@ -5568,7 +5592,7 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         int m[PASSES];           // the pixels, -1: outside
         uint4 operands[PASSES];  // the residual, or the norm's x
         Unpacked values[PASSES];
-        const Joined& operand = has_norm ? g.norm.x : g.residual;
+        const Concat& operand = has_norm ? g.norm.x : g.residual;
         const Tensor& of = operand.of(n);
         const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
@@ -5618,9 +5642,12 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
         norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
-            if (!has_norm) return moments_about(pivot[c], total, norm_pixels);
+            if (!has_norm) {
+                Moments moments = moments_about(pivot[c], total, norm_pixels);
+                return make_float2(moments.mean, moments.squares);
+            }
             const int image = norm_tile * norm_pixels / T;
-            return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].y);
+            return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].rstd);
         });
         sum = product = {};
     }
@@ -5778,7 +5805,7 @@ enum { HAS_HOPPER = false };
 static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     if (T == 64) return taps == 1 || H == 8;
-    if (T % NORM_PART || kernel == PORTABLE_64x64) return false;
+    if (T % NORM_TILE || kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
     return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
@@ -5806,7 +5833,7 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
 }
 
 // Hopper's kernels write 64 channels at once, all to one tensor.
-static bool hopper_writes(const Joined& x) { return !x.second.C || x.first.C % 64 == 0; }
+static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
     return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
@@ -5823,7 +5850,7 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
     if (TAPS > 1 && !small && enough_256(x, g.N())) {
         kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
-        if (g.x.affine) kernel = HOPPER_256_NORMED;
+        if (g.x.half_scale_shift) kernel = HOPPER_256_NORMED;
     }
     GemmChoice choice = {.kernel = kernel};
     choice.leaves_sums = holds_norm_tiles(g, TAPS, kernel) && hopper_writes(g.norm.x);
@@ -5856,14 +5883,14 @@ template <class Tile> static void launch_portable(Gemm g) {
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
-    for (const Joined& joined : {asked.x, asked.out})
+    for (const Concat& joined : {asked.x, asked.out})
         assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.affine || !asked.residual.first));
-    assert(!asked.x.affine || choice.kernel == HOPPER_256_NORMED);
+    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.half_scale_shift || !asked.residual.first));
+    assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
-    if (choice.leaves_sums) g.sums = g.norm.affine ? g.norm.sums : g.out.first.moments;
+    if (choice.leaves_sums) g.sums = g.norm.half_scale_shift ? (float2*)g.norm.sums : (float2*)g.out.first.moments;
     else g.norm = {};
 
     constexpr bool BF16 = sizeof(floatX) == 2;
@@ -5886,7 +5913,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     }
     if (choice.leaves_sums) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
-    if (asked.norm.affine) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
+    if (asked.norm.half_scale_shift) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
 
 // ---- weight gradient
@@ -5894,7 +5921,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
     Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
-    Joined x;           // (B, H, W, C)
+    Concat x;           // (B, H, W, C)
     Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
     int taps;
     Patch patch = {};
@@ -6187,30 +6214,30 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 // ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
 
 template <int TAPS>
-static Gemm forward_gemm(Tensor out, Joined x, Product<TAPS> layer, const Forward& options) {
+static Gemm forward_gemm(Tensor out, Concat x, Product<TAPS> layer, const Forward& options) {
     return {out, options.residual, x, layer.w, layer.bias, options.emb};
 }
 template <int TAPS>
-static Gemm backward_input_gemm(Joined dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
-    const Joined residual = options.accumulate ? dx : Joined();
+static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+    const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
-template <int TAPS> static void gemm_forward(Tensor out, Joined x, Product<TAPS> layer, Forward options) {
+template <int TAPS> static void gemm_forward(Tensor out, Concat x, Product<TAPS> layer, Forward options) {
     const Gemm g = forward_gemm(out, x, layer, options);
     launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
 }
 template <int TAPS>
-static void gemm_backward_input(Joined dx, Tensor dout, Product<TAPS> layer, Backward options) {
+static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Backward options) {
     const Gemm g = backward_input_gemm(dx, dout, layer, options);
     launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
 static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
-static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Rows demb) {
+static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
     assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
-    assert(!x.affine);
+    assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
@@ -6230,7 +6257,7 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Joined x, Row
     });
 }
 
-static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     gemm_forward(out, x, layer, options);
 }
@@ -6243,15 +6270,15 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
     gemm_backward_weight(layer, dout, x, demb);
 }
 
-static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
     gemm_forward(out, x, layer, options);
 }
-static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
     gemm_backward_input(dx, dout, layer, options);
 }
-static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
     gemm_backward_weight(layer, dout, x, {});
 }
@@ -6437,7 +6464,7 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
 // ---- forward and input gradient
 
 // One tensor, or two side by side, of which the second begins at column `columns`.
-struct JoinedMaps {
+struct ConcatMaps {
     CUtensorMap first, second;
     int columns;
     __device__ const CUtensorMap& of(int column) const { return column < columns ? first : second; }
@@ -6445,8 +6472,8 @@ struct JoinedMaps {
 };
 
 struct HopperGemm : Gemm {
-    JoinedMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
-    JoinedMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
+    ConcatMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
+    ConcatMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
     CUtensorMap w_map = {};
 };
 
@@ -6589,9 +6616,10 @@ template <class Tile> struct HopperGemmBlock {
                                      (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
-                Vector<float2, VEC> affine;
+                Vector<ScaleShift, VEC> half;
                 if (chunk < last)
-                    affine = load<VEC>(g.x.affine + at.b * g.x.C() + first_channel(chunk) + vector * VEC);
+                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + first_channel(chunk) +
+                                     vector * VEC);
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -6599,7 +6627,7 @@ template <class Tile> struct HopperGemmBlock {
                         uint4* row = (uint4*)(rows + i * STEP * 128);
                         Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
-                            y[e] = silu_of_half(y[e] * affine.of[e].x + affine.of[e].y);
+                            y[e] = silu_of_half(y[e] * half.of[e].scale + half.of[e].shift);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
                     }
                 fence_shared();
@@ -6682,7 +6710,7 @@ template <class Tile> struct HopperEpilogue {
     const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
     const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
-    const bool has_norm = Tile::TRANSPOSED && g.norm.affine;
+    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift;
     // By image and row: what is added; the norm's parameters; sums for this norm or the next.
     float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
     float sum[IMAGES][2], product[IMAGES][2];
@@ -6697,12 +6725,12 @@ template <class Tile> struct HopperEpilogue {
                 if (!Tile::TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
                 if (!Tile::TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
                 if (!has_norm) continue;
-                const float2 statistics = g.norm.statistics[b * g.N() + n];
-                const float2 affine = g.norm.affine[b * g.N() + n];
-                mean[i][r] = statistics.x;
-                rstd[i][r] = statistics.y;
-                scale[i][r] = affine.x;
-                shift[i][r] = affine.y;
+                const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
+                const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
+                mean[i][r] = statistics.mean;
+                rstd[i][r] = statistics.rstd;
+                scale[i][r] = half.scale;
+                shift[i][r] = half.shift;
             }
     }
 
@@ -6864,8 +6892,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 
 template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     constexpr int TAPS = Tile::TAPS;
-    auto joined = [&](const Joined& x, Box box) {
-        JoinedMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
+    auto joined = [&](const Concat& x, Box box) {
+        ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
         if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
         return maps;
     };
@@ -6873,7 +6901,7 @@ template <class Tile> static void launch_hopper_tile(const Gemm& g) {
     h.x_map.columns = g.chunks1() * 64;
     const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
     h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Joined& operand = g.norm.affine ? g.norm.x : g.residual;
+    const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
     if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
     h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
     // Blocks take one tile after another: a tile's loads hide behind the outputs before.

@@ -82,7 +82,7 @@ inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 }
 
 // F.linear(torch.cat([first, second], dim=-1), w, bias) + residual, with weights (O, C)
-inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+inline void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     for (size_t p = 0; p < (size_t)out.rows(); p++)
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
@@ -92,7 +92,7 @@ inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
         }
 }
 // dx = [dx +] dout @ w
-inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+inline void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     for (size_t p = 0; p < (size_t)dout.rows(); p++)
         for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? *dx.at(p, c) : 0;
@@ -102,7 +102,7 @@ inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backwar
         }
 }
 // dw = dout.T @ x
-inline void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+inline void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     for (int o = 0; o < dout.C; o++) {
         double dbias = 0;
         for (size_t p = 0; p < (size_t)dout.rows(); p++) dbias += dout.data[p * dout.C + o];
@@ -120,7 +120,7 @@ inline void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
 // The mean and 1 / sqrt(variance + eps) of channels [c0, c1) of image b.
 struct GroupStatistics {
     double mean = 0, rstd = 0;
-    GroupStatistics(const Joined& x, int b, int c0, int c1) {
+    GroupStatistics(const Concat& x, int b, int c0, int c1) {
         size_t first = (size_t)b * x.first.T(), end = first + x.first.T();
         double count = (double)(end - first) * (c1 - c0), variance = 0;
         for (size_t p = first; p < end; p++)
@@ -159,7 +159,7 @@ inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
 }
 // With dy the gradient before SiLU and x^ = (x - mean) rstd:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x^ mean(w dy x^))
-inline void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
+inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
     int C = dout.C, T = dout.T(), width = C / norm.groups;
     for (int c = 0; c < C; c++) norm.dw[c] = norm.dbias[c] = 0;
 
@@ -573,18 +573,18 @@ enum { CHANNEL_BLOCK = 64 };
 
 // A block of channels [c, c + n) of x in one tile of an image, pixels [t0, t1) of image b.
 struct ChannelBlock {
-    const Joined& x;
+    const Concat& x;
     int b, t0, t1, c;
     int T() const { return x.first.T(); }
     size_t pixel(int t) const { return (size_t)b * T() + t; }
     const float* row(int t) const { return x.at(pixel(t), c); }
-    // Of an array (B, norm_parts(T), C).
-    size_t partial() const { return ((size_t)b * norm_parts(T()) + t0 / NORM_PART) * x.C() + c; }
+    // Of an array (B, norm_tiles(T), C).
+    size_t partial() const { return ((size_t)b * norm_tiles(T()) + t0 / NORM_TILE) * x.C() + c; }
 };
 // Calls work(block, n) for every block of x. A block lies in one of x's two tensors; n is a constant of the
 // compiler's where it is CHANNEL_BLOCK or half of it, and an int for the few channels that remain.
-static void each_channel_block(const Joined& x, auto work) {
-    each_tile(x.first.B, 1, x.first.T(), NORM_PART, [&](int b, int, int t0, int t1) {
+static void each_channel_block(const Concat& x, auto work) {
+    each_tile(x.first.B, 1, x.first.T(), NORM_TILE, [&](int b, int, int t0, int t1) {
         int n = 0;
         for (int c = 0; c < x.C(); c += n) {
             ChannelBlock block = {x, b, t0, t1, c};
@@ -609,7 +609,7 @@ static void channel_moments(Tensor x) {
                 squares[k] += d * d;
             }
         }
-        float2* moments = x.moments + block.partial();
+        Moments* moments = x.moments + block.partial();
         for (int k = 0; k < n; k++) {
             float shift = sum[k] / (block.t1 - block.t0);
             moments[k] = {pivot[k] + shift, std::max(0.0f, squares[k] - sum[k] * shift)};
@@ -624,11 +624,12 @@ struct NormMap {
     NormMap(const Norm& norm, const ChannelBlock& block, int n) : silu(norm.silu) {
         for (int k = 0; k < n; k++) {
             size_t at = (size_t)block.b * norm.x.C() + block.c + k;
-            float2 group = norm.statistics[at], affine = norm.affine[at];
-            slope[k] = group.y;
-            offset[k] = -group.x * group.y;
-            scale[k] = (silu ? 2 : 1) * affine.x;
-            shift[k] = (silu ? 2 : 1) * affine.y;
+            GroupStatistics group = norm.statistics[at];
+            ScaleShift half = norm.half_scale_shift[at];
+            slope[k] = group.rstd;
+            offset[k] = -group.mean * group.rstd;
+            scale[k] = (silu ? 2 : 1) * half.scale;
+            shift[k] = (silu ? 2 : 1) * half.shift;
         }
     }
     float normed(float x, int k) const {
@@ -638,16 +639,16 @@ struct NormMap {
 };
 
 // Merges the moments of a group's channels [c0, c1) and tiles as Chan, Golub and LeVeque (1979) do.
-static float2 group_statistics(const Joined& x, int b, int c0, int c1) {
-    int T = x.first.T(), parts = norm_parts(T);
+static GroupStatistics group_statistics(const Concat& x, int b, int c0, int c1) {
+    int T = x.first.T(), tiles = norm_tiles(T);
     double n = 0, mean = 0, squares = 0;
-    for (int part = 0; part < parts; part++)
+    for (int tile = 0; tile < tiles; tile++)
         for (int c = c0; c < c1; c++) {
-            float2 more = x.moments((size_t)b * parts + part, c);
-            double pixels = std::min((int)NORM_PART, T - part * NORM_PART), delta = more.x - mean;
+            Moments more = x.moments((size_t)b * tiles + tile, c);
+            double pixels = std::min((int)NORM_TILE, T - tile * NORM_TILE), delta = more.mean - mean;
             n += pixels;
             mean += delta * pixels / n;
-            squares += more.y + delta * delta * pixels * (n - pixels) / n;
+            squares += more.squares + delta * delta * pixels * (n - pixels) / n;
         }
     return {(float)mean, (float)(1.0 / sqrt(squares / n + NORM_EPS))};
 }
@@ -657,13 +658,13 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     int C = out.C;
     each_tile(out.B, 1, C, C / norm.groups, [&](int b, int, int c0, int c1) {
-        float2 group = group_statistics(norm.x, b, c0, c1);
+        GroupStatistics group = group_statistics(norm.x, b, c0, c1);
         for (int c = c0; c < c1; c++) {
-            float2 weight_bias = norm.modulated(b, c);
-            float scale = group.y * weight_bias.x, shift = weight_bias.y - group.x * scale;
+            ScaleShift modulated = norm.modulated(b, c);
+            float scale = group.rstd * modulated.scale, shift = modulated.shift - group.mean * scale;
             float half = norm.silu ? 0.5f : 1;
             norm.statistics[(size_t)b * C + c] = group;
-            norm.affine[(size_t)b * C + c] = {half * scale, half * shift};
+            norm.half_scale_shift[(size_t)b * C + c] = {half * scale, half * shift};
         }
     });
 
@@ -676,7 +677,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         }
     });
 }
-static Joined groupnorm_for_product(Tensor normed, const Norm& norm, int) {
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int) {
     groupnorm_forward(normed, norm);
     return normed;
 }
@@ -699,21 +700,21 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
             }
             std::copy(d, d + n, dy.data + at);
         }
-        float2* sums = norm.sums + block.partial();
+        NormSums* sums = norm.sums + block.partial();
         for (int k = 0; k < n; k++) sums[k] = {sum_dy[k], sum_dy_x_hat[k]};
     });
 }
 
 static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
-    int parts = norm_parts(dy.T());
+    int tiles = norm_tiles(dy.T());
     each_range(dy.C, 16, [&](size_t first, size_t end) {
         for (size_t c = first; c < end; c++) {
             double dw = 0, dbias = 0;
-            for (int i = 0; i < dy.B * parts; i++) {
-                double gain = norm.gain(i / parts, (int)c);
-                float2 sums = norm.sums[(size_t)i * dy.C + c];
-                dbias += gain * sums.x;
-                dw += gain * sums.y;
+            for (int i = 0; i < dy.B * tiles; i++) {
+                double gain = norm.gain(i / tiles, (int)c);
+                NormSums sums = norm.sums[(size_t)i * dy.C + c];
+                dbias += gain * sums.dy;
+                dw += gain * sums.dy_x_hat;
             }
             norm.dw[c] = (float)dw;
             norm.dbias[c] = (float)dbias;
@@ -722,31 +723,31 @@ static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
 }
 // Puts the means over a group, of w dy and of w dy x^, in place of the sums of an image's first tile.
 static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
-    int C = dy.C, T = dy.T(), width = C / norm.groups, parts = norm_parts(T);
+    int C = dy.C, T = dy.T(), width = C / norm.groups, tiles = norm_tiles(T);
     each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
         double w_dy = 0, w_dy_x_hat = 0;
-        float2* sums = norm.sums + (size_t)b * parts * C;
-        for (int part = 0; part < parts; part++)
+        NormSums* sums = norm.sums + (size_t)b * tiles * C;
+        for (int tile = 0; tile < tiles; tile++)
             for (int c = c0; c < c1; c++) {
                 double weight = norm.w[c] * norm.gain(b, c);
-                w_dy += weight * sums[(size_t)part * C + c].x;
-                w_dy_x_hat += weight * sums[(size_t)part * C + c].y;
+                w_dy += weight * sums[(size_t)tile * C + c].dy;
+                w_dy_x_hat += weight * sums[(size_t)tile * C + c].dy_x_hat;
             }
-        float2 means = {(float)(w_dy / T / width), (float)(w_dy_x_hat / T / width)};
+        NormSums means = {(float)(w_dy / T / width), (float)(w_dy_x_hat / T / width)};
         std::fill(sums + c0, sums + c1, means);
     });
 }
-static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     groupnorm_backward_weight(dy, norm);
     groupnorm_backward_means(dy, norm);
 
-    int C = dy.C, parts = norm_parts(dy.T());
+    int C = dy.C, tiles = norm_tiles(dy.T());
     each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
         NormMap map(norm, block, n);
-        float2 mean[CHANNEL_BLOCK];
-        std::copy_n(norm.sums + (size_t)block.b * parts * C + block.c, (int)n, mean);
+        NormSums mean[CHANNEL_BLOCK];
+        std::copy_n(norm.sums + (size_t)block.b * tiles * C + block.c, (int)n, mean);
         const Tensor& target = dx.of(block.c);
         for (int t = block.t0; t < block.t1; t++) {
             size_t at = block.pixel(t) * target.C + dx.within(block.c);
@@ -755,7 +756,7 @@ static void groupnorm_backward(Joined dx, Tensor normed, Tensor dy, const Norm& 
             SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
             SIMD_FOR (int k = 0; k < n; k++) {
                 float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].x + x_hat * mean[k].y);
+                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].dy + x_hat * mean[k].dy_x_hat);
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
@@ -1031,7 +1032,7 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     convolve(out, x.first, layer, false, options);
     if (out.moments) channel_moments(out);
@@ -1039,7 +1040,7 @@ static void conv3x3_forward(Tensor out, Joined x, Conv layer, Forward options) {
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
-    if (options.norm.affine) groupnorm_backward_sums(dx, dx, options.norm);
+    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx, dx, options.norm);
 }
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     bias_backward(layer, demb, dout);
@@ -1049,7 +1050,7 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 enum { BAND = 252 };  // pixels of a task: a multiple of TILE_ROWS
 
-static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     const int M = out.rows(), O = out.C, K = x.C();
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
     const bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs the weights block by block
@@ -1074,7 +1075,7 @@ static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
     each_tile(M, BAND, O, columns, multiply_band, pack);
     if (out.moments) channel_moments(out);
 }
-static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     const int O = dout.C, K = dx.C();
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, K, O));
     for (int first : {0, dx.first.C}) {
@@ -1084,10 +1085,10 @@ static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backwar
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
-    if (options.norm.affine) groupnorm_backward_sums(dx.first, dx.first, options.norm);
+    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
 // Each thread owns a piece of dw and goes through all pixels: there are no partial sums to add up.
-static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
+static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     const int M = dout.rows(), O = dout.C, K = x.C();
     bias_backward(layer, {}, dout);
     PROFILE("1x1 dW", convolution_work(M, 1, K, O, sizeof(float)));

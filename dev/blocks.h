@@ -355,8 +355,8 @@ struct NormVectors {  // y = x normed again, without the SiLU; x (B, T, C)
         int c = (int)(i % (x.C / VEC)) * VEC, b = (int)(i / (x.C / VEC) / x.T());
         Unpacked value = unpack(((const uint4*)x.data)[i]);
         for (int e = 0; e < VEC; e++) {
-            float2 affine = norm.affine[(size_t)b * x.C + c + e];
-            value[e] = value[e] * affine.x + affine.y;
+            ScaleShift half = norm.half_scale_shift[(size_t)b * x.C + c + e];
+            value[e] = value[e] * half.scale + half.shift;
         }
         ((uint4*)y)[i] = pack(value);
     }
@@ -385,18 +385,18 @@ static Norm norm_of(Problem& p, const std::string& name, Tensor x) {
             .bias = p.in<float>(name + ".bias")};
 }
 static Norm forward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
-    x.moments = p.scratch_sums("moments" + number, x);
+    x.moments = p.scratch_sums<Moments>("moments" + number, x);
     Norm norm = norm_of(p, name, x);
-    norm.statistics = (float2*)p.out<float>("statistics" + number);
-    norm.affine = (float2*)p.out<float>("affine" + number);
+    norm.statistics = (GroupStatistics*)p.out<float>("statistics" + number);
+    norm.half_scale_shift = (ScaleShift*)p.out<float>("affine" + number);
     return norm;
 }
 static Norm backward_norm(Problem& p, const std::string& name, const std::string& number, Tensor x) {
     Norm norm = norm_of(p, name, x);
-    norm.statistics = (float2*)p.in<float>("statistics" + number);
-    norm.affine = (float2*)p.in<float>("affine" + number);
+    norm.statistics = (GroupStatistics*)p.in<float>("statistics" + number);
+    norm.half_scale_shift = (ScaleShift*)p.in<float>("affine" + number);
     norm.dw = p.out<float>("d" + name + ".weight"), norm.dbias = p.out<float>("d" + name + ".bias");
-    norm.sums = p.scratch_sums("sums" + number, x);
+    norm.sums = p.scratch_sums<::NormSums>("sums" + number, x);
     return norm;
 }
 // The program's norm by itself: no product leaves moments or sums behind for it.

@@ -8,7 +8,7 @@ import common
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # train_unet.py
 
-NORM_PART = 128  # pixels whose moments whatever writes a tensor leaves behind for the norm that reads it
+NORM_TILE = 128  # pixels whose moments whatever writes a tensor leaves behind for the norm that reads it
 
 
 def parameters_of(block, random):
@@ -40,7 +40,7 @@ def squares(part):
 
 def of_parts(*pairs):
     """(B parts, 2 C): for each image, part of it and channel, first(x of the part) and second(y of the part)."""
-    columns = [torch.stack([function(part) for part in x.flatten(2).split(NORM_PART, 2)], 1) for x, function in pairs]
+    columns = [torch.stack([function(part) for part in x.flatten(2).split(NORM_TILE, 2)], 1) for x, function in pairs]
     return torch.stack(columns, 3).flatten(0, 1).flatten(1)
 
 

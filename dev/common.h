@@ -169,9 +169,9 @@ struct Problem {
         return {scratch<Real>(name, like.count()), like.B, like.H, like.W, like.C};
     }
     // Scratch for the moments of x, or for the sums that a norm of x takes in its backward pass.
-    template <typename Real>
-    float2* scratch_sums(const std::string& name, TensorOf<Real> x) {
-        return (float2*)scratch<float>(name, (size_t)2 * x.B * norm_parts(x.H * x.W) * x.C);
+    template <typename Sums, typename Real>
+    Sums* scratch_sums(const std::string& name, TensorOf<Real> x) {
+        return (Sums*)scratch<float>(name, (size_t)2 * x.B * norm_tiles(x.H * x.W) * x.C);
     }
     // Memory as a tensor of the shape that the file has for `name`: (B, C), (B, C, T) or (B, C, H, W).
     template <typename Real>

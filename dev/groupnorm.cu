@@ -54,8 +54,8 @@ static NormOf<Real> groupnorm_of(Problem& p, float* statistics, float* affine) {
             .silu = true,
             .w = p.in<float>("w"),
             .bias = p.in<float>("bias"),
-            .statistics = (float2*)statistics,
-            .affine = (float2*)affine};
+            .statistics = (GroupStatistics*)statistics,
+            .half_scale_shift = (ScaleShift*)affine};
 }
 template <typename Real>
 static NormOf<Real> groupnorm_to_measure(Problem& p) {
@@ -73,14 +73,14 @@ static NormOf<Real> groupnorm_trained(Problem& p) {
 
 static void groupnorm_forward0(Problem& p) {
     cpu::Norm norm = groupnorm_to_measure<float>(p);
-    norm.x.first.moments = p.scratch_sums("moments", norm.x.first);
+    norm.x.first.moments = p.scratch_sums<Moments>("moments", norm.x.first);
     cpu::channel_moments(norm.x.first);
     cpu::groupnorm_forward(p.tensor_out<float>("out"), norm);
 }
 static void groupnorm_backward0(Problem& p) {
     cpu::Norm norm = groupnorm_trained<float>(p);
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
-    norm.sums = p.scratch_sums("sums", norm.x.first);
+    norm.sums = p.scratch_sums<NormSums>("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
     cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::Backward());
 }
@@ -713,13 +713,13 @@ static void groupnorm_backward4(Problem& p) {
 static void groupnorm_forward5(Problem& p) {
     Norm norm = groupnorm_to_measure<floatX>(p);
     Tensor& x = norm.x.first;
-    x.moments = p.scratch_sums("moments", x);
+    x.moments = p.scratch_sums<Moments>("moments", x);
     channel_moments(x);
     groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward5(Problem& p) {
     Norm norm = groupnorm_trained<floatX>(p);
-    norm.sums = p.scratch_sums("sums alone", norm.x.first);
+    norm.sums = p.scratch_sums<NormSums>("sums alone", norm.x.first);
     Tensor dy = p.tensor_scratch("dy alone", norm.x.first);
     groupnorm_backward_sums(dy, p.tensor_in<floatX>("dout"), norm);
     groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_out<floatX>("out"), dy, norm);
@@ -727,12 +727,12 @@ static void groupnorm_backward5(Problem& p) {
 // 6: in the network, the epilogues of the products before and, backward, behind it have done so.
 static void groupnorm_forward6(Problem& p) {
     Norm norm = groupnorm_to_measure<floatX>(p);
-    norm.x.first.moments = (float2*)p.in<float>("moments of x");
+    norm.x.first.moments = (Moments*)p.in<float>("moments of x");
     groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward6(Problem& p) {
     Norm norm = groupnorm_trained<floatX>(p);
-    norm.sums = (float2*)p.in<float>("sums");
+    norm.sums = (NormSums*)p.in<float>("sums");
     groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_out<floatX>("out"), p.tensor_in<floatX>("dy"),
                        norm);
 }

@@ -152,7 +152,7 @@ static Kind kind_of(const Dropout<T>& l) {
 template <typename T>
 static Kind kind_of(const ModulationBackward<T>& l) {
     return {"group norm sums",
-            (double)sizeof(float2) * l.norm.x.first.B * norm_parts(l.norm.x.first.T()) * l.norm.x.C()};
+            (double)sizeof(Moments) * l.norm.x.first.B * norm_tiles(l.norm.x.first.T()) * l.norm.x.C()};
 }
 static Kind kind_of(const AddGradients& l) { return {"gradients of parts", 3.0 * sizeof(float) * l.n}; }
 static Kind kind_of(const SquaredNorm& l) { return {"gradient norm", (double)sizeof(float) * l.n}; }

@@ -103,14 +103,14 @@ static void silu_backward3(Problem& p) {
 // The program's group norm, the moments of x given, with or without the SiLU.
 static void silu_normalise(Problem& p, floatX* out, bool silu) {
     Tensor x = p.tensor_in<floatX>("x");
-    x.moments = (float2*)p.in<float>("moments of x");
+    x.moments = (Moments*)p.in<float>("moments of x");
     Norm norm = {.x = x,
                  .groups = SILU_GROUPS,
                  .silu = silu,
                  .w = p.in<float>("w"),
                  .bias = p.in<float>("bias"),
-                 .statistics = (float2*)p.out<float>("statistics"),
-                 .affine = (float2*)p.out<float>(silu ? "half affine" : "affine")};
+                 .statistics = (GroupStatistics*)p.out<float>("statistics"),
+                 .half_scale_shift = (ScaleShift*)p.out<float>(silu ? "half affine" : "affine")};
     groupnorm_forward(p.shaped("x", out), norm);
 }
 static void silu_forward4(Problem& p) {

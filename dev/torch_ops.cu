@@ -97,13 +97,14 @@ static Norm norm_of(const NormCall& call, Tensor x) {
     size_t channels = (size_t)x.B * x.C;
     Norm norm = {.x = x, .groups = call.groups, .silu = call.silu, .w = call.w, .bias = call.bias};
     norm.dw = call.dw, norm.dbias = call.dbias;
-    norm.statistics = (float2*)call.record, norm.affine = norm.statistics + channels;
+    norm.statistics = (GroupStatistics*)call.record;
+    norm.half_scale_shift = (ScaleShift*)(norm.statistics + channels);
     if (call.scale_shift) norm.modulation = {(floatX*)call.scale_shift, 2 * x.C};
     if (call.dscale_shift) norm.dmodulation = {(floatX*)call.dscale_shift, 2 * x.C};
     return norm;
 }
-static float2* scratch_sums(const Place& place, Tensor x) {
-    return (float2*)place.allocate(sizeof(float2) * x.B * norm_parts(x.T()) * x.C);
+template <typename Sums> static Sums* scratch_sums(const Place& place, Tensor x) {
+    return (Sums*)place.allocate(sizeof(Sums) * x.B * norm_tiles(x.T()) * x.C);
 }
 
 static Tensor scratch_like(const Place& place, Tensor x) {
@@ -206,7 +207,7 @@ struct LaunchedLayers final : Layers {
     void group_norm(const Place& place, const NormCall& c) const override {
         at(place, 0, [&] {
             Tensor x = tensor(c.x);
-            x.moments = scratch_sums(place, x);
+            x.moments = scratch_sums<Moments>(place, x);
             channel_moments(x);
             groupnorm_forward(tensor(c.out), norm_of(c, x));
         });
@@ -215,7 +216,7 @@ struct LaunchedLayers final : Layers {
         at(place, 0, [&] {
             Tensor x = tensor(c.x), dy = scratch_like(place, x);
             Norm norm = norm_of(c, x);
-            norm.sums = scratch_sums(place, x);
+            norm.sums = scratch_sums<NormSums>(place, x);
             groupnorm_backward_sums(dy, tensor(c.dout), norm);
             if (c.dscale_shift) run(ModulationBackward<floatX>{norm});
             groupnorm_backward(tensor(c.out), dy, dy, norm);
@@ -226,9 +227,9 @@ struct LaunchedLayers final : Layers {
         Forward options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
         at(place, product_workspace(), [&] {
             Tensor x = tensor(n.x), normed = scratch_like(place, x);
-            x.moments = scratch_sums(place, x);
+            x.moments = scratch_sums<Moments>(place, x);
             channel_moments(x);
-            Joined input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
+            Concat input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
             conv3x3_forward(tensor(c.out), input, product<9>(c.w, c.bias), options);
         });
     }
@@ -237,7 +238,7 @@ struct LaunchedLayers final : Layers {
         at(place, weight_workspace(c.out), [&] {
             Tensor x = tensor(n.x), dnormed = scratch_like(place, x), normed = dnormed, dout = tensor(c.out);
             Norm norm = norm_of(n, x);
-            norm.sums = scratch_sums(place, x);
+            norm.sums = scratch_sums<NormSums>(place, x);
             conv3x3_backward_input(dnormed, dout, product<9>(c.w), {.norm = norm});
             if (n.dscale_shift) run(ModulationBackward<floatX>{norm});
             groupnorm_backward(tensor(n.out), normed, dnormed, norm);
