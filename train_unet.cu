@@ -5369,7 +5369,7 @@ struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    // The tiles of a set: the images that share tiles.
+    // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
@@ -5427,7 +5427,7 @@ struct Gemm {
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
-    // A chunk is BK of K's channels, all in one tensor of x.
+    // A chunk is BK of K's channels, which all lie in one tensor of x.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
@@ -5776,8 +5776,8 @@ enum GemmKernel {
 struct GemmChoice {
     GemmKernel kernel;
     int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
-    bool leaves_sums =
-        false;  // the moments or sums that a norm wants; otherwise they take a pass of their own
+    // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does.
+    bool leaves_sums = false;
 };
 #ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
 enum { HAS_HOPPER = true };
