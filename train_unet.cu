@@ -5375,13 +5375,18 @@ struct Pixel {
 static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 1, 1, x.rows(), x.C}; }
 
 // A tile is `images` patches of 8 x width pixels, width a multiple of 8, so that one ldmatrix reads eight
-// neighbours. With its halo a patch is (8 + 2) * (width + 2) rows of shared memory; tile pixel p with tap
-// (dy, dx) is row row(p) + dy * (width + 2) + dx.
+// neighbours. With its halo a patch is (8 + 2) * (width + 2) rows of shared memory, here for width 8:
+//
+//      0   1  2  3  4  5  6  7  8   9   Pixel 0 of the tile stands at row 11, pixel 7 at row 18, pixel 8 at
+//     10 [11 12 13 14 15 16 17 18] 19  row 21. The outer ring is the halo. row(p) is where the neighbourhood
+//     20 [21 22 23 24 25 26 27 28] 29  of pixel p begins, at its upper left: row(0) is 0 and row(8) is 10.
+//     ...                              tap(t) is added to reach tap t: 0 1 2, 10 11 12, 20 21 22; so the
+//     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Patch {
     int B, H, W;        // the tensor
     int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
     int tiles_y, tiles_x, tiles;
-    // The tiles of a set: the images that share tiles.
+    // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
@@ -5434,12 +5439,12 @@ struct Gemm {
     Norm norm = {};                // whose output has the gradient `out`; or none
     float2* sums = nullptr;        // (B, tiles, N): the output's Moments or the NormSums; null: not made
     Patch patch = {};
-    int splits = 1;            // blocks that share a tile's chunks,
-    int share = 0;             // of which each has so many
+    int splits = 1;            // blocks that share a tile's chunks
+    int share = 0;             // chunks of a tile that each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
-    // A chunk is BK of K's channels, all in one tensor of x.
+    // A chunk is BK of K's channels, which all lie in one tensor of x.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
@@ -5792,8 +5797,8 @@ enum GemmKernel {
 struct GemmChoice {
     GemmKernel kernel;
     int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
-    bool leaves_sums =
-        false;  // the moments or sums that a norm wants; otherwise they take a pass of their own
+    // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does.
+    bool leaves_sums = false;
 };
 #ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
 enum { HAS_HOPPER = true };
