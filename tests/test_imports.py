@@ -356,7 +356,7 @@ def test_files_that_are_no_weights(tmp_path):
     """One sentence that names the file and what it is; no code is run, and nothing is written."""
     state = dict(toy_model().state_dict())
     saved = {"runs": ({"state_dict": state, "x": Runs(tmp_path / "ran")}, ["system", "only tensors", "run code"]),
-             "a class": ({"state_dict": state, "callbacks": {"c": Elsewhere()}}, ["test_foreign.Elsewhere", "only tensors"]),
+             "a class": ({"state_dict": state, "callbacks": {"c": Elsewhere()}}, ["test_imports.Elsewhere", "only tensors"]),
              "two models": ({"generator": state, "discriminator": state}, ["generator, discriminator", "more than one"]),
              "two networks": ({f"{part}.{name}": value for part in "ab" for name, value in state.items()},
                               ["more than one network", "'a.', 'b.'"]),
