@@ -188,17 +188,22 @@ static int level_width(const Config& c, int i) { return (int)((float)c.num_chann
 
 static int sampler_steps(const Config& c) {
     if (c.sample_steps) return c.sample_steps;
-    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
-    return std::min(usual, c.diffusion_steps);
+    switch (c.sampler) {
+        case SAMPLER_DDPM: return c.diffusion_steps;
+        case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
+        default: return std::min(25, c.diffusion_steps);
+    }
 }
 
-// Rows of the label embedding: a class each, and what stands for no class where labels are dropped; 0: none.
+// Rows of the label embedding: one for each class, and one for no class where labels are dropped. 0 means that
+// there is no label embedding.
 static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
 
-// Of an attention between so many channels, in the encoder and the middle or in the decoder.
+// The heads of an attention block with this many channels, in the decoder or before it.
 static int heads_of(const Config& c, int channels, bool decoder) {
-    if (c.num_heads) return decoder && c.num_heads_upsample ? c.num_heads_upsample : c.num_heads;
-    return channels / c.num_head_channels;
+    if (!c.num_heads) return channels / c.num_head_channels;
+    if (decoder && c.num_heads_upsample) return c.num_heads_upsample;
+    return c.num_heads;
 }
 
 // Whether --attention_resolutions names a level's size.
@@ -276,7 +281,7 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the latter: steps begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // as many steps are begun before the first of them is awaited
 #else
 #define DEVICE cpu
 #define HOST_DEVICE
@@ -369,9 +374,10 @@ static void backend_part();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// Of n things, in groups of `unit` that stay together, those that a rank has: the first, and the end.
+// The share of n things that a rank has: its first, and its end. Groups of `unit` things stay together.
 static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
-    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
+    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit;
+    size_t first = std::min(n, rank * each);
     return {first, std::min(n, first + each)};
 }
 
@@ -389,11 +395,13 @@ static std::atomic<int>& stop_asked = shared->stop;
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
-// Gives every rank all of `whole`, (ranks, each), from element `first` on.
-template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
+// Gives every rank all of `values`, (ranks, each), of which it has its own row. What lies before element `first`
+// is not sent.
+template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
-        size_t end = (rank + 1) * each, begin = std::clamp(first, end - each, end);
-        return std::as_writable_bytes(std::span(whole + begin, end - begin));
+        size_t end = (rank + 1) * each;
+        size_t begin = std::clamp(first, end - each, end);
+        return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
     backend_together([&] {
         for (int peer = 0; peer < world.size; peer++)
@@ -422,18 +430,26 @@ static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 // because their gradients are.
 static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
-// From PyTorch's order, (count), to memory's, (size), or back: there convolutions are (O, 3, 3, C), padded.
+// visit(i, j) for every element of a parameter, which is number i in PyTorch's order and number j in memory. There
+// a convolution's weights are (O, 3, 3, C), with padded channels; every other parameter is the same in both.
+static void for_each_element(const Parameter& t, auto visit) {
+    if (!is_conv2d(t)) {
+        for (size_t i = 0; i < t.count; i++) visit(i, i);
+        return;
+    }
+    size_t O = t.shape[0], C = t.shape[1], taps = t.shape[2] * t.shape[3], i = 0;
+    for (size_t o = 0; o < O; o++)
+        for (size_t c = 0; c < C; c++)
+            for (size_t tap = 0; tap < taps; tap++) visit(i++, (o * taps + tap) * padded(t.shape[1]) + c);
+}
+
+// From PyTorch's order, (count), to memory's, (size), or back.
 static std::vector<float> reordered(std::span<const float> from, const Parameter& t, bool to_memory) {
     std::vector<float> to(to_memory ? t.size : t.count);
-    bool conv = is_conv2d(t);
-    size_t taps = conv ? t.shape[2] * t.shape[3] : 1, C = conv ? t.shape[1] : t.count, i = 0;
-    size_t pitch = conv ? padded(C) : C;
-    for (size_t o = 0; o < t.count / C / taps; o++)
-        for (size_t c = 0; c < C; c++)
-            for (size_t tap = 0; tap < taps; tap++, i++) {
-                size_t memory = (o * taps + tap) * pitch + c;
-                to[to_memory ? memory : i] = from[to_memory ? i : memory];
-            }
+    for_each_element(t, [&](size_t in_file, size_t in_memory) {
+        if (to_memory) to[in_memory] = from[in_file];
+        else to[in_file] = from[in_memory];
+    });
     return to;
 }
 
