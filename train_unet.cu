@@ -964,6 +964,7 @@ static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false)
 struct Buffer {
     size_t offset, bytes;
     int first, last;
+    void lives(int from, int to) { first = from, last = to; }
 };
 
 struct Block {
@@ -1575,51 +1576,62 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// Computes the live range of every buffer, in steps of the plan: from its first write to its last read.
-// Computes also the size of a block's output, its moments and its gradient; the others' come from
-// measure_buffers.
-static void time_buffers(Plan* plan, const Config& c) {
-    int n = (int)plan->blocks.size();
-    auto live = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
-    for (int i = 0; i < n; i++) {
-        Block& b = plan->blocks[i];
-        const bool is_last = i == n - 1;
-        const int back = 2 * n - 1 - i;  // the step of the block's backward
-        const int end = 2 * n;           // beyond the last step: for the caller
-        // Block 0 runs on the side stream, which is still at work when the main stream is at the next blocks.
-        const int kept = plan->training || i == 0 ? back : i;
+static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
 
-        size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
-        live(&b.out, i, is_last ? end : i);
-        if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
-            b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
-            live(&b.moments, i, i);
-        }
+// The step at which what block i's forward keeps is read last. Block 0 runs on the side stream, which is still at
+// work when the main stream is at the next blocks.
+static int kept_until(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
+
+// The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
+// itself uses, the steps from the first write to the last read.
+static void time_block(Plan* plan, const Config& c, int i) {
+    const int n = (int)plan->blocks.size();
+    const int back = backward_step(*plan, i), kept = kept_until(*plan, i);
+    const bool is_last = i == n - 1;
+    Block& b = plan->blocks[i];
+    size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
+
+    b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+    b.out.lives(i, is_last ? 2 * n : i);  // the last one's goes beyond the last step, to the caller
+    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
+        b.moments.bytes = aligned(B * norm_parts((int)pixels) * b.O * sizeof(float2));
+        b.moments.lives(i, i);
+    }
+    if (plan->training) {
         // The only weight gradient of the first and of the last convolution reads the output's gradient, and
         // may go on beside the next block's backward.
-        if (plan->training) {
-            b.gradient.bytes = b.out.bytes;
-            live(&b.gradient, back, is_last || i == 1 ? back + 1 : back);
-        }
-        live(&b.hidden, i,
-             kept + (plan->training && b.emb >= 0));  // h becomes dh, which is read as `late` is
-        live(&b.inner, i, kept);
-        live(&b.stats, i, kept);
-        live(&b.scratch_forward, i, i);
-        live(&b.scratch_backward, back, back);
-        live(&b.late, back, back + 1);
+        b.gradient.bytes = b.out.bytes;
+        b.gradient.lives(back, is_last || i == 1 ? back + 1 : back);
+    }
+    // A residual block's h becomes dh, which the side stream reads as it reads `late`.
+    b.hidden.lives(i, plan->training && b.emb >= 0 ? kept + 1 : kept);
+    b.inner.lives(i, kept);
+    b.stats.lives(i, kept);
+    b.scratch_forward.lives(i, i);
+    b.scratch_backward.lives(back, back);
+    b.late.lives(back, back + 1);
+}
 
-        // What the block reads lives as long. Backward reads it again, but for what resampling without
-        // weights reads, and for the embedding where it is only added.
-        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
-            if (source < 0) continue;
-            Block& read = plan->blocks[source];
-            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
-            read.out.last = std::max(read.out.last, again ? kept : i);
-            read.moments.last = i;
-            read.gradient.first = std::min(read.gradient.first, back);
-        }
+// What block i reads lives until it has been read. Backward reads it again, except where the block has no weights,
+// and except for the embedding where it is only added.
+static void keep_inputs(Plan* plan, const Config& c, int i) {
+    const Block& b = plan->blocks[i];
+    for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+        if (source < 0) continue;
+        Block& read = plan->blocks[source];
+        bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+        read.out.last = std::max(read.out.last, again ? kept_until(*plan, i) : i);
+        read.moments.last = i;
+        read.gradient.first = std::min(read.gradient.first, backward_step(*plan, i));
+    }
+}
+
+// Computes the live range of every buffer, in steps of the plan, and the sizes that follow from the plan alone;
+// the others come from measure_buffers.
+static void time_buffers(Plan* plan, const Config& c) {
+    for (int i = 0; i < (int)plan->blocks.size(); i++) {
+        time_block(plan, c, i);
+        keep_inputs(plan, c, i);
     }
 }
 
@@ -1695,14 +1707,14 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     const int levels = list_length(c.channel_mult);
     int width = level_width(c, 0);
     std::vector<int> skips;  // blocks
-    std::string group;       // of blocks, which it numbers
-    int part = 0, outputs = 0;
+    std::string group;       // as files name it; its blocks are numbered
+    int number = 0, outputs = 0;
 
-    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto begin_group = [&](const std::string& name) { group = name, number = 0; };
     auto last_size = [&] { return plan.blocks.back().out_H; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
-        add_block(&plan, c, text("%s.%d", group.c_str(), part++), block);
+        add_block(&plan, c, text("%s.%d", group.c_str(), number++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -1754,6 +1766,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     place_buffers(&plan);
     return plan;
 }
+
 // ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
@@ -1773,7 +1786,8 @@ static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
-        m->scratch = arena_of(m, block.scratch_backward), m->late = arena_of(m, block.late);
+        m->scratch = arena_of(m, block.scratch_backward);
+        m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         wait_for(event_before(newest_event));
