@@ -980,7 +980,7 @@ struct Block {
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
     Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
-    Buffer inner = {};     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer inner = {};     // attention's heads' outputs (B, T, C), embedding's sinusoids (B, num_channels)
     Buffer moments = {};   // float2 (B, parts, O): of out, for the norms that read it
     Buffer stats = {};     // float2: what each norm leaves, (2, B, C); then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
@@ -1208,10 +1208,10 @@ struct EmbedBlock : Module {
     }
 
     void forward() {
-        Tensor active = embedding;  // which is written over it
+        Tensor active = embedding;  // SiLU(hidden); the embedding overwrites it in the end
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-        // beside the image's way to the first residual block
+        // The side stream does it while the image goes through the first convolution.
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
             linear_forward(hidden, sinusoids, linear1_layer);
@@ -1231,7 +1231,7 @@ struct EmbedBlock : Module {
     }
     void backward() {
         reserve_backward();
-        Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
+        Tensor dembedding = dhidden, dactive = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
         beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
@@ -1403,9 +1403,9 @@ struct AttentionBlock : Module {
     }
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
-    Tensor joined = take_from(&kept_inner, block.H, block.C);  // the heads' outputs
+    Tensor attended = take_from(&kept_inner, block.H, block.C);  // the heads' outputs, side by side
     Norm norm = norm_of(ATT_NORM, x);
-    float* lse = take<float>(&kept_stats, (size_t)B* block.heads* block.H* block.H);
+    float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
     Tensor normed = {};
 
@@ -1414,23 +1414,23 @@ struct AttentionBlock : Module {
         reserve_forward();
         groupnorm_forward(normed, norm);
         conv1x1_forward(qkv, normed, to_qkv);
-        attention_forward(joined, lse, qkv, block.heads);
-        conv1x1_forward(out, joined, projection, {.residual = x.first});
+        attention_forward(attended, lse, qkv, block.heads);
+        conv1x1_forward(out, attended, projection, {.residual = x.first});
     }
 
-    Tensor djoined = {}, dqkv = {};
+    Tensor dattended = {}, dqkv = {};
     void reserve_backward() {
-        djoined = take_tensor(block.H, block.C);
+        dattended = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
         normed = take_late(block.H, block.C);
         norm.sums = take_sums(block.H, block.C);
     }
     void backward() {
         reserve_backward();
-        Tensor dnormed = djoined;  // which is written over it
-        beside(conv1x1_backward_weight, projection, dout, joined);
-        conv1x1_backward_input(djoined, dout, projection);
-        attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
+        Tensor dnormed = dattended;  // overwrites it, once attention's backward has read it
+        beside(conv1x1_backward_weight, projection, dout, attended);
+        conv1x1_backward_input(dattended, dout, projection);
+        attention_backward(dqkv, dattended, attended, lse, qkv, block.heads);
         conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
         beside(conv1x1_backward_weight, to_qkv, dqkv, normed);
@@ -1457,15 +1457,16 @@ struct ResampleBlock : Module {
     }
     void forward() {
         reserve_forward();
-        if (!convolves) {
-            resize(out, x.first);
-        } else if (up) {
+        if (convolves && up) {
             upsample_forward(large, x.first);
-            conv3x3_forward(out, large, conv);
-            return;  // the convolution has left the output's moments
-        } else {
+            conv3x3_forward(out, large, conv);  // which leaves the output's moments
+            return;
+        }
+        if (convolves) {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
+        } else {
+            resize(out, x.first);
         }
         channel_moments(out);
     }
@@ -1478,7 +1479,7 @@ struct ResampleBlock : Module {
     void backward() {
         reserve_backward();
         if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
-        Event weights_done;  // it reads scratch, and dout
+        Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
             upsample_forward(large, x.first);
             weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
@@ -1519,7 +1520,7 @@ struct OutBlock : Module {
     }
     void backward() {
         reserve_backward();
-        Tensor dnormed = dx.first;  // of the same size
+        Tensor dnormed = dx.first;  // has the same size, and is overwritten at the end
         conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm);
         beside(conv3x3_backward_weight, conv, dout, normed, Rows());
