@@ -1953,16 +1953,20 @@ template <typename T> struct AddNoise {
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        const uint32_t number = step ? (uint32_t)*step : 0;
+        const uint32_t sample = first + four.b;
         const Timestep at = schedule[timesteps[four.b]];
-        float offset = step ? offset_noise : 0, shift[4] = {};
-        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
-        Vector<T, MAX_CHANNELS> noised[4] = {};
+
+        float offset = step ? offset_noise : 0;
+        float shift[4] = {};  // by channel
+        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, number);
+
+        Vector<T, MAX_CHANNELS> noised[4] = {};  // by pixel
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < channels; c++) {
+            uint32_t stream = step ? STREAM_NOISE : STREAM_VAL_NOISE;
             float normal[4];
-            random_normals_at(normal, seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c), sample,
-                              s);
+            random_normals_at(normal, seed, stream, four.element(c), sample, number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
@@ -2017,10 +2021,13 @@ HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
     bool black = x0 < -0.999f, white = x0 > 0.999f;
-    float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
-    float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
+    float away = black ? -error : white ? error : -fabsf(error);
+    float precision = expf(-0.5f * log_variance);
+    float upper = (away + 1 / 255.0f) * precision;
+    float lower = (away - 1 / 255.0f) * precision;
     ValueAndSlope within = approx_standard_normal_cdf(upper), below = {0, 0};
     if (!black && !white) below = approx_standard_normal_cdf(lower);
+
     float p = within.value - below.value;
     if (p < 1e-12f) return {logf(1e-12f), 0};
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
@@ -2034,12 +2041,28 @@ template <typename T> struct PredictionLoss {
     BatchLoss batch;
     int first, B;
     const T* out;                   // (B, H, W, PIXEL)
-    const float* target;            // likewise
-    T* dout = nullptr;              // likewise: the loss's gradient; null: not wanted
+    const float* target;            // (B, H, W, PIXEL)
+    T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
+
+    // The bound's term for number i of sample b, which lies behind the prediction, and its slope by the logarithm
+    // of the variance.
+    HOST_DEVICE ValueAndSlope bound_term(const Timestep& timestep, int t, int b, int i) const {
+        int C = batch.channels, c = i % PIXEL;
+        size_t at = (size_t)b * (batch.pixels * PIXEL) + i;
+        float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
+        float log_variance = timestep.posterior_log_variance_clipped + above;
+        float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
+        if (t) return normal_kl(error, log_variance, above);
+
+        size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
+        ValueAndSlope likelihood = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
+        return {-likelihood.value, -likelihood.slope};
+    }
+
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
@@ -2053,24 +2076,16 @@ template <typename T> struct PredictionLoss {
             float difference = c < C ? (float)out[at] - target[at] : 0;
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
+
             if (images && c >= C && c < 2 * C) {
                 const Timestep timestep = batch.schedule[t];
-                float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
-                float log_variance = timestep.posterior_log_variance_clipped + above;
-                float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
-                ValueAndSlope term;
-                if (t) {
-                    term = normal_kl(error, log_variance, above);
-                } else {
-                    size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
-                    term = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
-                    term = {-term.value, -term.slope};
-                }
+                ValueAndSlope term = bound_term(timestep, t, b, i);
                 bound += (Sum)(bits * term.value);
                 gradient = 0.5f * timestep.log_variance_range * term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
+
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
         if (!images) return;
@@ -2127,10 +2142,10 @@ static std::vector<int> trailing_timesteps(int T, int count) {
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
-    double most = pow(std::min(noise_ratio(schedule[t]), 80.0), 1.0 / 7);
-    double least = pow(noise_ratio(schedule[0]), 1.0 / 7);
+    double largest = pow(std::min(noise_ratio(schedule[t]), 80.0), 1.0 / 7);
+    double smallest = pow(noise_ratio(schedule[0]), 1.0 / 7);
     for (int i = 1; i < count; i++) {
-        double wanted = 7 * log(most + (least - most) * i / (count - 1));
+        double wanted = 7 * log(largest + (smallest - largest) * i / (count - 1));
         auto distance = [&](int t) { return fabs(log(noise_ratio(schedule[t])) - wanted); };
         int behind = count - 1 - i;  // timesteps that still need a place
         for (t--; t > behind && distance(t - 1) <= distance(t); t--) continue;
@@ -2271,6 +2286,13 @@ template <typename T> struct SampleBatch {
         if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
         return x0;
     }
+    // The fresh noise's standard deviation, which the network chooses where it has learned sigma.
+    HOST_DEVICE float noise_sigma(const SamplerStep& step, size_t at) const {
+        float sigma = step.update.noise;
+        if (step.max_log_sigma_ratio > 0)
+            sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)out[at + channels] + 1));
+        return sigma;
+    }
 };
 
 // A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
@@ -2292,10 +2314,8 @@ template <typename T> struct UpdateSamples {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = batch.predicted_x0(step, at);
-                float x = batch.x[at], saved = batch.saved[at], sigma = update.noise;
-                if (step.max_log_sigma_ratio > 0)
-                    sigma *=
-                        expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
+                float x = batch.x[at], saved = batch.saved[at];
+                float sigma = batch.noise_sigma(step, at);
 
                 float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
