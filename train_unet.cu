@@ -2059,22 +2059,6 @@ template <typename T> struct PredictionLoss {
 
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
-
-    // The bound's term for number i of sample b, which lies behind the prediction, and its slope by the logarithm
-    // of the variance.
-    HOST_DEVICE ValueAndSlope bound_term(const Timestep& timestep, int t, int b, int i) const {
-        int C = batch.channels, c = i % PIXEL;
-        size_t at = (size_t)b * (batch.pixels * PIXEL) + i;
-        float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
-        float log_variance = timestep.posterior_log_variance_clipped + above;
-        float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
-        if (t) return normal_kl(error, log_variance, above);
-
-        size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
-        ValueAndSlope likelihood = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
-        return {-likelihood.value, -likelihood.slope};
-    }
-
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
@@ -2088,16 +2072,24 @@ template <typename T> struct PredictionLoss {
             float difference = c < C ? (float)out[at] - target[at] : 0;
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
-
             if (images && c >= C && c < 2 * C) {
                 const Timestep timestep = batch.schedule[t];
-                ValueAndSlope term = bound_term(timestep, t, b, i);
+                float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
+                float log_variance = timestep.posterior_log_variance_clipped + above;
+                float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
+                ValueAndSlope term;
+                if (t) {
+                    term = normal_kl(error, log_variance, above);
+                } else {
+                    size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
+                    term = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
+                    term = {-term.value, -term.slope};
+                }
                 bound += (Sum)(bits * term.value);
                 gradient = 0.5f * timestep.log_variance_range * term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
-
         squares = team_sum(squares);
         if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
         if (!images) return;
