@@ -491,6 +491,8 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
                                       (int32_t)((uint32_t)value - 1),
                                       (int32_t)dice.next(),
                                       (int32_t)dice.below(100),
+                                     header[(field + HEADER_INTS - 1) % HEADER_INTS],  // its neighbours'
+                                     header[(field + 1) % HEADER_INTS],
                                       0x7FC00000 /* NaN */};
             int tried = 0;
             for (int32_t changed : values) {
