@@ -5,7 +5,7 @@
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
 //   ./train_unet --gpus 4               on so many GPUs
 //   ./train_unet --generate 64          draws pictures with the newest checkpoint
-//   ./train_unet --help                 every flag with its default
+//   ./train_unet --help all             every flag with its default
 //
 // The network is the UNet of "Diffusion Models Beat GANs on Image Synthesis" (Dhariwal and Nichol, 2021), the
 // training objective that of "Denoising Diffusion Probabilistic Models" (Ho, Jain and Abbeel, 2020).
@@ -126,6 +126,7 @@ enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
+enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
@@ -4141,7 +4142,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
-    if (config.help) return print_help();
+    if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
     auto typed = [&](const char* name) {
         const GivenFlag* g = was_given(given, name);
         return g && g->origin.empty() ? g : nullptr;

@@ -276,7 +276,7 @@ def test_initial_weights(tmp_path, images8, seed):
 
 def test_flags_of_both_programs(tmp_path):
     """./train_unet --help and unet_io.Config agree on defaults; train_unet.py's file needs no flags again."""
-    text = run(TRAIN, "--help").stdout
+    text = run(TRAIN, "--help", "all").stdout
     listed = dict(re.findall(r"^  --(\w+) .*?(?:\(default ([^)]*)\))?$", text, re.M))
     for field in dataclasses.fields(Config):
         if not field.metadata["help"]:
