@@ -48,7 +48,7 @@ system_has = $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util impo
 SYSTEM_READY := $(call system_has,$(SMALL_PACKAGES) xdist)
 SYSTEM_SUFFICES := $(call system_has,$(SMALL_PACKAGES))
 
-.PHONY: train test bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
+.PHONY: train test docs bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -277,6 +277,10 @@ bench_ops: python
 # What a step's time goes to; FLAGS: the program's, such as --batch_size 32.
 profile: dev/profile
 	@dev/profile $(FLAGS)
+
+# The tables of flags in docs/guide.md, from the program's own help.
+docs: train_unet
+	@python3 docs/flags.py
 
 # ---- housekeeping -------------------------------------------------------------------------------------------
 

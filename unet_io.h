@@ -951,7 +951,7 @@ static std::vector<std::string> read_class_names(Reader* in) {
     return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
 }
 
-// The format: FORMATS.md. Images `factor` times as large as image_size are shrunk, others refused.
+// The format: docs/formats.md. Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))

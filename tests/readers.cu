@@ -154,7 +154,7 @@ static void seal(std::vector<char>* content, int checksum_field) {
     memcpy(content->data(), header, sizeof header);
 }
 
-// [magic, N, C, H, W, version, type, classes, bytes of names, checksum], then the data: see FORMATS.md.
+// [magic, N, C, H, W, version, type, classes, bytes of names, checksum], then the data: see docs/formats.md.
 static std::vector<char> image_file(int N, int size, bool old, bool labels) {
     std::string names = labels ? "cat\ndog\n" : "";
     int32_t header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, size, size};

@@ -423,13 +423,13 @@ def test_channel_mult_follows_the_image_size():
 
 
 def test_size_beside_guided_diffusion():
-    """The numbers of FORMATS.md: ours, and with a 3x3 convolution at each change of resolution theirs."""
+    """The numbers of docs/formats.md: ours, and with a 3x3 convolution at each change of resolution theirs."""
     with torch.device("meta"):
         ours, theirs = (sum(p.numel() for p in train_unet.create_model(
             image_size=64, num_channels=64, attention_resolutions="16,8", conv_resample=learned).parameters())
             for learned in (False, True))
     assert (ours, theirs) == (20494211, 22080323)
-    page, lesson = (ROOT / "FORMATS.md").read_text(), train_unet.create_model.__doc__
+    page, lesson = (ROOT / "docs/formats.md").read_text(), train_unet.create_model.__doc__
     assert all(f"{n:,}" in text for n in (ours, theirs) for text in (page, lesson))
 
 
