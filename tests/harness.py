@@ -39,7 +39,7 @@ VARIANTS = {"asan": os.environ.get("TEST_UNET_ASAN", str(ROOT / "build/test_unet
             "neon": os.environ.get("TEST_UNET_NEON", str(ROOT / "build/test_unet_neon")),
             "train_asan": os.environ.get("TRAIN_UNET_ASAN", str(ROOT / "build/train_unet_asan")),
             "ladders": os.environ.get("LADDERS", str(ROOT / "build/ladders")),
-            "profile": os.environ.get("PROFILE", str(ROOT / "dev/profile"))}
+            "profile": os.environ.get("PROFILE", str(ROOT / "dev/bench/profile"))}
 
 GPU = {"bf16": os.environ.get("TRAIN_UNET_BF16", str(ROOT / "train_unet")),
        "fp32": os.environ.get("TRAIN_UNET_FP32", str(ROOT / "build/train_unet_fp32"))}

@@ -26,8 +26,7 @@ from unet_io import Config, UserError
 # ----------------------------------------------------------------------------------------------------
 # dev/
 
-LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
-                 - {"torch_ops"})
+LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()})
 
 
 @pytest.mark.parametrize("stem", LADDERS)
@@ -80,7 +79,7 @@ def test_ladders_of_make():
 # what is measured, and the pages that it is written into
 
 def profile_tables(text):
-    """The tables of dev/profile: a list of {name: (launches, ms, share)}, each with its sum."""
+    """The tables of dev/bench/profile: a list of {name: (launches, ms, share)}, each with its sum."""
     tables = []
     for line in text.splitlines():
         row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
@@ -190,7 +189,7 @@ def test_benchmark_pages(tools, tmp_path, monkeypatch):
 def test_benchmark_on_a_cpu(tools, monkeypatch):
     """Steps and calls are measured, here of the smallest preset and without compiling; a worker's end is told."""
     benchmark = tools("benchmark")
-    measured, built = benchmark.run_measured, {"./train_unet": TRAIN, "dev/profile": variant("profile")}
+    measured, built = benchmark.run_measured, {"./train_unet": TRAIN, "dev/bench/profile": variant("profile")}
     monkeypatch.setattr(benchmark, "run_measured",
                         lambda program, *flags, **others: measured(built[program], *flags, **others))
     monkeypatch.setattr(benchmark, "KINDS", benchmark.KINDS[:2])
@@ -425,7 +424,7 @@ def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
     (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
-    monkeypatch.setattr(ladders, "HERE", tmp_path / "dev")
+    monkeypatch.setattr(ladders, "DEV", tmp_path / "dev")
     with pytest.raises(UserError, match="names no device.*: silu$"):
         ladders.main()
 
@@ -443,10 +442,10 @@ def test_plot_log(tmp_path, tools):
     assert lines["loss by timestep"] == [[[7, 4]], [[7, 3]], [[7, 1]]]
     assert lines["learning rate"] == [[[step, 1e-4 * step] for step in steps], [[7, 7e-4]]]
     target = tmp_path / "loss.png"
-    assert "loss by timestep" in script("dev/plot_log.py", *logs, "--output_name", target).stdout
+    assert "loss by timestep" in script("dev/bench/plot_log.py", *logs, "--output_name", target).stdout
     assert picture(target).std() > 10
     target = tmp_path / "no/x.png"
-    refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+    refused(sys.executable, ROOT / "dev/bench/plot_log.py", logs[0], "--output_name", target, says="x.png")
     (tmp_path / "full.png").symlink_to("/dev/full")
     for name, says in (("x.txt", "supported"), ("full.png", "a device"), (".", "a folder")):
         assert says in call(plot_log, logs[0], "--output_name", tmp_path / name)
@@ -478,9 +477,9 @@ def test_requirements():
 
 
 SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy", "torch", "tqdm"],
-           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/plot_log.py": ["numpy", "tqdm"],
-           "dev/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/benchmark.py": ["numpy", "torch", "tqdm"],
-           "dev/compare_quality.py": ["numpy", "torch", "tqdm"]}
+           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/bench/plot_log.py": ["numpy", "tqdm"],
+           "dev/bench/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/bench/benchmark.py": ["numpy", "torch", "tqdm"],
+           "dev/bench/compare_quality.py": ["numpy", "torch", "tqdm"]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

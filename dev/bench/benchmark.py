@@ -1,11 +1,11 @@
 """./train_unet against PyTorch on this machine: a training step of the default model, and a call of the network.
 
-    make bench                                  builds, measures, writes the tables of dev/README.md and README.md
-    python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
-    python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
-    python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
-    python dev/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
-    python dev/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
+    make bench                                        builds, measures, writes the tables of dev/README.md and README.md
+    python dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
+    python dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
+    python dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
+    python dev/bench/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
+    python dev/bench/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
 
 On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
 these four in each case. On a GPU it is PyTorch as fast as it goes: torch.compile,
@@ -26,8 +26,8 @@ import tempfile
 import time
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 import unet_io  # first, because it explains a missing package
 
 import numpy as np
@@ -40,7 +40,7 @@ from unet_io import Config, UserError
 train_dit = unet_io.import_from_dev("dit/train_dit")
 
 DATA = str(ROOT / "data/emoji.bin")
-CALL = "import sys; sys.path.insert(0, 'dev'); import benchmark; benchmark."  # python -c CALL + "function()"
+CALL = "import sys; sys.path.insert(0, 'dev/bench'); import benchmark; benchmark."  # python -c CALL + "function()"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def run_measured(*command, **environment):
 def time_program(case, threads):
     """[median milliseconds, peak memory in GB] of a round of the program."""
     if case.what == "call":
-        lines, memory = run_measured("dev/profile", "--preset", case.preset, "--profile_calls",
+        lines, memory = run_measured("dev/bench/profile", "--preset", case.preset, "--profile_calls",
                                      str(case.batch_size), OMP_NUM_THREADS=str(threads))
         return [float(re.search(r": ([\d.]+) ms$", lines[-1])[1]), memory]
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ def benchmark_cpu(built):
 
 RESULTS = ROOT / "build/bench_gpu.jsonl"
 PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32", "dit": "./train_dit"}
-PROFILES = {"bf16": "dev/profile", "fp32": "build/profile_fp32", "dit": "dev/profile_dit"}
+PROFILES = {"bf16": "dev/bench/profile", "fp32": "build/profile_fp32", "dit": "dev/bench/profile_dit"}
 DITS = {"DiT-B/2": dict(depth=12, hidden_size=768, num_heads=12),
         "DiT-XL/2": dict(depth=28, hidden_size=1152, num_heads=16)}  # on latents of 256 x 256 pixels, as their authors
 OF_DITS = dict(in_channels=4, learn_sigma=1, class_cond=1, num_classes=1000, cond_drop_prob=0.1)
@@ -457,7 +457,7 @@ def render_gpu(lines):
 # ----------------------------------------------------------------------------------------------------
 # on a GPU: calls of the network, and drawing pictures with the default model in bf16
 
-CALLS = 10  # of the network in a CUDA graph, as dev/profile --profile_calls has them
+CALLS = 10  # of the network in a CUDA graph, as dev/bench/profile --profile_calls has them
 # batches: of the calls; batch: what the program draws at a time unless told
 DRAWING = dict(batches=(1, 2, 4, 8, 16, 32), batch=32, pictures=64, steps=50, runs=5)
 

@@ -10,12 +10,14 @@ import pathlib
 import re
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from common import processor_name, text_between, write_between
 
 import unet_io
 from unet_io import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
+DEV = HERE.parent
 ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "upsample", "downsample", "timestep_embedding",
          "silu", "gelu", "mse", "adamw", "resblock", "attention_block"]
 
@@ -23,7 +25,7 @@ ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "upsample", "
 def explanation(stem):
     """The last paragraphs of the comment that opens X.cu, as one paragraph of text."""
     lines = []
-    for line in (HERE / f"{stem}.cu").read_text().splitlines():
+    for line in (DEV / f"{stem}.cu").read_text().splitlines():
         if not line.startswith("//"):
             break
         lines.append(line[2:].strip())
@@ -111,8 +113,8 @@ def tables_of(stem, output):
 
 def section(stem, tables):
     """What README.md says of a layer: its explanation, a table, and the others folded away."""
-    title = re.sub(r"\n?// ", " ", (HERE / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
-    pictures = [f"![{what}]({path.name})\n" for of, what, path, _ in PICTURES if of == stem]
+    title = re.sub(r"\n?// ", " ", (DEV / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
+    pictures = [f"![{what}](bench/{path.name})\n" for of, what, path, _ in PICTURES if of == stem]
     first, *others = [f"{table.heading}\n\n{table.text}" for table in tables]
     folded = ["<details><summary>The other passes and shapes</summary>\n", *others, "</details>\n"] if others else []
     return "\n".join([f"### {stem}\n", title + "\n", explanation(stem) + "\n", *pictures, first, *folded])
@@ -241,12 +243,12 @@ def draw_pictures(readme):
 
 def outputs_in(folder):
     """What the ladders printed, {stem: text}, in the order of the page."""
-    paths = {stem: HERE.parent / folder / f"{stem}.txt" for stem in ORDER}
+    paths = {stem: DEV.parent / folder / f"{stem}.txt" for stem in ORDER}
     return {stem: path.read_text() for stem, path in paths.items() if path.exists()}
 
 
 def main():
-    path = HERE / "README.md"
+    path = DEV / "README.md"
     if sys.argv[1:] == ["cpu"]:
         table = cpu_table(outputs_in("build/dev_cpu"))
         write_between(path, {"ladders:cpu": table})
