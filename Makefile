@@ -192,7 +192,7 @@ $(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h)
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
 
-# Every ladder in turn, then dev/README.md from what they printed. On a CPU those that have a ladder there, into a
+# Every ladder in turn, then the pages of dev/ from what they printed. On a CPU those that have a ladder there, into a
 # table of their own.
 ifeq ($(DEVICE),cpu)
 bench_dev: python $(BUILD)/ladders
@@ -255,12 +255,12 @@ test: python check_toc
 	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
 	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) test_unet.py
 
-# Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
+# Against PyTorch on this machine; writes its tables into README.md and the pages of dev/bench. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
 bench: python train_unet dev/bench/profile train_dit dev/bench/profile_dit $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
 	@$(RUN_PYTHON) dev/bench/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
 
-# PyTorch's operators and ours, on a GPU, into dev/README.md.
+# PyTorch's operators and ours, on a GPU, into dev/torch_ops/README.md.
 bench_ops: python
 	@$(RUN_PYTHON) dev/torch_ops/bench_ops.py $(if $(BATCHES),--batches $(BATCHES))
 

@@ -1,4 +1,4 @@
-"""README.md, FORMATS.md and dev/README.md against the code that they describe."""
+"""README.md, FORMATS.md and the pages of dev/ against the code that they describe."""
 import re
 
 import pytest
@@ -6,7 +6,7 @@ import pytest
 import unet_io
 from harness import ROOT, source_of_the_program
 
-PAGES = ["README.md", "FORMATS.md", "dev/README.md", "data/README.md"]
+PAGES = ["README.md", "FORMATS.md", "data/README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "dev").glob("**/*.md"))]
 
 
 def anchors(text):

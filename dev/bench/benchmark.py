@@ -1,6 +1,6 @@
 """./train_unet against PyTorch on this machine: a training step of the default model, and a call of the network.
 
-    make bench                                        builds, measures, writes the tables of dev/README.md and README.md
+    make bench                                        builds, measures, writes the tables beside this file and in README.md
     python dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
     python dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
     python dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
@@ -33,7 +33,7 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 
-from common import processor_name, text_between, write_between
+from common import processor_name, results_page, text_between, write_between
 from train_unet import Diffusion, UNet
 from unet_io import Config, UserError
 
@@ -203,7 +203,7 @@ def benchmark_cpu(built):
     processor = f"{processor_name()}, {threads} threads"
     text = render_cpu(found, seconds, processor, built)
     print("\n" + text)
-    write_pages(cpu=text)
+    write_pages("CPU", cpu=text)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -394,10 +394,11 @@ def benchmark_gpu(presets, batches):
               f" {result['first_s']:.1f} s (measured in {time.time() - start:.0f} s)", flush=True)
     with open(RESULTS) as file:
         lines = [json.loads(line) for line in file]
+    gpu = [line["gpu"] for line in lines if "gpu" in line][-1]
     for preset in presets:
         texts = render_gpu([line for line in lines if line["preset"] == preset])
         print("\n" + (list(texts.values()) or ["no pair of measurements yet"])[0])
-        write_pages(**texts)
+        write_pages(gpu, **texts)
 
 
 def render_gpu(lines):
@@ -520,7 +521,7 @@ def benchmark_drawing():
         file.write(json.dumps(result) + "\n")
     text = render_drawing(result)
     print("\n" + text)
-    write_pages(drawing=text)
+    write_pages(gpu, drawing=text)
 
 
 def render_drawing(found):
@@ -714,9 +715,6 @@ def render_ranks(found):
 # ----------------------------------------------------------------------------------------------------
 # the tables
 
-PAGE = ROOT / "dev/README.md"
-
-
 def table_rows(text):
     """The rows of the first table in a text, each a dict from the column's name to the cell."""
     first = re.search(r"(^\|.*\|\n)+", text, re.M)[0]
@@ -725,28 +723,33 @@ def table_rows(text):
     return [dict(zip(names, row)) for row in rows]
 
 
-def speed_table(page):
-    """README.md's table: the same figures as in the long tables of dev/README.md's text, a pair a line."""
+def speed_table(pages):
+    """README.md's table: the same figures as in the long tables in the texts of the devices' pages, a pair a line."""
     text = ("| on | model, in | batch | ms a step | PyTorch's | times as fast | memory | PyTorch's |\n"
             "|---|---|---:|---:|---:|---:|---:|---:|\n")
-    for name, model in (("gpu", "unet64"), ("adm64", "adm64"), ("cpu", "unet64")):
-        table = text_between(page, f"bench:{name}")
-        if not table.strip():
+    models = {"gpu": "unet64", "adm64": "adm64", "cpu": "unet64"}
+    for name, page in itertools.product(models, pages):
+        table = text_between(page, f"bench:{name}") if f"<!-- bench:{name} -->" in page else ""
+        if not table:
             continue
         device = re.search(r"[Oo]n (.+)\.$", table.splitlines()[0])[1]
         rows = [row for row in table_rows(table) if row[""] != "**times better**"]
         for ours, theirs in zip(rows[::2], rows[1::2]):
             faster = float(theirs["ms a step"]) / float(ours["ms a step"])
-            trained = ours.get("model", model)
+            trained = ours.get("model", models[name])
             text += (f"| {device} | {trained}, {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
                      f" | {theirs['ms a step']} | {faster:.2f} | {ours['memory']} | {theirs['memory']} |\n")
     return text
 
 
-def write_pages(**texts):
-    """Write the tables between their markers in dev/README.md, and the short one of them all into README.md."""
-    write_between(PAGE, {f"bench:{name}": text for name, text in texts.items()})
-    write_between(ROOT / "README.md", {"bench:speed": speed_table(PAGE.read_text())})
+def write_pages(device, **texts):
+    """Write the tables of a device between their markers, a DiT's in dev/dit/README.md, others in the device's page, and
+    the short one of all UNets into README.md."""
+    for name, text in texts.items():
+        page = ROOT / "dev/dit/README.md" if name in DITS else results_page(device)
+        write_between(page, {f"bench:{name}": text})
+    pages = [path.read_text() for path in sorted((ROOT / "dev/bench").glob("results-*.md"))]
+    write_between(ROOT / "README.md", {"bench:speed": speed_table(pages)})
 
 
 def benchmark(presets, batches):

@@ -22,6 +22,7 @@ import train_unet
 import unet_io
 from unet_io import UserError
 
+PAGE = pathlib.Path(__file__).resolve().parent / "README.md"
 WAYS = {  # name: (operators, compiled, in a CUDA graph)
     "eager": ("torch", False, False),
     "eager, these operators": ("native", False, False),
@@ -199,11 +200,11 @@ def main():
         raise UserError("dev/torch_ops/bench_ops.py measures on a GPU, and PyTorch finds none here")
     gpu = torch.cuda.get_device_name()
     text = render_operators(bench_operators(), gpu)
-    write_between(benchmark.PAGE, {"bench:operators": text})
+    write_between(PAGE, {"bench:operators": text})
     print("\n" + text, flush=True)
     for found in bench_steps(args.batches):  # each is in the page as soon as it is known
         steps = render_steps(found, gpu)
-        write_between(benchmark.PAGE, {"bench:operators": f"{steps}\n{text}"})
+        write_between(PAGE, {"bench:operators": f"{steps}\n{text}"})
     print("\n" + steps)
 
 

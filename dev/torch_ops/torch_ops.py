@@ -23,7 +23,7 @@ upsample and downsample.
     downsample, timestep_embedding, gelu
     AdamW      the optimiser, an update in a handful of launches
 
-How it is made: torch_ops.h says what the files are for, dev/README.md follows one operator through them.
+How it is made: torch_ops.h says what the files are for, README.md beside it follows one operator through them.
 """
 import concurrent.futures
 import contextlib
