@@ -102,15 +102,15 @@ endif
 DIT_SOURCES := dev/dit/train_dit.cu $(wildcard dev/dit/*.h) $(PROGRAM_SOURCES)
 train_dit: $(DIT_SOURCES) $(BUILD)/settings | report data
 	$(for_here)
-PROFILE_SOURCES := dev/profile.cu dev/work.h $(PROGRAM_SOURCES)
-dev/profile: $(PROFILE_SOURCES) $(BUILD)/settings | report
+PROFILE_SOURCES := dev/bench/profile.cu dev/bench/work.h $(PROGRAM_SOURCES)
+dev/bench/profile: $(PROFILE_SOURCES) $(BUILD)/settings | report
 	$(for_here)
-dev/profile_dit: $(PROFILE_SOURCES) $(DIT_SOURCES) $(BUILD)/settings | report
+dev/bench/profile_dit: $(PROFILE_SOURCES) $(DIT_SOURCES) $(BUILD)/settings | report
 	$(for_here) -DDIT
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
 TEST_SOURCES := tests/network.cu tests/readers.cu tests/kernels.cu tests/cases.h tests/harness.h tests/microbatch.h $(PROGRAM_SOURCES)
-DIT_TEST_SOURCES := tests/dit_layers.cu tests/cases.h $(DIT_SOURCES)
+DIT_TEST_SOURCES := dev/dit/dit_layers.cu tests/cases.h $(DIT_SOURCES)
 $(BUILD)/network $(BUILD)/readers: $(BUILD)/%: tests/%.cu $(TEST_SOURCES) $(BUILD)/settings | report
 	$(call for_cpu,-O2)
 $(BUILD)/train_unet_cpu: $(PROGRAM_SOURCES) $(BUILD)/settings
@@ -157,8 +157,8 @@ $(PROFILE_OBJECTS): $(BUILD)/profile_%.o: $(PROFILE_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
 $(TEST_OBJECTS): $(BUILD)/kernels_%.o: tests/kernels.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
-# The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops.py.
-$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops.cu dev/torch_ops.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+# The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops/torch_ops.py.
+$(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops/torch_ops.cu dev/torch_ops/torch_ops.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags) -Xcompiler -fPIC,-fvisibility=hidden
 $(DIT_OBJECTS): $(BUILD)/train_dit_%.o: $(DIT_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
@@ -174,38 +174,38 @@ all_archs:
 
 # ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
 
-# A ladder is a .cu with a .py of the same name, but for the programs; the other .py of dev/ are tools.
-LADDERS := $(filter-out torch_ops,$(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py))))
+# A ladder is a .cu with a .py of the same name.
+LADDERS := $(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py)))
 # What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
 build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
 else
 build_ladder = $(for_cpu) $(if $(call compiles,int main() {},-fopenmp),-fopenmp)
 endif
-$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
 	$(build_ladder)
-$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(build_ladder)
 LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
-$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
 	@$(RUN_PYTHON) $<
 
-# Every ladder in turn, then dev/README.md from what they printed. On a CPU those that have a ladder there, into a
+# Every ladder in turn, then the pages of dev/ from what they printed. On a CPU those that have a ladder there, into a
 # table of their own.
 ifeq ($(DEVICE),cpu)
 bench_dev: python $(BUILD)/ladders
 	@export OMP_NUM_THREADS=$$(nproc) CUDA_VISIBLE_DEVICES= DEV_DATA=$(BUILD)/dev_cpu; \
 		for ladder in conv3x3 conv1x1 groupnorm attention; do $(RUN_PYTHON) dev/$$ladder.py && \
 		$(BUILD)/ladders $$ladder > $$DEV_DATA/$$ladder.txt || { tail -n 20 $$DEV_DATA/$$ladder.txt; exit 1; }; done
-	@$(RUN_PYTHON) dev/ladders.py cpu
+	@$(RUN_PYTHON) dev/bench/ladders.py cpu
 else
 bench_dev: python $(BUILD)/ladders $(LADDERS:%=$(BUILD)/dev/%.bin)
 	@for ladder in $(LADDERS); do echo "$$ladder"; \
 		DEV_DATA=$(BUILD)/dev $(BUILD)/ladders $$ladder > $(BUILD)/dev/$$ladder.txt || { tail -n 20 $(BUILD)/dev/$$ladder.txt; exit 1; }; done
-	@$(RUN_PYTHON) dev/ladders.py
+	@$(RUN_PYTHON) dev/bench/ladders.py
 endif
 
 # The CPU's layers for the vectors of other processors: AVX2's, and NEON's where Debian's cross compiler is found.
@@ -251,7 +251,7 @@ RUN_PYTHON = $$(if $(SYSTEM_READY) || [ ! -e .venv/ready ]; then echo python3; e
 ON_GPU := $(filter cuda,$(DEVICE))
 TEST_BINARIES := train_unet $(BUILD)/network $(BUILD)/readers $(if $(ON_GPU),$(BUILD)/kernels_$(PRECISION) $(BUILD)/train_unet_cpu)
 ifdef ALL
-TEST_BINARIES += train_dit dev/profile $(BUILD)/ladders $(BUILD)/dit_layers $(BUILD)/network_asan $(BUILD)/readers_asan \
+TEST_BINARIES += train_dit dev/bench/profile $(BUILD)/ladders $(BUILD)/dit_layers $(BUILD)/network_asan $(BUILD)/readers_asan \
 	$(BUILD)/train_unet_asan $(BUILD)/train_dit_asan $(OTHER_TESTS)
 TEST_BINARIES += $(if $(ON_GPU),$(BUILD)/kernels_bf16 $(BUILD)/kernels_fp32 $(BUILD)/train_unet_fp32 $(BUILD)/train_dit_cpu \
 	$(BUILD)/train_dit_fp32 $(BUILD)/dit_layers_cuda_bf16 $(BUILD)/dit_layers_cuda_fp32 $(BUILD)/one_gpu_nccl.so)
@@ -265,18 +265,18 @@ test: python check_toc
 	@$(foreach kernels,$(KERNEL_TESTS),$(kernels) $(if $(ALL),&& $(kernels) limits) &&) true
 	@$(if $(ON_GPU),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) tests/run.py
 
-# Against PyTorch on this machine; writes its tables into README.md and dev/README.md. On a GPU, BATCHES=32,128 measures
+# Against PyTorch on this machine; writes its tables into README.md and the pages of dev/bench. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
-bench: python train_unet dev/profile train_dit dev/profile_dit $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
-	@$(RUN_PYTHON) dev/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
+bench: python train_unet dev/bench/profile train_dit dev/bench/profile_dit $(if $(filter cuda,$(DEVICE)),$(BUILD)/train_unet_fp32 $(BUILD)/profile_fp32)
+	@$(RUN_PYTHON) dev/bench/benchmark.py $(if $(BATCHES),--batches $(BATCHES)) $(if $(PRESETS),--presets $(PRESETS))
 
-# PyTorch's operators and ours, on a GPU, into dev/README.md.
+# PyTorch's operators and ours, on a GPU, into dev/torch_ops/README.md.
 bench_ops: python
-	@$(RUN_PYTHON) dev/bench_ops.py $(if $(BATCHES),--batches $(BATCHES))
+	@$(RUN_PYTHON) dev/torch_ops/bench_ops.py $(if $(BATCHES),--batches $(BATCHES))
 
 # What a step's time goes to; FLAGS: the program's, such as --batch_size 32.
-profile: dev/profile
-	@dev/profile $(FLAGS)
+profile: dev/bench/profile
+	@dev/bench/profile $(FLAGS)
 
 # The tables of flags in docs/guide.md, from the program's own help.
 docs: train_unet
@@ -286,9 +286,9 @@ docs: train_unet
 
 # The contents list of train_unet.cu: toc writes it from the banners, check_toc fails where it is not what they say.
 toc:
-	@python3 dev/toc.py
+	@python3 dev/bench/toc.py
 check_toc:
-	@python3 dev/toc.py --check
+	@python3 dev/bench/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/dit/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) profile profile_dit) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin

@@ -363,7 +363,7 @@ static std::string backend_meet();
 // Ends the messages, when every one that was sent has arrived.
 static void backend_part();
 
-// PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/profile.cu.
+// PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/bench/profile.cu.
 #ifndef PROFILE
 #define PROFILE(...)
 #endif
@@ -4138,7 +4138,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
     train(&trainer);
 }
 
-#ifndef PROFILING  // dev/profile.cu has its own
+#ifndef PROFILING  // dev/bench/profile.cu has its own
 static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
@@ -4196,7 +4196,7 @@ int main(int argc, char** argv) {
 
 // ---- the machine ------------------------------------------------------------------------------------------
 #define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
-#ifndef LAUNCH_CHECK  // dev/profile.cu counts launches
+#ifndef LAUNCH_CHECK  // dev/bench/profile.cu counts launches
 #define LAUNCH_CHECK() CUDA_CHECK(cudaGetLastError())
 #endif
 static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {

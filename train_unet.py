@@ -271,7 +271,7 @@ class UNet(nn.Module):
 # ----------------------------------------------------------------------------------------------------
 # the same model by the kernels of train_unet.cu: --operators native
 
-ops = None  # the module dev/torch_ops.py, once use_native_operators has built it
+ops = None  # the module dev/torch_ops/torch_ops.py, once use_native_operators has built it
 
 
 class NativeConv2d(nn.Conv2d):
@@ -336,12 +336,12 @@ class NativeOut(nn.Sequential):
 
 
 def use_native_operators(model):
-    """The UNet with its layers computed by dev/torch_ops.py; parameters and their names stay. Returns the model.
+    """The UNet with its layers computed by dev/torch_ops/torch_ops.py; parameters and their names stay. Returns the model.
 
     The first call builds the operators, which takes one to three minutes.
     """
     global ops
-    ops = unet_io.import_from_dev("torch_ops")
+    ops = unet_io.import_from_dev("torch_ops/torch_ops")
     kinds = {Downsample: NativeDownsample, Upsample: NativeUpsample, ResBlock: NativeResBlock,
              AttentionBlock: NativeAttentionBlock, nn.Linear: NativeLinear}
     for module in model.modules():
@@ -1129,7 +1129,7 @@ def parse_flags(argv=None):
     parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
                         help="use torch.compile (default: 1 on a GPU, else 0)")
     parser.add_argument("--operators", choices=["torch", "native"],
-                        help="native: the kernels of train_unet.cu, see dev/torch_ops.py (default: torch)")
+                        help="native: the kernels of train_unet.cu, see dev/torch_ops/torch_ops.py (default: torch)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="bf16: autocast (default: fp32)")
     parser.add_argument("--device", help="cpu, cuda, mps ... (default: the best there is)", metavar="X")
     given = vars(parser.parse_args(argv))

@@ -27,7 +27,7 @@
 #ifndef TESTING
 #define TESTING
 #endif
-#include "work.h"
+#include "bench/work.h"
 
 #include <functional>
 #include <map>

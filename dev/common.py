@@ -1,5 +1,5 @@
 """What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing; and what writes
-measurements into README.md: the markers between which they stand, the processor's name.
+measurements into pages: the markers between which they stand, the page of a device, the processor's name.
 
 The file, little-endian: int32 20241127, then tensors: int32 length of the name, the name ("case/tensor"),
 int32 number of dimensions, int32 each dimension, float32 values in PyTorch's order. A case's sizes ("B", "C",
@@ -44,6 +44,19 @@ def write_between(path, texts):
         page = page.replace(marked + text_between(page, name), marked + text)
     with unet_io.replacing(path) as file:
         file.write(page.encode())
+
+
+def results_page(device):
+    """The page of a device's tables, bench/results-H100.md for "NVIDIA H100 80GB HBM3". Where a GPU has none yet, its
+    page is the H100's without figures."""
+    model = re.search(r"(RTX )?[A-Z]*\d+\w*", device)
+    name = model[0].replace(" ", "") if model else re.sub(r"\W+", "-", device)
+    path = HERE / f"bench/results-{name}.md"
+    if not path.exists():
+        page = (HERE / "bench/results-H100.md").read_text(encoding="utf-8")
+        page = re.sub(r"^(<!-- (\S+) -->\n).*?^(?=<!-- /\2 -->$)", r"\1", page, flags=re.M | re.S)
+        path.write_text(page.replace("H100", name), encoding="utf-8")
+    return path
 
 
 def processor_name():

@@ -137,5 +137,6 @@ def images32(tmp_path_factory):
 @pytest.fixture
 def tools(monkeypatch):
     """Import a tool of dev/ by its name."""
-    monkeypatch.syspath_prepend(ROOT / "dev")
+    for folder in ("dev/torch_ops", "dev/bench", "dev"):
+        monkeypatch.syspath_prepend(ROOT / folder)
     return importlib.import_module

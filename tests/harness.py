@@ -41,7 +41,7 @@ VARIANTS = {"network_asan": os.environ.get("NETWORK_ASAN", str(ROOT / "build/net
             "neon": os.environ.get("NETWORK_NEON", str(ROOT / "build/network_neon")),
             "train_asan": os.environ.get("TRAIN_UNET_ASAN", str(ROOT / "build/train_unet_asan")),
             "ladders": os.environ.get("LADDERS", str(ROOT / "build/ladders")),
-            "profile": os.environ.get("PROFILE", str(ROOT / "dev/profile"))}
+            "profile": os.environ.get("PROFILE", str(ROOT / "dev/bench/profile"))}
 
 GPU = {"bf16": os.environ.get("TRAIN_UNET_BF16", str(ROOT / "train_unet")),
        "fp32": os.environ.get("TRAIN_UNET_FP32", str(ROOT / "build/train_unet_fp32"))}

@@ -26,8 +26,7 @@ from unet_io import Config, UserError
 # ----------------------------------------------------------------------------------------------------
 # dev/
 
-LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()}
-                 - {"torch_ops"})
+LADDERS = sorted({path.stem for path in (ROOT / "dev").glob("*.py") if path.with_suffix(".cu").exists()})
 
 
 @pytest.mark.parametrize("stem", LADDERS)
@@ -80,7 +79,7 @@ def test_ladders_of_make():
 # what is measured, and the pages that it is written into
 
 def profile_tables(text):
-    """The tables of dev/profile: a list of {name: (launches, ms, share)}, each with its sum."""
+    """The tables of dev/bench/profile: a list of {name: (launches, ms, share)}, each with its sum."""
     tables = []
     for line in text.splitlines():
         row = re.fullmatch(r"(\S.*?) +(\d+) +([\d.]+) +([\d.]+)% +[\d.]+ +[\d.]+ +(?:-|\d+%)", line)
@@ -146,51 +145,58 @@ def test_benchmark_tables(tools):
     assert list(dit) == ["DiT-B/2"] and "| `./train_dit`, bf16 | 32 |" in dit["DiT-B/2"] and head in dit["DiT-B/2"]
     tables = {"gpu": texts["gpu"], "adm64": official["adm64"], "cpu": ""}
     page = "".join(f"<!-- bench:{name} -->\n{text}<!-- /bench:{name} -->\n" for name, text in tables.items())
-    assert benchmark.speed_table(page).splitlines()[2:] == [
+    assert benchmark.speed_table([page]).splitlines()[2:] == [
         f"| X | {model}, bf16 | {batch} | 5.00 | 15.00 | 3.00 | 0.50 GiB | 1.00 GiB |"
         for model, batch in (("unet64", 32), ("unet64", 256), ("adm64", 32))]
 
 
-def copied_pages(benchmark, tmp_path, monkeypatch):
+GPU_PAGE, CPU_PAGE = "dev/bench/results-H100.md", "dev/bench/results-CPU.md"
+
+
+def copied_pages(tools, tmp_path, monkeypatch):
     """{name: text} of the pages that a benchmark writes, in a folder of its own from now on."""
-    pages = {name: (ROOT / name).read_text() for name in ("README.md", "dev/README.md")}
-    (tmp_path / "dev").mkdir()
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", GPU_PAGE, CPU_PAGE)}
+    (tmp_path / "dev/bench").mkdir(parents=True)
     for name, text in pages.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
-    monkeypatch.setattr(benchmark, "PAGE", tmp_path / "dev/README.md")
+    monkeypatch.setattr(tools("benchmark"), "ROOT", tmp_path)
+    monkeypatch.setattr(tools("common"), "HERE", tmp_path / "dev")
     return pages
 
 
 def test_benchmark_pages(tools, tmp_path, monkeypatch):
     """The short table is that of the long ones; a CPU's benchmark writes its table and leaves the rest."""
     benchmark, common = tools("benchmark"), tools("common")
-    pages = copied_pages(benchmark, tmp_path, monkeypatch)
-    benchmark.write_pages()
+    pages = copied_pages(tools, tmp_path, monkeypatch)
+    benchmark.write_pages("CPU")
     assert {name: (tmp_path / name).read_text() for name in pages} == pages
     times = {kind: (50.0 + n, 6.0 + n) for n, kind in enumerate(reversed(benchmark.KINDS))}
     monkeypatch.setattr(benchmark, "measure_case", lambda case, threads: times | {"./train_unet": (25.0, 2.0)})
     monkeypatch.setattr(benchmark, "seconds_to_draw", lambda threads: 3.2)
     benchmark.benchmark_cpu("fp32, 2 threads")
     written = {name: (tmp_path / name).read_text() for name in pages}
-    for name, marker in (("README.md", "bench:speed"), ("dev/README.md", "bench:cpu")):
+    for name, marker in (("README.md", "bench:speed"), (CPU_PAGE, "bench:cpu")):
         new, old = common.text_between(written[name], marker), common.text_between(pages[name], marker)
         assert written[name] == pages[name].replace(old, new) and new != old
     for model, batch in (("unet64", 4), ("tiny", 8)):
         row = f"| {model}, fp32 | {batch} | 25.0 | 50.0 | 2.00 | 2.00 GB | 6.00 GB |"
         assert row in written["README.md"]
     for line in ("| unet64 | 16 | 25.0 | 50.0 | 2.00 | torch.compile, channels_last |", "0.200 s a picture."):
-        assert line in written["dev/README.md"]
-    (tmp_path / "dev/README.md").write_text("no markers")
+        assert line in written[CPU_PAGE]
+    assert written[GPU_PAGE] == pages[GPU_PAGE]
+    (tmp_path / CPU_PAGE).write_text("no markers")
     with pytest.raises(UserError, match="<!-- bench:cpu -->"):
-        benchmark.write_pages(cpu="")
-    assert (tmp_path / "dev/README.md").read_text() == "no markers"
+        benchmark.write_pages("CPU", cpu="")
+    assert (tmp_path / CPU_PAGE).read_text() == "no markers"
+    page = common.results_page("NVIDIA GeForce RTX 4090")  # a GPU's first
+    assert page == tmp_path / "dev/bench/results-RTX4090.md" and "bench:gpu -->\n<!-- /bench:gpu" in page.read_text()
+    assert "H100" not in page.read_text() and common.results_page("NVIDIA H100 80GB HBM3") == tmp_path / GPU_PAGE
 
 
 def test_benchmark_on_a_cpu(tools, monkeypatch):
     """Steps and calls are measured, here of the smallest preset and without compiling; a worker's end is told."""
     benchmark = tools("benchmark")
-    measured, built = benchmark.run_measured, {"./train_unet": TRAIN, "dev/profile": variant("profile")}
+    measured, built = benchmark.run_measured, {"./train_unet": TRAIN, "dev/bench/profile": variant("profile")}
     monkeypatch.setattr(benchmark, "run_measured",
                         lambda program, *flags, **others: measured(built[program], *flags, **others))
     monkeypatch.setattr(benchmark, "KINDS", benchmark.KINDS[:2])
@@ -253,19 +259,19 @@ def test_benchmark_of_drawing(tools, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert json.loads(printed)["calls"] == {"1": 10.0, "2": 10.0}
     # all of it, into pages of its own
-    pages = copied_pages(benchmark, tmp_path, monkeypatch)
+    pages = copied_pages(tools, tmp_path, monkeypatch)
     monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results.jsonl")
     monkeypatch.setattr(benchmark, "launched", lambda command, line: (1, printed))
     monkeypatch.setattr(benchmark, "identity", lambda: "this GPU")
-    monkeypatch.setattr(benchmark, "measure_calls", lambda: (calls, device))
+    monkeypatch.setattr(benchmark, "measure_calls", lambda: (calls, "NVIDIA H100 80GB HBM3"))
     monkeypatch.setattr(benchmark, "measure_drawing", lambda: (0.8, 0.5))
     benchmark.benchmark_drawing()
     written = {name: (tmp_path / name).read_text() for name in pages}
-    marked = common.text_between(written["dev/README.md"], "bench:drawing")
+    marked = common.text_between(written[GPU_PAGE], "bench:drawing")
     assert "4 --sample_steps 3` takes 0.80 s" in marked and "| 2 |" in marked
     empty = "<!-- bench:drawing -->\n"
-    old = empty + common.text_between(pages["dev/README.md"], "bench:drawing")
-    assert written == pages | {"dev/README.md": pages["dev/README.md"].replace(old, empty + marked)}
+    old = empty + common.text_between(pages[GPU_PAGE], "bench:drawing")
+    assert written == pages | {GPU_PAGE: pages[GPU_PAGE].replace(old, empty + marked)}
     assert json.loads((tmp_path / "results.jsonl").read_text())["preset"] == "drawing"
 
 
@@ -293,14 +299,15 @@ def test_ladder_pages(tools):
     assert ["8, 64x64", "2.0", "50", "50.0%", "3.0", "33", "1.50"] in rows
     assert ["16, 8x8", "2.0", "50", "50.0%", "1.0", "99", "0.50"] in rows
     assert ["16, 8x8", "2.0", "50", "50.0%"] in rows
-    overview = ladders.overview(section).splitlines()
+    overview = ladders.overview(section, "results-X.md").splitlines()
     assert len(overview) == 3
     assert cells(overview[2]) == [
-        "[upsample](#upsample)", "forward", "8, 64x64", "8.0", "3.0", "2.0", "1.50", "50.0%"]
+        "[upsample](bench/results-X.md#upsample)", "forward", "8, 64x64", "2", "8.0", "2.0", "3.0"]
     with pytest.raises(UserError, match="without a GPU"):
         ladders.tables_of("upsample", "version 1 ok\n")
-    page = (ROOT / "dev/README.md").read_text()
-    assert ladders.overview(page) == ladders.text_between(page, "ladders:overview")
+    page, worklog = (ROOT / GPU_PAGE).read_text(), (ROOT / "dev/README.md").read_text()
+    assert ladders.overview(page, "results-H100.md") == tools("common").text_between(worklog, "ladders:overview")
+    assert len(worklog.splitlines()) <= 300
     assert ladders.device_of(page) and page.count("<details>") == page.count("</details>")
     assert [stem for stem in ladders.ORDER if f"\n### {stem}\n" in page] == ladders.ORDER
 
@@ -317,7 +324,7 @@ def test_ladder_page_of_a_cpu(tools):
     table = ladders.cpu_table({"conv1x1": output})
     assert "2 threads, vectors of 16; batches of 4:\n" in table
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "conv1x1" in line]
-    assert rows == [["[conv1x1](#conv1x1)", "16 to 24, 8x8", *cells, "", ""] for cells in (
+    assert rows == [["[conv1x1](../conv1x1.cu)", "16 to 24, 8x8", *cells, "", ""] for cells in (
         ("1", "plain", "8.00 (1.0x)", "9.00 (1.0x)"), ("3", "the program's", "2.00 (4.0x)", "4.50 (2.0x)"),
         ("PyTorch", "channels_last", "1.00 (8.0x)", "6.00 (1.5x)"))]
     other = output.replace("2 threads", "3 threads")
@@ -420,12 +427,12 @@ def test_tensorboard_of_a_damaged_run(tmp_path, tools, capsys):
 
 
 def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
-    """A ladder that ended before it named its device costs README.md nothing."""
+    """A ladder that ended before it named its device costs the page nothing."""
     ladders = tools("ladders")
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
     (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
-    monkeypatch.setattr(ladders, "HERE", tmp_path / "dev")
+    monkeypatch.setattr(ladders, "DEV", tmp_path / "dev")
     with pytest.raises(UserError, match="names no device.*: silu$"):
         ladders.main()
 
@@ -443,10 +450,10 @@ def test_plot_log(tmp_path, tools):
     assert lines["loss by timestep"] == [[[7, 4]], [[7, 3]], [[7, 1]]]
     assert lines["learning rate"] == [[[step, 1e-4 * step] for step in steps], [[7, 7e-4]]]
     target = tmp_path / "loss.png"
-    assert "loss by timestep" in script("dev/plot_log.py", *logs, "--output_name", target).stdout
+    assert "loss by timestep" in script("dev/bench/plot_log.py", *logs, "--output_name", target).stdout
     assert picture(target).std() > 10
     target = tmp_path / "no/x.png"
-    refused(sys.executable, ROOT / "dev/plot_log.py", logs[0], "--output_name", target, says="x.png")
+    refused(sys.executable, ROOT / "dev/bench/plot_log.py", logs[0], "--output_name", target, says="x.png")
     (tmp_path / "full.png").symlink_to("/dev/full")
     for name, says in (("x.txt", "supported"), ("full.png", "a device"), (".", "a folder")):
         assert says in call(plot_log, logs[0], "--output_name", tmp_path / name)
@@ -478,9 +485,9 @@ def test_requirements():
 
 
 SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy", "torch", "tqdm"],
-           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/plot_log.py": ["numpy", "tqdm"],
-           "dev/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/benchmark.py": ["numpy", "torch", "tqdm"],
-           "dev/compare_quality.py": ["numpy", "torch", "tqdm"]}
+           "train_unet.py": ["numpy", "torch", "tqdm"], "dev/bench/plot_log.py": ["numpy", "tqdm"],
+           "dev/bench/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/bench/benchmark.py": ["numpy", "torch", "tqdm"],
+           "dev/bench/compare_quality.py": ["numpy", "torch", "tqdm"]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -51,7 +51,7 @@ def test_flags(name, least):
     page = (ROOT / name).read_text()
     programs = "".join((ROOT / name).read_text() for name in (
         "train_unet.cu", "unet_io.h", "unet_io.py", "train_unet.py", "generate.py", "prepare_data.py",
-        "dev/compare_quality.py"))
+        "dev/bench/compare_quality.py"))
     page = re.sub(r"^- (torchrun|srun|mpirun)\b.*$", "", page, flags=re.M)  # these have flags of their own
     flags = set(re.findall(r"--(\w+)", page))
     assert len(flags) > least

@@ -181,7 +181,7 @@ def test_gpu_pictures_in_bf16(tmp_path):
 
 def nccl_library():
     """NCCL's own file, as the benchmark finds it."""
-    return unet_io.import_from_dev("benchmark").nccl_library()
+    return unet_io.import_from_dev("bench/benchmark").nccl_library()
 
 
 def start_ranks(through, ranks, folder, *flags):

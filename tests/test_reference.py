@@ -194,7 +194,7 @@ def test_compare_quality(tmp_path, images8):
     """Both programs from fresh weights, with everything that may vary from step to step."""
     config = dataclasses.replace(RESUMED, ema_rate=0.0, class_cond=False, num_classes=0, cond_drop_prob=0.0,
                                  use_scale_shift_norm=False, dropout=0.0)
-    result = script("dev/compare_quality.py", "--output_name", tmp_path / "x/curves.jsonl",
+    result = script("dev/bench/compare_quality.py", "--output_name", tmp_path / "x/curves.jsonl",
                     *flags_of(config), "--steps", 12, "--data_file", images8, "--device", "cpu")
     assert "within 1%: the losses fall alike" in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "x/curves.jsonl").read_text().splitlines()]

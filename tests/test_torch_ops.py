@@ -1,4 +1,4 @@
-"""dev/torch_ops.py: the layers of train_unet.cu as operators of PyTorch, on the CPU and on a GPU where there is one."""
+"""dev/torch_ops/torch_ops.py: the layers of train_unet.cu as operators of PyTorch, on the CPU and on a GPU where there is one."""
 import concurrent.futures
 import contextlib
 import copy
@@ -27,7 +27,7 @@ PLACES = {"cpu": ("cpu", torch.float32, 1e-5), "cuda fp32": ("cuda", torch.float
 def ops():
     """The operators, which the first import builds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "dev")
+        patch.syspath_prepend(ROOT / "dev/torch_ops")
         import torch_ops
         yield torch_ops
 
@@ -363,7 +363,7 @@ def test_opcheck(place, ops):
         tolerance = {} if dtype == torch.float32 else dict(atol=0.5, rtol=0.05)  # of sums; the gradients are tested above
         torch.library.opcheck(getattr(torch.ops.train_unet, name).default, arguments, **tolerance)
         checked.add(name)
-    source = (ROOT / "dev/torch_ops.cpp").read_text()
+    source = (ROOT / "dev/torch_ops/torch_ops.cpp").read_text()
     assert checked == set(re.findall(r'm\.def\(\s*"(\w+)\(', source))
 
 
@@ -746,7 +746,7 @@ def test_other_kinds_of_tensors(ops):
 def test_failures_of_launchers(tmp_path):
     """What the program refuses within a call, or finds wrong there, is thrown, with its sentence, and the call after
     it works."""
-    (tmp_path / "failing.cpp").write_text(f'#include "{ROOT}/dev/torch_ops.cu"\n' + r"""
+    (tmp_path / "failing.cpp").write_text(f'#include "{ROOT}/dev/torch_ops/torch_ops.cu"\n' + r"""
         static std::string thrown(const Place& place, auto launches) {
             try {
                 at(place, 1, launches);
@@ -971,7 +971,7 @@ def test_built_for_a_processor(ops, tmp_path, monkeypatch):
 # under compute-sanitizer
 
 SMALL = """
-import sys; sys.path.insert(0, "dev")
+import sys; sys.path.insert(0, "dev/torch_ops")
 import torch, torch_ops as ops
 
 leaves = []
@@ -1173,7 +1173,7 @@ def test_out_of_memory(gpu, ops):
 # the benchmark
 
 def test_benchmark_compares_the_same(ops, tools):
-    """dev/bench_ops.py's pairs of functions give the same numbers; its tables hold what was measured."""
+    """dev/torch_ops/bench_ops.py's pairs of functions give the same numbers; its tables hold what was measured."""
     bench = tools("bench_ops")
     for name, shape, ours, theirs, shapes in bench.cases(ops):
         small = {key: (1, value[1], *[min(size, 8) for size in value[2:]]) if key == "x" else value

@@ -1,5 +1,5 @@
 // GELU, F.gelu(x, approximate="tanh"), as a layer written once for both builds (section 3 of train_unet.cu, which is
-// included first): a layer of train_dit.cu, the last version of the ladder ../gelu.cu, and the operator of ../torch_ops.cu.
+// included first): a layer of train_dit.cu, the last version of the ladder ../gelu.cu, and the operator of ../torch_ops/torch_ops.cu.
 // An item is 16 bytes; on the CPU an element, so that the loop becomes vector code.
 #pragma once
 

@@ -8,7 +8,7 @@
 //
 // The network is that of Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with adaLN-Zero
 // blocks; parameters have the names and the order of its authors' program. train_dit.py, the same in PyTorch,
-// imports their weights. ../README.md tells how to add a network in this way.
+// imports their weights. README.md here tells how to add a network in this way.
 //
 // D = hidden_size; T tokens an image, h = sqrt(T) a side; P = patch_size. Tokens are a tensor (B, h, h, D).
 

@@ -1,6 +1,6 @@
 """A run's metrics.jsonl, and the grids of samples beside it, as TensorBoard event files.
 
-    python dev/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
+    python dev/bench/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
     tensorboard --logdir out
 
 Called again, for a run that went on, it replaces what it wrote. Needs PyTorch and the package tensorboard.
@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import unet_io  # first, because it explains a missing package
 
 import numpy as np

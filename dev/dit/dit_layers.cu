@@ -8,10 +8,10 @@
 #define LATE_SIDE_STREAM
 #endif
 #define main train_dit_main
-#include "../dev/dit/train_dit.cu"
+#include "train_dit.cu"
 #undef main
 
-#include "cases.h"
+#include "../../tests/cases.h"
 
 static const double LIMIT = sizeof(floatX) == 2 ? 4e-3 : 1e-5;
 

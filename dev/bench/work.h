@@ -14,9 +14,9 @@ static Work convolution_work(double M, int taps, int C, int O);
 static Work convolution_work(double M, int taps, int C, int O, size_t weight);
 
 #ifdef DIT
-#include "dit/train_dit.cu"
+#include "../dit/train_dit.cu"
 #else
-#include "../train_unet.cu"
+#include "../../train_unet.cu"
 #endif
 
 static Work convolution_work(double M, int taps, int C, int O, size_t weight) {

@@ -1,34 +1,25 @@
-"""Writes the ladders' part of README.md from what they printed on this GPU: `make bench` runs them and then this.
+"""Writes the ladders' tables from what they printed on this machine: `make bench` of dev/ runs them and then this.
 
-A section begins with the end of the comment that opens X.cu, from "What the steps change" on, and the first of its
-tables; the others are folded away. The table of all layers and the pictures are made from the tables in README.md, so
-without new output of the ladders this makes them again. With the word cpu it writes the table of the ladders on a CPU,
-and nothing else: `make bench DEVICE=cpu`.
+A GPU's tables go to its page beside this file, results-H100.md for instance: a section a ladder, with the first of its
+tables; the others are folded away. The table of all layers in dev/README.md and the pictures are made from that page,
+so without new output of the ladders this makes the H100's again. With the word cpu it writes the table of the ladders on a
+CPU, and nothing else: `make bench DEVICE=cpu`.
 """
 import dataclasses
 import pathlib
 import re
 import sys
 
-from common import processor_name, text_between, write_between
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from common import processor_name, results_page, write_between
 
 import unet_io
 from unet_io import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
+DEV = HERE.parent
 ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "upsample", "downsample", "timestep_embedding",
          "silu", "gelu", "mse", "adamw", "resblock", "attention_block"]
-
-
-def explanation(stem):
-    """The last paragraphs of the comment that opens X.cu, as one paragraph of text."""
-    lines = []
-    for line in (HERE / f"{stem}.cu").read_text().splitlines():
-        if not line.startswith("//"):
-            break
-        lines.append(line[2:].strip())
-    found = re.search(r"What the steps change: *(.*)", "\n".join(lines), re.S)
-    return found[1][:1].upper() + found[1][1:] if found else ""
 
 
 @dataclasses.dataclass
@@ -110,28 +101,27 @@ def tables_of(stem, output):
 
 
 def section(stem, tables):
-    """What README.md says of a layer: its explanation, a table, and the others folded away."""
-    title = re.sub(r"\n?// ", " ", (HERE / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
+    """What the page says of a layer: what it is, a table, and the others folded away."""
+    title = re.sub(r"\n?// ", " ", (DEV / f"{stem}.cu").read_text().split("\n//\n", 1)[0]).strip()
+    title += f" [{stem}.cu](../{stem}.cu) says what the steps change."
     pictures = [f"![{what}]({path.name})\n" for of, what, path, _ in PICTURES if of == stem]
     first, *others = [f"{table.heading}\n\n{table.text}" for table in tables]
     folded = ["<details><summary>The other passes and shapes</summary>\n", *others, "</details>\n"] if others else []
-    return "\n".join([f"### {stem}\n", title + "\n", explanation(stem) + "\n", *pictures, first, *folded])
+    return "\n".join([f"### {stem}\n", title + "\n", *pictures, first, *folded])
 
 
-def overview(page):
-    """The table of all layers, made from the sections in the text of README.md."""
+def overview(page, name):
+    """The table of all layers in dev/README.md, made from the sections in the text of a GPU's page of that name."""
     rows = []
     for stem in ORDER:
         seen = set()
         for table in read_tables(page, stem):
             if ": floor " in table.heading and table.theirs() and table.which not in seen:
                 seen.add(table.which)
-                first, ours, theirs = table.ours()[0], table.ours()[-1], table.fastest()
-                rows.append([f"[{stem}](#{stem})", table.which, shape_of(table), first["us"], theirs["us"], ours["us"],
-                             f"{float(theirs['us']) / float(ours['us']):.2f}", ours["of the floor"]])
-    columns = ["layer", "pass", "shape", "first version, us", "PyTorch, us", "last version, us", "times PyTorch's speed",
-               "of the floor"]
-    return markdown(columns, rows)
+                ours = table.ours()
+                rows.append([f"[{stem}](bench/{name}#{stem})", table.which, shape_of(table), len(ours), ours[0]["us"],
+                             ours[-1]["us"], table.fastest()["us"]])
+    return markdown(["layer", "pass", "shape", "versions", "first", "last", "PyTorch's"], rows)
 
 
 def cpu_table(outputs):
@@ -146,7 +136,7 @@ def cpu_table(outputs):
         shown = tables["forward"]
         ideas = {row["version"]: row["idea"] for row in shown.ours()} | {"PyTorch": shown.fastest()["idea"]}
         for version, idea in ideas.items():
-            rows.append([f"[{stem}](#{stem})", shape_of(shown).removesuffix(" on a CPU"), version, idea])
+            rows.append([f"[{stem}](../{stem}.cu)", shape_of(shown).removesuffix(" on a CPU"), version, idea])
             for which in passes:
                 us = [(row["version"], float(row["us"])) for row in tables[which].rows] if which in tables else []
                 best = min((time for of, time in us if of == version), default=None)
@@ -161,9 +151,9 @@ def cpu_table(outputs):
 OURS, OURS_LAST, THEIRS = "#9ecae1", "#08519c", "#bdbdbd"
 
 
-def draw_ladder(plt, readme):
+def draw_ladder(plt, page):
     """conv3x3: the rate of every version and of cuDNN, and what the floor would be. None where there is no table."""
-    tables = [table for table in read_tables(readme, "conv3x3") if ": floor " in table.heading]
+    tables = [table for table in read_tables(page, "conv3x3") if ": floor " in table.heading]
     tables = [next((t for t in tables if t.which == which and len(t.ours()) > 1), None)
               for which in ("forward", "input gradient", "weight gradient")]
     if None in tables:
@@ -187,13 +177,13 @@ def draw_ladder(plt, readme):
         axis.spines[["top", "right"]].set_visible(False)
     s = tables[0].sizes
     figure.suptitle(f"3x3 convolution, {s['C']} to {s['O']} channels at {s['H']}x{s['W']}, batch {s['B']}"
-                    f" ({device_of(readme)})")
+                    f" ({device_of(page)})")
     return figure
 
 
-def draw_rates(plt, readme):
+def draw_rates(plt, page):
     """conv3x3: the rate of the program and of cuDNN at every shape of the default model."""
-    tables = [table for table in read_tables(readme, "conv3x3") if table.case == "the shapes of the default model"]
+    tables = [table for table in read_tables(page, "conv3x3") if table.case == "the shapes of the default model"]
     tables = [next((t for t in tables if t.which == which), None)
               for which in ("forward", "input gradient", "weight gradient")]
     if None in tables:
@@ -209,7 +199,7 @@ def draw_rates(plt, readme):
         axis.set_xticks(places, [row["shape"] for row in table.rows], rotation=45, ha="right", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    figure.suptitle(f"3x3 convolutions of the default model, batch 32 ({device_of(readme)})")
+    figure.suptitle(f"3x3 convolutions of the default model, batch 32 ({device_of(page)})")
     return figure
 
 
@@ -217,11 +207,11 @@ PICTURES = [("conv3x3", "Rates of the versions", HERE / "conv3x3_ladder.png", dr
             ("conv3x3", "Rates at the model's shapes", HERE / "conv3x3_rates.png", draw_rates)]
 
 
-def device_of(readme):
-    return re.search(r"^All times are of one (.*)\.$", readme, re.M)[1]
+def device_of(page):
+    return re.search(r"^All times are of one (.*)\.$", page, re.M)[1]
 
 
-def draw_pictures(readme):
+def draw_pictures(page):
     try:
         import matplotlib
     except ImportError:
@@ -230,9 +220,9 @@ def draw_pictures(readme):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     for stem, _, path, draw in PICTURES:
-        figure = draw(plt, readme)
+        figure = draw(plt, page)
         if figure is None:
-            print(f"{path.name}: README.md has no such tables of {stem}")
+            print(f"{path.name}: the page has no such tables of {stem}")
             continue
         figure.savefig(path, dpi=110)
         plt.close(figure)
@@ -241,35 +231,36 @@ def draw_pictures(readme):
 
 def outputs_in(folder):
     """What the ladders printed, {stem: text}, in the order of the page."""
-    paths = {stem: HERE.parent / folder / f"{stem}.txt" for stem in ORDER}
+    paths = {stem: DEV.parent / folder / f"{stem}.txt" for stem in ORDER}
     return {stem: path.read_text() for stem, path in paths.items() if path.exists()}
 
 
 def main():
-    path = HERE / "README.md"
     if sys.argv[1:] == ["cpu"]:
         table = cpu_table(outputs_in("build/dev_cpu"))
-        write_between(path, {"ladders:cpu": table})
+        write_between(results_page("CPU"), {"ladders:cpu": table})
         print(table)
         return
     outputs = outputs_in("build/dev")
-    stems = list(outputs)
-    if stems:
+    path = HERE / "results-H100.md"
+    if outputs:
         found = {stem: re.search(r" on (.*): \w+$", output, re.M) for stem, output in outputs.items()}
         if None in found.values():
-            cut = [stem for stem in stems if not found[stem]]
+            cut = [stem for stem in outputs if not found[stem]]
             raise UserError(f"what these printed names no device, so run make bench again: {', '.join(cut)}")
         devices = {match[1] for match in found.values()}
         if len(devices) != 1:
             raise UserError(f"these times come from several devices: {', '.join(sorted(devices))}")
-        measured = f"All times are of one {devices.pop()}.\n"
-        sections = [section(stem, tables_of(stem, outputs[stem])) for stem in stems]
-        write_between(path, {"ladders": "\n".join([measured, *sections])})
-        print(f"{path}: {', '.join(stems)}")
+        device, = devices
+        path = results_page(device)
+        sections = [section(stem, tables_of(stem, output)) for stem, output in outputs.items()]
+        write_between(path, {"ladders": "\n".join([f"All times are of one {device}.\n", *sections])})
+        print(f"{path}: {', '.join(outputs)}")
     else:
         print("no new output of the ladders in build/dev: their sections stay, table and pictures are made again")
-    write_between(path, {"ladders:overview": overview(text_between(path.read_text(), "ladders"))})
-    draw_pictures(path.read_text())
+    page = path.read_text()
+    write_between(DEV / "README.md", {"ladders:overview": overview(page, path.name)})
+    draw_pictures(page)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The contents list at the head of train_unet.cu: each section with its parts, from their banners.
 
     make toc                        writes it
-    python dev/toc.py --check       fails where the list is not what would be written; `make test` runs this
+    python dev/bench/toc.py --check       fails where the list is not what would be written; `make test` runs this
 """
 import pathlib
 import re
 import sys
 import textwrap
 
-PATH = pathlib.Path(__file__).resolve().parent.parent / "train_unet.cu"
+PATH = pathlib.Path(__file__).resolve().parents[2] / "train_unet.cu"
 LIST = re.compile(r"(?<=\n// Contents\n//\n)(//  [ \d]\d  .*\n|//      .*\n)*")
 
 

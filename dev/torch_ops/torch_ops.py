@@ -1,6 +1,6 @@
 """The layers of train_unet.cu as operators of PyTorch: for any model, with gradients, for torch.compile too.
 
-    import sys; sys.path.insert(0, ".../dev")
+    import sys; sys.path.insert(0, ".../dev/torch_ops")
     from torch_ops import AdamW, attention, conv3x3, group_norm_silu
 
     h = conv3x3(group_norm_silu(x, 32, norm.weight, norm.bias), conv.weight, conv.bias)
@@ -23,7 +23,7 @@ upsample and downsample.
     downsample, timestep_embedding, gelu
     AdamW      the optimiser, an update in a handful of launches
 
-How it is made: torch_ops.h says what the files are for, dev/README.md follows one operator through them.
+How it is made: torch_ops.h says what the files are for, README.md beside it follows one operator through them.
 """
 import concurrent.futures
 import contextlib
@@ -42,6 +42,7 @@ from torch.autograd import forward_ad
 from torch.utils import cpp_extension
 
 HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 PROGRAM = ("train_unet.cu", "unet_io.h", "unet_cpu.h")  # which the operators are made of
 
 
@@ -81,7 +82,7 @@ def contents(folder, architecture):
     found = hashlib.sha256()
     made_of = [CXX_FLAGS, NVCC_FLAGS, os.environ.get("CXX", "c++"), architecture, HERE, folder]
     found.update(repr(list(map(str, made_of))).encode())
-    for source in (*(HERE.parent / name for name in PROGRAM), *sorted(HERE.glob("torch_ops.[ch]*")), HERE / "dit/gelu.h"):
+    for source in (*(ROOT / name for name in PROGRAM), *sorted(HERE.glob("torch_ops.[ch]*")), ROOT / "dev/dit/gelu.h"):
         found.update(source.read_bytes())
     return found.hexdigest()
 
@@ -93,7 +94,7 @@ def alone_in(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "building", "w")
     except OSError as error:
-        raise OSError(f"the operators of dev/torch_ops.py are not built yet for this machine, and {folder} can't be"
+        raise OSError(f"the operators of dev/torch_ops/torch_ops.py are not built yet for this machine, and {folder} can't be"
                       f" written: {error.strerror}; set TORCH_EXTENSIONS_DIR to a folder that can") from None
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -105,7 +106,7 @@ def alone_in(folder):
 def build():
     """Load torch.ops.train_unet, and before that compile what is not compiled yet. Returns whether it serves GPUs."""
     architecture = gpu_architecture()
-    place = os.environ.get("TORCH_EXTENSIONS_DIR", HERE.parent / "build")
+    place = os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / "build")
     folder = pathlib.Path(place).absolute() / "torch_ops"
     folder /= f"{torch.__version__}-{architecture or 'cpu'}-{processor()}"
     built, wanted = folder / "built", contents(folder, architecture)

@@ -1,6 +1,6 @@
 """The same run in ./train_unet and in PyTorch: do the losses fall alike?
 
-    python dev/compare_quality.py --output_name curves.jsonl --batch_size 64 --steps 3000
+    python dev/bench/compare_quality.py --output_name curves.jsonl --batch_size 64 --steps 3000
 
 Both start from the same weights and see the same batches with the same noise, in bf16 where ./train_unet computes in
 bf16. Writes both curves, and fails unless they end within 1% of each other. Takes the flags of train_unet.py too.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import unet_io  # first, because it explains a missing package
 
 import numpy as np
@@ -138,7 +138,7 @@ def compare_quality(config, run, path):
     """Write both loss curves, a step a line, and print how far apart they end. Raises UserError beyond 1%."""
     device, steps = train_unet.pick_device(run.device), run.steps
     if config.skip_outliers:
-        raise UserError("dev/compare_quality.py replays every step: leave out --skip_outliers")
+        raise UserError("dev/bench/compare_quality.py replays every step: leave out --skip_outliers")
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:

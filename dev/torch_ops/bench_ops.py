@@ -1,16 +1,18 @@
 """The operators of torch_ops.py beside PyTorch's own, on this machine's GPU: each by itself, and a training step.
 
-    make bench_ops                                in the folder above: measures, writes the tables into README.md
-    python dev/bench_ops.py --batches 32,128      of steps; each adds the time in which PyTorch compiles it
+    make bench_ops                                       measures, writes the tables into README.md beside this file
+    python dev/torch_ops/bench_ops.py --batches 32,128   some batch sizes of steps; each adds the time in which PyTorch compiles it
 
 A step is that of the default model, as in benchmark.py: in bf16 autocast, channels_last, with a fused AdamW; in CUDA
 graphs where the table says so. An operator is timed in a CUDA graph, with copies of its tensors that together exceed the
 second-level cache, as in the ladders. Each step is measured in a process of its own.
 """
 import json
+import pathlib
 import sys
 
-import benchmark  # first, because it finds the folder above
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "bench"))
+import benchmark  # first, because it finds the folders above
 import torch
 import torch.nn.functional as F
 from benchmark import CALL, launched, milliseconds, opponent, preset_config, replay_of, training_step
@@ -20,6 +22,7 @@ import train_unet
 import unet_io
 from unet_io import UserError
 
+PAGE = pathlib.Path(__file__).resolve().parent / "README.md"
 WAYS = {  # name: (operators, compiled, in a CUDA graph)
     "eager": ("torch", False, False),
     "eager, these operators": ("native", False, False),
@@ -58,7 +61,7 @@ def bench_steps(batches):
     found = {}
     for batch in batches:
         for way in WAYS:
-            call = f"{CALL.replace('benchmark', 'bench_ops')}time_step({way!r}, {batch})"
+            call = f"{CALL.replace('dev/bench', 'dev/torch_ops').replace('benchmark', 'bench_ops')}time_step({way!r}, {batch})"
             try:
                 seconds, output = launched([sys.executable, "-c", call], r'\{"ms"')
             except UserError as error:
@@ -194,14 +197,14 @@ def main():
                         help="batch sizes of the steps (default: 32)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        raise UserError("dev/bench_ops.py measures on a GPU, and PyTorch finds none here")
+        raise UserError("dev/torch_ops/bench_ops.py measures on a GPU, and PyTorch finds none here")
     gpu = torch.cuda.get_device_name()
     text = render_operators(bench_operators(), gpu)
-    write_between(benchmark.PAGE, {"bench:operators": text})
+    write_between(PAGE, {"bench:operators": text})
     print("\n" + text, flush=True)
     for found in bench_steps(args.batches):  # each is in the page as soon as it is known
         steps = render_steps(found, gpu)
-        write_between(benchmark.PAGE, {"bench:operators": f"{steps}\n{text}"})
+        write_between(PAGE, {"bench:operators": f"{steps}\n{text}"})
     print("\n" + steps)
 
 

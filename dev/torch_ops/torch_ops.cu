@@ -5,7 +5,7 @@
 //   nvcc -std=c++20 -c torch_ops.cu                                     bfloat16 on a GPU
 //   nvcc -std=c++20 -DPRECISION_FP32 -c torch_ops.cu                    float32 on a GPU
 //
-// torch_ops.py adds the flags of the Makefile above, which compiles all three for the tests.
+// torch_ops.py adds the flags of the Makefile at the root, which compiles all three for the tests.
 #include "torch_ops.h"
 
 #include <cassert>
@@ -20,10 +20,10 @@
 }
 #define __assert_fail check_failed
 #define main train_unet_main
-#include "../train_unet.cu"
+#include "../../train_unet.cu"
 #undef main
 
-#include "dit/gelu.h"
+#include "../dit/gelu.h"
 
 // ---- where a call runs ------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
 """./train_unet against PyTorch on this machine: a training step of the default model, and a call of the network.
 
-    make bench                                  builds, measures, writes the tables of dev/README.md and README.md
-    python dev/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
-    python dev/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
-    python dev/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
-    python dev/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
-    python dev/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
+    make bench                                        builds, measures, writes the tables beside this file and in README.md
+    python dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
+    python dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
+    python dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
+    python dev/bench/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
+    python dev/bench/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
 
 On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
 these four in each case. On a GPU it is PyTorch as fast as it goes: torch.compile,
@@ -26,21 +26,21 @@ import tempfile
 import time
 from typing import NamedTuple
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "dev")]
 import unet_io  # first, because it explains a missing package
 
 import numpy as np
 import torch
 
-from common import processor_name, text_between, write_between
+from common import processor_name, results_page, text_between, write_between
 from train_unet import Diffusion, UNet
 from unet_io import Config, UserError
 
 train_dit = unet_io.import_from_dev("dit/train_dit")
 
 DATA = str(ROOT / "data/emoji.bin")
-CALL = "import sys; sys.path.insert(0, 'dev'); import benchmark; benchmark."  # python -c CALL + "function()"
+CALL = "import sys; sys.path.insert(0, 'dev/bench'); import benchmark; benchmark."  # python -c CALL + "function()"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def run_measured(*command, **environment):
 def time_program(case, threads):
     """[median milliseconds, peak memory in GB] of a round of the program."""
     if case.what == "call":
-        lines, memory = run_measured("dev/profile", "--preset", case.preset, "--profile_calls",
+        lines, memory = run_measured("dev/bench/profile", "--preset", case.preset, "--profile_calls",
                                      str(case.batch_size), OMP_NUM_THREADS=str(threads))
         return [float(re.search(r": ([\d.]+) ms$", lines[-1])[1]), memory]
     with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +203,7 @@ def benchmark_cpu(built):
     processor = f"{processor_name()}, {threads} threads"
     text = render_cpu(found, seconds, processor, built)
     print("\n" + text)
-    write_pages(cpu=text)
+    write_pages("CPU", cpu=text)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def benchmark_cpu(built):
 
 RESULTS = ROOT / "build/bench_gpu.jsonl"
 PROGRAMS = {"bf16": "./train_unet", "fp32": "build/train_unet_fp32", "dit": "./train_dit"}
-PROFILES = {"bf16": "dev/profile", "fp32": "build/profile_fp32", "dit": "dev/profile_dit"}
+PROFILES = {"bf16": "dev/bench/profile", "fp32": "build/profile_fp32", "dit": "dev/bench/profile_dit"}
 DITS = {"DiT-B/2": dict(depth=12, hidden_size=768, num_heads=12),
         "DiT-XL/2": dict(depth=28, hidden_size=1152, num_heads=16)}  # on latents of 256 x 256 pixels, as their authors
 OF_DITS = dict(in_channels=4, learn_sigma=1, class_cond=1, num_classes=1000, cond_drop_prob=0.1)
@@ -394,10 +394,11 @@ def benchmark_gpu(presets, batches):
               f" {result['first_s']:.1f} s (measured in {time.time() - start:.0f} s)", flush=True)
     with open(RESULTS) as file:
         lines = [json.loads(line) for line in file]
+    gpu = [line["gpu"] for line in lines if "gpu" in line][-1]
     for preset in presets:
         texts = render_gpu([line for line in lines if line["preset"] == preset])
         print("\n" + (list(texts.values()) or ["no pair of measurements yet"])[0])
-        write_pages(**texts)
+        write_pages(gpu, **texts)
 
 
 def render_gpu(lines):
@@ -457,7 +458,7 @@ def render_gpu(lines):
 # ----------------------------------------------------------------------------------------------------
 # on a GPU: calls of the network, and drawing pictures with the default model in bf16
 
-CALLS = 10  # of the network in a CUDA graph, as dev/profile --profile_calls has them
+CALLS = 10  # of the network in a CUDA graph, as dev/bench/profile --profile_calls has them
 # batches: of the calls; batch: what the program draws at a time unless told
 DRAWING = dict(batches=(1, 2, 4, 8, 16, 32), batch=32, pictures=64, steps=50, runs=5)
 
@@ -520,7 +521,7 @@ def benchmark_drawing():
         file.write(json.dumps(result) + "\n")
     text = render_drawing(result)
     print("\n" + text)
-    write_pages(drawing=text)
+    write_pages(gpu, drawing=text)
 
 
 def render_drawing(found):
@@ -714,9 +715,6 @@ def render_ranks(found):
 # ----------------------------------------------------------------------------------------------------
 # the tables
 
-PAGE = ROOT / "dev/README.md"
-
-
 def table_rows(text):
     """The rows of the first table in a text, each a dict from the column's name to the cell."""
     first = re.search(r"(^\|.*\|\n)+", text, re.M)[0]
@@ -725,28 +723,33 @@ def table_rows(text):
     return [dict(zip(names, row)) for row in rows]
 
 
-def speed_table(page):
-    """README.md's table: the same figures as in the long tables of dev/README.md's text, a pair a line."""
+def speed_table(pages):
+    """README.md's table: the same figures as in the long tables in the texts of the devices' pages, a pair a line."""
     text = ("| on | model, in | batch | ms a step | PyTorch's | times as fast | memory | PyTorch's |\n"
             "|---|---|---:|---:|---:|---:|---:|---:|\n")
-    for name, model in (("gpu", "unet64"), ("adm64", "adm64"), ("cpu", "unet64")):
-        table = text_between(page, f"bench:{name}")
-        if not table.strip():
+    models = {"gpu": "unet64", "adm64": "adm64", "cpu": "unet64"}
+    for name, page in itertools.product(models, pages):
+        table = text_between(page, f"bench:{name}") if f"<!-- bench:{name} -->" in page else ""
+        if not table:
             continue
         device = re.search(r"[Oo]n (.+)\.$", table.splitlines()[0])[1]
         rows = [row for row in table_rows(table) if row[""] != "**times better**"]
         for ours, theirs in zip(rows[::2], rows[1::2]):
             faster = float(theirs["ms a step"]) / float(ours["ms a step"])
-            trained = ours.get("model", model)
+            trained = ours.get("model", models[name])
             text += (f"| {device} | {trained}, {ours[''].split(', ')[1]} | {ours['batch']} | {ours['ms a step']}"
                      f" | {theirs['ms a step']} | {faster:.2f} | {ours['memory']} | {theirs['memory']} |\n")
     return text
 
 
-def write_pages(**texts):
-    """Write the tables between their markers in dev/README.md, and the short one of them all into README.md."""
-    write_between(PAGE, {f"bench:{name}": text for name, text in texts.items()})
-    write_between(ROOT / "README.md", {"bench:speed": speed_table(PAGE.read_text())})
+def write_pages(device, **texts):
+    """Write the tables of a device between their markers, a DiT's in dev/dit/README.md, others in the device's page, and
+    the short one of all UNets into README.md."""
+    for name, text in texts.items():
+        page = ROOT / "dev/dit/README.md" if name in DITS else results_page(device)
+        write_between(page, {f"bench:{name}": text})
+    pages = [path.read_text() for path in sorted((ROOT / "dev/bench").glob("results-*.md"))]
+    write_between(ROOT / "README.md", {"bench:speed": speed_table(pages)})
 
 
 def benchmark(presets, batches):

@@ -1,7 +1,7 @@
 """Loss, validation loss, learning rate and gradient norm of a run, or of several, as one PNG.
 
-    python dev/plot_log.py out/metrics.jsonl --output_name loss.png
-    python dev/plot_log.py out/small/metrics.jsonl out/large/metrics.jsonl
+    python dev/bench/plot_log.py out/metrics.jsonl --output_name loss.png
+    python dev/bench/plot_log.py out/small/metrics.jsonl out/large/metrics.jsonl
 
 Also works while the run is still going. A panel appears where a run has something to show in it.
 """
@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import unet_io  # first, because it explains a missing package
 from unet_io import UserError, counted, printable
 
