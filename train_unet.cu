@@ -5966,6 +5966,15 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 }
 
 // ---- weight gradient
+// dw[o, tap, c] = the sum of dout[p, o] x[p + tap, c] over all pixels p, for convolutions of one tap and of nine.
+//
+// Two kernels compute it. weight_gradient_kernel, below, runs on every GPU and in both precisions. On Hopper, in bf16,
+// 3x3 convolutions go to hopper_weight_gradient_kernel of section 12 instead, which is built on wgmma; 1x1
+// convolutions stay with the one below, because their many small blocks find room beside those of other layers:
+// wgmma made them no faster (dev/README.md). gemm_backward_weight, under "launchers", decides.
+//
+// Either kernel works in two passes where the sum over pixels is split: every split leaves partial sums in memory, and
+// weight_reduce_kernel adds them up in a fixed order, so that the bits never depend on which block was first.
 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
@@ -6977,6 +6986,8 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 }
 
 // ---- weight gradient
+// The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
+// is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
 struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;
