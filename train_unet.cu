@@ -1121,6 +1121,9 @@ static Tensor unet_input(const Model* m, int B) {
 //   reserve_backward    the scratch of backward, and then backward itself
 // The plan constructs each block and calls its reserve functions with arenas that only count: see
 // measure_buffers.
+//
+// A new kind is such a struct, a value in BlockKind with its name in BLOCK_NAMES, and a line in with_kind. Then
+// make_plan can add blocks of it.
 struct Module {
     Model* m;
     const Block& block;
@@ -2100,6 +2103,9 @@ template <typename T> struct PredictionLoss {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
+// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
+// function beside ddim_step, a line in make_sampler, and a name: in the enumeration Sampler and in FLAGS of unet_io.h.
+
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
 // fresh noise. It saves x0 itself, but in the first of Heun's two calls.
 struct SampleUpdate {
@@ -3460,7 +3466,9 @@ static bool first_to_tell() {
     _exit(written ? 1 : 2);
 }
 
-// A thread of rank 0 waits for each rank that this has forked. When one fails, rank 0 ends.
+// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
+// one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
+// them. Nobody is left waiting in the middle of a message, and the last checkpoint stands.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
