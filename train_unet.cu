@@ -5685,35 +5685,45 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         __syncthreads();
     }
 
-    // Where a chunk, counted from `first`, lies: in which tensor of x, and from which of its channels on.
+    // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
+    // them is the chunk's first.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
+    auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
     const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
-        const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
-        load_pixels<Tile::A_LOADS, Tile::SWEEP>(
-            a_ring + buffer * a_bytes + swizzled(row, tid % 8), TAPS > 1 ? sweeps - begin : Tile::A_LOADS,
-            x.data + c, x.C, c < x.C ? g.M() : 0,
-            [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
+        const int row = tid / 8 + begin * Tile::SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+        const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
+        const int left = TAPS > 1 ? sweeps - begin : Tile::A_LOADS;
+        load_pixels<Tile::A_LOADS, Tile::SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
+            return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
+        });
     };
 
-    // Loads a tap's weights for the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
+    // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
     auto load_b = [&](int stage, int chunk, int tap) {
         constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
         static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
         const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
-        const unsigned n = n0 + (TRANSPOSED ? v * VEC : row),
-                       c = channel(chunk) + (TRANSPOSED ? row : v * VEC);
-        const unsigned C = second(chunk) ? g.x.second.C : g.x.first.C,
-                       column = c + (second(chunk) ? K - C : 0);
-        const floatX* from = TRANSPOSED ? rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N)
-                                        : rows_from(g.w + column, n * TAPS + tap, K);
-        const int left = n < N && c < C ? (TRANSPOSED ? C - c : N - n) : 0;
-        const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
-        UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
-            copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, TRANSPOSED ? N : K),
-                       i * ROWS < left);
+        auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
+            const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
+            UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
+                copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+        };
+
+        if constexpr (TRANSPOSED) {
+            const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+            const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
+            load_rows(from, N, n < N && c < C ? C - c : 0);
+        } else {
+            const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
+            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+            const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
+            load_rows(from, K, n < N && c < C ? N - n : 0);
+        }
     };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
