@@ -5474,28 +5474,21 @@ struct GemmTile {
     }
 };
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync. fp32 uses these too; there TRANSPOSED swaps
-// columns among two fragments, so that a lane's four lie together.
+// A warp's WM x WN accumulators, in the fragments of mma.sync, which fp32 uses too.
 template <class Tile> struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    // The first of this lane's two columns of fragment j.
-    __device__ int column(int j) const {
-        bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
-        return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
-    }
-    // Rows of A: in bf16 those of which this lane gives ldmatrix the addresses, in fp32 those of its sums.
-    static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
-    int row[Tile::WM / ROW_STEP];
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
-            row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
-    }
-    // c += A's rows, `shift` further down, times B, over BK channels.
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+    // column(j): the first of this lane's two columns of fragment j.
+    // multiply: c += A's rows, `shift` further down, times B, over BK channels.
 #ifndef PRECISION_FP32
+    int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
+    __device__ WarpProduct(auto row_of) {
+        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
+    }
+    __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
         uint32_t a_line[MI];
         UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
@@ -5512,7 +5505,17 @@ template <class Tile> struct WarpProduct {
                 UNROLLED_FOR (int j = 0; j < NI; j++)
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
+    }
 #else
+    int row[2 * MI];  // of A: those of this lane's sums
+    __device__ WarpProduct(auto row_of) {
+        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+    }
+    // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
+    __device__ int column(int j) const {
+        return n0 + (Tile::TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
             Vector<float, 4> a[2 * MI];
@@ -5534,8 +5537,8 @@ template <class Tile> struct WarpProduct {
                             c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                 }
         }
-#endif
     }
+#endif
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
