@@ -5951,6 +5951,11 @@ struct WeightGradient {
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
+    // What a split adds to the bias of output o for an image of a set. No two splits write one row, because
+    // neither split nor set ever goes down from a tile to the next.
+    __device__ float bias_partial(int split, int set, int image, int o) const {
+        return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
+    }
 };
 
 // A block has 64 output channels by 64 input channels and all taps, and reduces over PIXELS at a time.
@@ -6114,9 +6119,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
         const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
         auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+        auto pixel_of_dout = [&](int i) {
+            return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+        };
         load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0,
-            [&](int i) { return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i); });
+            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
         load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
             shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
             [&](int i) { return pixel(row + i); });
@@ -6161,33 +6168,41 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// Makes per_image and dbias of bias_partials. 256 threads own channels [8 block, 8 block + 8), 32 threads a
-// channel, which share the images, or the splits of a single one.
+// A bias gradient's sum over every 32nd split from s on, for output o of a single image.
+__device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
+    float sum = 0;
+#pragma unroll 8
+    for (; s < g.splits; s += 32) sum += g.bias_partial(s, 0, 0, o);
+    return sum;
+}
+// Its sum over every 32nd image from b on, where there are several. Each image's own sum goes to per_image.
+__device__ inline float bias_of_images(const WeightGradient& g, int o, int b) {
+    const int images = g.patch.images, set_tiles = g.patch.set_tiles();
+    float total = 0;
+    for (; b < g.dout.B; b += 32) {
+        const int set = b / images, last_split = g.split_of((set + 1) * set_tiles - 1);
+        float sum = 0;
+#pragma unroll 8
+        for (int s = g.split_of(set * set_tiles); s <= last_split; s++)
+            sum += g.bias_partial(s, set, b % images, o);
+        if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
+        total += sum;
+    }
+    return total;
+}
+// Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
+// channel.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
-    int images = g.patch.images, set_tiles = g.patch.set_tiles();
-    auto partial = [&](int split, int set, int image) {
-        return g.bias_partials[((size_t)(split + set) * images + image) * O + o];
-    };
+    const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+    const bool one_image = g.dout.B == 1;
     float total = 0;
-    if (B == 1)
-#pragma unroll 8
-        for (int s = y; s < g.splits && o < O; s += 32) total += partial(s, 0, 0);
-    else
-        for (int b = y; b < B && o < O; b += 32) {
-            int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
-            float sum = 0;
-#pragma unroll 8
-            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += partial(s, set, b % images);
-            if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
-            total += sum;
-        }
-    sums[y][threadIdx.x % 8] = total;
+    if (o < g.dout.C) total = one_image ? bias_of_splits(g, o, y) : bias_of_images(g, o, y);
+    sums[y][column] = total;
     __syncthreads();
-    if (y != 0 || o >= O) return;
-    for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
-    if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
+    if (y != 0 || o >= g.dout.C) return;
+    for (int i = 1; i < 32; i++) total += sums[i][column];
+    if (g.per_image.data && one_image) g.per_image.data[o] = (floatX)total;
     g.dbias[o] = total;
 }
 
