@@ -5458,19 +5458,22 @@ struct GemmTile {
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
     static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;  // (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
-    static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP, B_BYTES = BN * 128;
+    static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP;
+    static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
-    static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES, A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
+    static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES;
+    static constexpr int A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
+    // A patch has this many rows of A. A single chunk of channels needs one buffer for its patch, more need two.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
-        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
-        int staging = BM * STAGING_PITCH * (int)sizeof(float);
-        return TABLE_BYTES + (ring > staging ? ring : staging);
+        const int buffers = TAPS == 1 ? STAGES : std::min(chunks, 2);
+        const int rings = STAGES * B_BYTES + buffers * rows * 128;
+        const int staging = BM * STAGING_PITCH * (int)sizeof(float);
+        return TABLE_BYTES + std::max(rings, staging);
     }
 };
 
@@ -5640,18 +5643,19 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
             for (int e = 0; e < VEC && !has_norm; e++) {
-                float distance = values[i][e] - pivot[column + e];
+                const float distance = values[i][e] - pivot[column + e];
                 sum[e] += distance;
                 product[e] += distance * distance;
             }
 
         // The sums are written when the last pixels of the norm's tile are finished.
-        if ((p0 + 64) % norm_pixels || norm_tile * norm_pixels >= g.M()) continue;
+        if ((p0 + 64) % norm_pixels) continue;
+        if (norm_tile * norm_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
         norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
             if (!has_norm) {
-                Moments moments = moments_about(pivot[c], total, norm_pixels);
+                const Moments moments = moments_about(pivot[c], total, norm_pixels);
                 return make_float2(moments.mean, moments.squares);
             }
             const int image = norm_tile * norm_pixels / T;
@@ -5842,11 +5846,13 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
     if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
 
-    const int chunks = g.chunks(), least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    const int chunks = g.chunks(), steps = TAPS * chunks, least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    auto should_double = [&](int splits) {
+        const bool leaves_idle = splits * tiles(64, 64) <= gpu_multiprocessors;
+        return leaves_idle && 2 * splits <= chunks && steps >= least_steps * splits;
+    };
     int splits = 1;
-    while (splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
-           splits * tiles(64, 64) <= gpu_multiprocessors)
-        splits *= 2;
+    while (splits < 8 && should_double(splits)) splits *= 2;
     return portable_choice(g, TAPS, PORTABLE_64x64, splits);
 }
 
@@ -5877,9 +5883,9 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
     const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    while (choice.splits < 4 && 2 * choice.splits * blocks <= gpu_multiprocessors &&
-           g.chunks() * TAPS >= 18 * choice.splits)
-        choice.splits *= 2;
+    const int steps = TAPS * g.chunks();
+    int& splits = choice.splits;
+    while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
     return choice;
 }
 
@@ -5893,23 +5899,26 @@ template <class Tile> static void launch_portable(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    const size_t outputs = (size_t)g.M() * g.N();
     Arena workspace = stream->workspace;
-    if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
+    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
 }
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
     for (const Concat& joined : {asked.x, asked.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.half_scale_shift || !asked.residual.first));
+        assert(joined.first.C % CHANNEL_MULTIPLE == 0 && joined.second.C % CHANNEL_MULTIPLE == 0);
+    assert(TAPS > 1 || !asked.emb.data);
+    assert(!asked.norm.half_scale_shift || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
-    if (choice.leaves_sums) g.sums = g.norm.half_scale_shift ? (float2*)g.norm.sums : (float2*)g.out.first.moments;
-    else g.norm = {};
+    if (!choice.leaves_sums) g.norm = {};
+    else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
+    else g.sums = (float2*)g.out.first.moments;
 
     constexpr bool BF16 = sizeof(floatX) == 2;
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
@@ -6269,7 +6278,7 @@ static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whe
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
-    assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    for (int channels : {O, x.first.C, x.second.C}) assert(channels % CHANNEL_MULTIPLE == 0);
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -6280,9 +6289,11 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     g.patch = make_patch(dout, TAPS, Tile::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
-    int most = std::min(g.patch.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)g.patch.tiles / O / x.C()));
+    const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
+    const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
+    const int most = std::min(g.patch.tiles, most_blocks / tiles);
+    const int factor = sizeof(floatX) == 2 ? 480 : 830;
+    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, [&](const WeightGradient& g) {
         launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
