@@ -5468,7 +5468,7 @@ struct GemmTile {
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // A patch has this many rows of A. A single chunk of channels needs one buffer for its patch, more need two.
+    // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
         const int buffers = TAPS == 1 ? STAGES : std::min(chunks, 2);
         const int rings = STAGES * B_BYTES + buffers * rows * 128;
@@ -5483,8 +5483,8 @@ template <class Tile> struct WarpProduct {
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    // column(j): the first of this lane's two columns of fragment j.
-    // multiply: c += A's rows, `shift` further down, times B, over BK channels.
+    // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
+    // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
     int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
     __device__ WarpProduct(auto row_of) {
@@ -5960,8 +5960,7 @@ struct WeightGradient {
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
-    // What a split adds to the bias of output o for an image of a set. No two splits write one row, because
-    // neither split nor set ever goes down from a tile to the next.
+    // What a split adds to the bias of output o for an image of a set.
     __device__ float bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
@@ -6177,14 +6176,15 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// A bias gradient's sum over every 32nd split from s on, for output o of a single image.
+// Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
 __device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
     float sum = 0;
 #pragma unroll 8
     for (; s < g.splits; s += 32) sum += g.bias_partial(s, 0, 0, o);
     return sum;
 }
-// Its sum over every 32nd image from b on, where there are several. Each image's own sum goes to per_image.
+// Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
+// per_image.
 __device__ inline float bias_of_images(const WeightGradient& g, int o, int b) {
     const int images = g.patch.images, set_tiles = g.patch.set_tiles();
     float total = 0;
