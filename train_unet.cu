@@ -5510,44 +5510,40 @@ struct GemmTile {
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
     static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;  // (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
-    static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP, B_BYTES = BN * 128;
+    static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP;
+    static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
     // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
-    static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES, A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
+    static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES;
+    static constexpr int A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
-    // The first buffer of a single chunk of channels is the only one; rows: of A that a patch has.
+    // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
-        int ring = STAGES * B_BYTES + (TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2) * rows * 128;
-        int staging = BM * STAGING_PITCH * (int)sizeof(float);
-        return TABLE_BYTES + (ring > staging ? ring : staging);
+        const int buffers = TAPS == 1 ? STAGES : std::min(chunks, 2);
+        const int rings = STAGES * B_BYTES + buffers * rows * 128;
+        const int staging = BM * STAGING_PITCH * (int)sizeof(float);
+        return TABLE_BYTES + std::max(rings, staging);
     }
 };
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync. fp32 uses these too; there TRANSPOSED swaps
-// columns among two fragments, so that a lane's four lie together.
+// A warp's WM x WN accumulators, in the fragments of mma.sync, which fp32 uses too.
 template <class Tile> struct WarpProduct {
     static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
     float c[MI][NI][4] = {};
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    // The first of this lane's two columns of fragment j.
-    __device__ int column(int j) const {
-        bool swaps = sizeof(floatX) == 4 && Tile::TRANSPOSED;
-        return n0 + (swaps ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
-    }
-    // Rows of A: in bf16 those of which this lane gives ldmatrix the addresses, in fp32 those of its sums.
-    static constexpr int ROW_STEP = sizeof(floatX) == 2 ? 16 : 8;
-    int row[Tile::WM / ROW_STEP];
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < Tile::WM / ROW_STEP; i++)
-            row[i] = row_of(m0 + i * ROW_STEP + (ROW_STEP == 16 ? lane % 16 : lane / 4));
-    }
-    // c += A's rows, `shift` further down, times B, over BK channels.
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+    // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
+    // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
+    int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
+    __device__ WarpProduct(auto row_of) {
+        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
+    }
+    __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
         // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
         uint32_t a_line[MI];
         UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
@@ -5564,7 +5560,17 @@ template <class Tile> struct WarpProduct {
                 UNROLLED_FOR (int j = 0; j < NI; j++)
                     mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
+    }
 #else
+    int row[2 * MI];  // of A: those of this lane's sums
+    __device__ WarpProduct(auto row_of) {
+        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+    }
+    // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
+    __device__ int column(int j) const {
+        return n0 + (Tile::TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+    }
+    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
         for (int k = 0; k < BK; k += 4) {
             Vector<float, 4> a[2 * MI];
@@ -5586,8 +5592,8 @@ template <class Tile> struct WarpProduct {
                             c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                 }
         }
-#endif
     }
+#endif
     __device__ void store(float* staging) {
         UNROLLED_FOR (int i = 0; i < MI; i++)
             UNROLLED_FOR (int j = 0; j < NI; j++) {
@@ -5689,18 +5695,19 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
         __syncthreads();
         UNROLLED_FOR (int i = 0; i < PASSES; i++)
             for (int e = 0; e < VEC && !has_norm; e++) {
-                float distance = values[i][e] - pivot[column + e];
+                const float distance = values[i][e] - pivot[column + e];
                 sum[e] += distance;
                 product[e] += distance * distance;
             }
 
         // The sums are written when the last pixels of the norm's tile are finished.
-        if ((p0 + 64) % norm_pixels || norm_tile * norm_pixels >= g.M()) continue;
+        if ((p0 + 64) % norm_pixels) continue;
+        if (norm_tile * norm_pixels >= g.M()) continue;
         auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
         float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
         norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
             if (!has_norm) {
-                Moments moments = moments_about(pivot[c], total, norm_pixels);
+                const Moments moments = moments_about(pivot[c], total, norm_pixels);
                 return make_float2(moments.mean, moments.squares);
             }
             const int image = norm_tile * norm_pixels / T;
@@ -5737,35 +5744,45 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
         __syncthreads();
     }
 
-    // Where a chunk, counted from `first`, lies: in which tensor of x, and from which of its channels on.
+    // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
+    // them is the chunk's first.
     auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
+    auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
     auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
     const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
     auto load_a = [&](int buffer, int chunk, int begin) {
         const Tensor& x = second(chunk) ? g.x.second : g.x.first;
-        const int row = tid / 8 + begin * Tile::SWEEP, c = channel(chunk) + tid % 8 * VEC;
-        load_pixels<Tile::A_LOADS, Tile::SWEEP>(
-            a_ring + buffer * a_bytes + swizzled(row, tid % 8), TAPS > 1 ? sweeps - begin : Tile::A_LOADS,
-            x.data + c, x.C, c < x.C ? g.M() : 0,
-            [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; });
+        const int row = tid / 8 + begin * Tile::SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+        const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
+        const int left = TAPS > 1 ? sweeps - begin : Tile::A_LOADS;
+        load_pixels<Tile::A_LOADS, Tile::SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
+            return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
+        });
     };
 
-    // Loads a tap's weights for the block's BN of N: rows and vectors are n and c, or TRANSPOSED c and n.
+    // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
+    // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
     auto load_b = [&](int stage, int chunk, int tap) {
         constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
         static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
         const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
-        const unsigned n = n0 + (TRANSPOSED ? v * VEC : row),
-                       c = channel(chunk) + (TRANSPOSED ? row : v * VEC);
-        const unsigned C = second(chunk) ? g.x.second.C : g.x.first.C,
-                       column = c + (second(chunk) ? K - C : 0);
-        const floatX* from = TRANSPOSED ? rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N)
-                                        : rows_from(g.w + column, n * TAPS + tap, K);
-        const int left = n < N && c < C ? (TRANSPOSED ? C - c : N - n) : 0;
-        const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
-        UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
-            copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, TRANSPOSED ? N : K),
-                       i * ROWS < left);
+        auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
+            const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
+            UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
+                copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+        };
+
+        if constexpr (TRANSPOSED) {
+            const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+            const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
+            load_rows(from, N, n < N && c < C ? C - c : 0);
+        } else {
+            const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
+            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+            const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
+            load_rows(from, K, n < N && c < C ? N - n : 0);
+        }
     };
 
     WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
@@ -5881,11 +5898,13 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
     if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
 
-    const int chunks = g.chunks(), least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    const int chunks = g.chunks(), steps = TAPS * chunks, least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    auto should_double = [&](int splits) {
+        const bool leaves_idle = splits * tiles(64, 64) <= gpu_multiprocessors;
+        return leaves_idle && 2 * splits <= chunks && steps >= least_steps * splits;
+    };
     int splits = 1;
-    while (splits < 8 && 2 * splits <= chunks && TAPS * chunks >= least_steps * splits &&
-           splits * tiles(64, 64) <= gpu_multiprocessors)
-        splits *= 2;
+    while (splits < 8 && should_double(splits)) splits *= 2;
     return portable_choice(g, TAPS, PORTABLE_64x64, splits);
 }
 
@@ -5916,9 +5935,9 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
     const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    while (choice.splits < 4 && 2 * choice.splits * blocks <= gpu_multiprocessors &&
-           g.chunks() * TAPS >= 18 * choice.splits)
-        choice.splits *= 2;
+    const int steps = TAPS * g.chunks();
+    int& splits = choice.splits;
+    while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
     return choice;
 }
 
@@ -5932,23 +5951,26 @@ template <class Tile> static void launch_portable(Gemm g) {
     g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
     const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
     const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
+    const size_t outputs = (size_t)g.M() * g.N();
     Arena workspace = stream->workspace;
-    if (g.splits > 1) g.partial = take<float>(&workspace, (size_t)g.splits * g.M() * g.N());
+    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
     launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div((size_t)g.M() * g.N() / VEC, 256), 256, 0, g);
+    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
 }
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
     for (const Concat& joined : {asked.x, asked.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE + joined.second.C % CHANNEL_MULTIPLE == 0);
-    assert((TAPS > 1 || !asked.emb.data) && (!asked.norm.half_scale_shift || !asked.residual.first));
+        assert(joined.first.C % CHANNEL_MULTIPLE == 0 && joined.second.C % CHANNEL_MULTIPLE == 0);
+    assert(TAPS > 1 || !asked.emb.data);
+    assert(!asked.norm.half_scale_shift || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
-    if (choice.leaves_sums) g.sums = g.norm.half_scale_shift ? (float2*)g.norm.sums : (float2*)g.out.first.moments;
-    else g.norm = {};
+    if (!choice.leaves_sums) g.norm = {};
+    else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
+    else g.sums = (float2*)g.out.first.moments;
 
     constexpr bool BF16 = sizeof(floatX) == 2;
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
@@ -5999,6 +6021,10 @@ struct WeightGradient {
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
+    // What a split adds to the bias of output o for an image of a set.
+    __device__ float bias_partial(int split, int set, int image, int o) const {
+        return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
+    }
 };
 
 // A block has 64 output channels by 64 input channels and all taps, and reduces over PIXELS at a time.
@@ -6162,9 +6188,11 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
         const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
         auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+        auto pixel_of_dout = [&](int i) {
+            return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+        };
         load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0,
-            [&](int i) { return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i); });
+            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
         load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
             shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
             [&](int i) { return pixel(row + i); });
@@ -6209,33 +6237,42 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     });
 }
 
-// Makes per_image and dbias of bias_partials. 256 threads own channels [8 block, 8 block + 8), 32 threads a
-// channel, which share the images, or the splits of a single one.
+// Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
+__device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
+    float sum = 0;
+#pragma unroll 8
+    for (; s < g.splits; s += 32) sum += g.bias_partial(s, 0, 0, o);
+    return sum;
+}
+// Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
+// per_image.
+__device__ inline float bias_of_images(const WeightGradient& g, int o, int b) {
+    const int images = g.patch.images, set_tiles = g.patch.set_tiles();
+    float total = 0;
+    for (; b < g.dout.B; b += 32) {
+        const int set = b / images, last_split = g.split_of((set + 1) * set_tiles - 1);
+        float sum = 0;
+#pragma unroll 8
+        for (int s = g.split_of(set * set_tiles); s <= last_split; s++)
+            sum += g.bias_partial(s, set, b % images, o);
+        if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
+        total += sum;
+    }
+    return total;
+}
+// Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
+// channel.
 __device__ void reduce_bias(const WeightGradient& g, int block) {
     __shared__ float sums[32][8];
-    int o = block * 8 + threadIdx.x % 8, y = threadIdx.x / 8, B = g.dout.B, O = g.dout.C;
-    int images = g.patch.images, set_tiles = g.patch.set_tiles();
-    auto partial = [&](int split, int set, int image) {
-        return g.bias_partials[((size_t)(split + set) * images + image) * O + o];
-    };
+    const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+    const bool one_image = g.dout.B == 1;
     float total = 0;
-    if (B == 1)
-#pragma unroll 8
-        for (int s = y; s < g.splits && o < O; s += 32) total += partial(s, 0, 0);
-    else
-        for (int b = y; b < B && o < O; b += 32) {
-            int set = b / images, s1 = g.split_of((set + 1) * set_tiles - 1);
-            float sum = 0;
-#pragma unroll 8
-            for (int s = g.split_of(set * set_tiles); s <= s1; s++) sum += partial(s, set, b % images);
-            if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
-            total += sum;
-        }
-    sums[y][threadIdx.x % 8] = total;
+    if (o < g.dout.C) total = one_image ? bias_of_splits(g, o, y) : bias_of_images(g, o, y);
+    sums[y][column] = total;
     __syncthreads();
-    if (y != 0 || o >= O) return;
-    for (int i = 1; i < 32; i++) total += sums[i][threadIdx.x % 8];
-    if (g.per_image.data && B == 1) g.per_image.data[o] = (floatX)total;
+    if (y != 0 || o >= g.dout.C) return;
+    for (int i = 1; i < 32; i++) total += sums[i][column];
+    if (g.per_image.data && one_image) g.per_image.data[o] = (floatX)total;
     g.dbias[o] = total;
 }
 
@@ -6302,7 +6339,7 @@ static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whe
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
-    assert(O % CHANNEL_MULTIPLE + x.first.C % CHANNEL_MULTIPLE + x.second.C % CHANNEL_MULTIPLE == 0);
+    for (int channels : {O, x.first.C, x.second.C}) assert(channels % CHANNEL_MULTIPLE == 0);
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -6313,9 +6350,11 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     g.patch = make_patch(dout, TAPS, Tile::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
-    int most = std::min(g.patch.tiles, (TAPS > 1 ? 1 : 2) * gpu_multiprocessors / tiles);
-    int balanced = (int)((sizeof(floatX) == 2 ? 480 : 830) * sqrtf((float)g.patch.tiles / O / x.C()));
+    const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
+    const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
+    const int most = std::min(g.patch.tiles, most_blocks / tiles);
+    const int factor = sizeof(floatX) == 2 ? 480 : 830;
+    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, [&](const WeightGradient& g) {
         launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
