@@ -4193,13 +4193,17 @@ static std::string backend_name() {
 }
 static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
-    if ((on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes)) == cudaSuccess) return memory;
-    cudaGetLastError();  // not to be found by the next check
+    cudaError_t status = on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes);
+    if (status == cudaSuccess) return memory;
+    cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
-// The next check reports an error. It waits for the device, which may wait for other ranks: not after a failure.
+// The next check reports an error. Freeing waits for the device, which may wait for other ranks, so that after
+// a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
-    if (world.size == 1 || !std::uncaught_exceptions()) on_host ? cudaFreeHost(memory) : cudaFree(memory);
+    if (world.size > 1 && std::uncaught_exceptions()) return;
+    if (on_host) cudaFreeHost(memory);
+    else cudaFree(memory);
 }
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream.handle));
@@ -4209,14 +4213,19 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
+// The side stream's newest launches, where they have been put off. They are launched before the next ones, or when
+// somebody waits for them.
+static std::function<void()> deferred;
+
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
     CUDA_CHECK(cudaStreamWaitEvent(side_stream.handle, side_begins, 0));
+
     stream = &side_stream;
     launches();
     stream = &main_stream;
+
     CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
@@ -4249,7 +4258,7 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
 }
 
 enum { MEETING_SECONDS = 120 };
-static std::atomic<bool> nccl_met = false, nccl_parts = false;
+static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
 // Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
@@ -4257,16 +4266,31 @@ static void watch_nccl() {
     double start = seconds_now();
     auto check = [&] {
         int status = 0;
-        if (nccl_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+        if (nccl_connected) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_met && seconds_now() - start > MEETING_SECONDS)
+        if (!nccl_connected && seconds_now() - start > MEETING_SECONDS)
             fail("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
     };
-    for (; !nccl_parts; usleep(20000)) {
+    while (!nccl_closing) {
         std::string why = failure_of(check);
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
+        usleep(20000);
     }
+}
+
+// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
+// the one after the launcher's own.
+static std::string nccl_address() {
+    if (world.forked) {
+        pid_t rank_0 = world.rank ? getppid() : getpid();
+        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
+    }
+    const char* host = getenv("MASTER_ADDR");
+    int port = environment_number("MASTER_PORT");
+    if (port < 1 || port >= 65535)
+        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
+    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
 static void backend_connect() {}
@@ -4275,25 +4299,19 @@ static std::string backend_meet() {
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-
-    std::string place = text("127.0.0.1:%d", 20000 + (world.rank ? getppid() : getpid()) % 40000);
-    if (!world.forked) {
-        const char* host = getenv("MASTER_ADDR");
-        int port = environment_number("MASTER_PORT");  // the launcher's own; ranks meet at the next one
-        if (port < 1 || port >= 65535)
-            fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
-        place = text("%s:%d", host ? host : "127.0.0.1", port + 1);
-    }
-    setenv("NCCL_COMM_ID", place.c_str(), 0);
+    setenv("NCCL_COMM_ID", nccl_address().c_str(), 0);
 
     nccl_watcher = std::thread(watch_nccl);
     std::array<char, 128> id;  // ncclUniqueId
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
+
+    // NCCL takes its memory at the first exchange: now, before the free memory is counted.
     auto bytes = allocate<char>(world.size);
-    gather(bytes.get(), 1);  // it takes its memory now, before what is free is counted
+    gather(bytes.get(), 1);
     backend_wait();
-    nccl_met = true;
+    nccl_connected = true;
+
     int version = 0;
     nccl("ncclGetVersion", &version);
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
@@ -4303,11 +4321,15 @@ static std::string backend_meet() {
 // them. Before it, the watching thread ends, which still asks NCCL.
 static void backend_part() {
     nccl("ncclCommFinalize", nccl_ranks);
-    nccl_parts = true;
+    nccl_closing = true;
     nccl_watcher.join();
     nccl("ncclCommDestroy", nccl_ranks);
 }
-static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges(), nccl("ncclGroupEnd"); }
+static void backend_together(auto exchanges) {
+    nccl("ncclGroupStart");
+    exchanges();
+    nccl("ncclGroupEnd");
+}
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
     backend_together([&] {
@@ -4340,21 +4362,27 @@ static void synchronize_event(int slot) { CUDA_CHECK(cudaEventSynchronize(host_e
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
 static double backend_peak() {
-    static const std::map<int, std::pair<double, double>> RATES = {
-        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};  // in bf16, in fp32
-    auto rate = RATES.find(10 * gpu_properties.major + gpu_properties.minor);
+    struct Rate {
+        double bf16, fp32;
+    };
+    static const std::map<int, Rate> RATES = {
+        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};
+    const int capability = 10 * gpu_properties.major + gpu_properties.minor;
+    auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
-    bool tensor = sizeof(floatX) == 2;
+
+    const bool tensor_cores = sizeof(floatX) == 2;
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    if (tensor && rate->first == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
+    if (tensor_cores && capability == 90) khz = std::min(khz, 1830000);
+    return 1e-9 * khz * gpu_multiprocessors * (tensor_cores ? rate->second.bf16 : rate->second.fp32);
 }
 
-enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32; what there is may not be known yet
+enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
 static std::pair<int, int> head_channels() {
-    size_t shared = gpu_properties.sharedMemPerBlockOptin;
-    return {16, sizeof(floatX) == 4 && shared && shared < (131 << 10) ? MAX_HEAD / 2 : MAX_HEAD};
+    size_t shared = gpu_properties.sharedMemPerBlockOptin;  // 0 before backend_init: not known yet
+    bool too_small = sizeof(floatX) == 4 && shared && shared < (131 << 10);
+    return {16, too_small ? MAX_HEAD / 2 : MAX_HEAD};
 }
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
@@ -4364,9 +4392,11 @@ static size_t backend_memory_available() {
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static void allocate_workspace() {
-    for (Stream* each : {&main_stream, &side_stream})
-        if (!each->workspace.base)
-            each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+    for (Stream* each : {&main_stream, &side_stream}) {
+        if (each->workspace.base) continue;
+        char* base = (char*)backend_allocate(GPU_WORKSPACE_BYTES, false);
+        each->workspace = {base, GPU_WORKSPACE_BYTES, 0};
+    }
 }
 
 namespace gpu {
