@@ -4257,13 +4257,17 @@ static std::string backend_name() {
 }
 static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
-    if ((on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes)) == cudaSuccess) return memory;
-    cudaGetLastError();  // not to be found by the next check
+    cudaError_t status = on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes);
+    if (status == cudaSuccess) return memory;
+    cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
-// The next check reports an error. It waits for the device, which may wait for other ranks: not after a failure.
+// The next check reports an error. Freeing waits for the device, which may wait for other ranks, so that after
+// a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
-    if (world.size == 1 || !std::uncaught_exceptions()) on_host ? cudaFreeHost(memory) : cudaFree(memory);
+    if (world.size > 1 && std::uncaught_exceptions()) return;
+    if (on_host) cudaFreeHost(memory);
+    else cudaFree(memory);
 }
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream.handle));
@@ -4273,14 +4277,19 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-static std::function<void()> deferred;  // the side stream's newest launches, where they are still to come
+// The side stream's newest launches, where they have been put off. They are launched before the next ones, or when
+// somebody waits for them.
+static std::function<void()> deferred;
+
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
     CUDA_CHECK(cudaStreamWaitEvent(side_stream.handle, side_begins, 0));
+
     stream = &side_stream;
     launches();
     stream = &main_stream;
+
     CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
@@ -4313,7 +4322,7 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
 }
 
 enum { MEETING_SECONDS = 120 };
-static std::atomic<bool> nccl_met = false, nccl_parts = false;
+static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
 // Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
@@ -4321,16 +4330,31 @@ static void watch_nccl() {
     double start = seconds_now();
     auto check = [&] {
         int status = 0;
-        if (nccl_met) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+        if (nccl_connected) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_met && seconds_now() - start > MEETING_SECONDS)
+        if (!nccl_connected && seconds_now() - start > MEETING_SECONDS)
             fail("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
     };
-    for (; !nccl_parts; usleep(20000)) {
+    while (!nccl_closing) {
         std::string why = failure_of(check);
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
+        usleep(20000);
     }
+}
+
+// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
+// the one after the launcher's own.
+static std::string nccl_address() {
+    if (world.forked) {
+        pid_t rank_0 = world.rank ? getppid() : getpid();
+        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
+    }
+    const char* host = getenv("MASTER_ADDR");
+    int port = environment_number("MASTER_PORT");
+    if (port < 1 || port >= 65535)
+        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
+    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
 static void backend_connect() {}
@@ -4339,25 +4363,19 @@ static std::string backend_meet() {
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
         fail("several GPUs need NCCL (%s); install it, or name its file with NCCL_LIBRARY", dlerror());
-
-    std::string place = text("127.0.0.1:%d", 20000 + (world.rank ? getppid() : getpid()) % 40000);
-    if (!world.forked) {
-        const char* host = getenv("MASTER_ADDR");
-        int port = environment_number("MASTER_PORT");  // the launcher's own; ranks meet at the next one
-        if (port < 1 || port >= 65535)
-            fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
-        place = text("%s:%d", host ? host : "127.0.0.1", port + 1);
-    }
-    setenv("NCCL_COMM_ID", place.c_str(), 0);
+    setenv("NCCL_COMM_ID", nccl_address().c_str(), 0);
 
     nccl_watcher = std::thread(watch_nccl);
     std::array<char, 128> id;  // ncclUniqueId
     nccl("ncclGetUniqueId", &id);
     nccl("ncclCommInitRank", &nccl_ranks, world.size, id, world.rank);
+
+    // NCCL takes its memory at the first exchange: now, before the free memory is counted.
     auto bytes = allocate<char>(world.size);
-    gather(bytes.get(), 1);  // it takes its memory now, before what is free is counted
+    gather(bytes.get(), 1);
     backend_wait();
-    nccl_met = true;
+    nccl_connected = true;
+
     int version = 0;
     nccl("ncclGetVersion", &version);
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
@@ -4367,11 +4385,15 @@ static std::string backend_meet() {
 // them. Before it, the watching thread ends, which still asks NCCL.
 static void backend_part() {
     nccl("ncclCommFinalize", nccl_ranks);
-    nccl_parts = true;
+    nccl_closing = true;
     nccl_watcher.join();
     nccl("ncclCommDestroy", nccl_ranks);
 }
-static void backend_together(auto exchanges) { nccl("ncclGroupStart"), exchanges(), nccl("ncclGroupEnd"); }
+static void backend_together(auto exchanges) {
+    nccl("ncclGroupStart");
+    exchanges();
+    nccl("ncclGroupEnd");
+}
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
     backend_together([&] {
@@ -4404,21 +4426,27 @@ static void synchronize_event(int slot) { CUDA_CHECK(cudaEventSynchronize(host_e
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
 static double backend_peak() {
-    static const std::map<int, std::pair<double, double>> RATES = {
-        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};  // in bf16, in fp32
-    auto rate = RATES.find(10 * gpu_properties.major + gpu_properties.minor);
+    struct Rate {
+        double bf16, fp32;
+    };
+    static const std::map<int, Rate> RATES = {
+        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};
+    const int capability = 10 * gpu_properties.major + gpu_properties.minor;
+    auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
-    bool tensor = sizeof(floatX) == 2;
+
+    const bool tensor_cores = sizeof(floatX) == 2;
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    if (tensor && rate->first == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
+    if (tensor_cores && capability == 90) khz = std::min(khz, 1830000);
+    return 1e-9 * khz * gpu_multiprocessors * (tensor_cores ? rate->second.bf16 : rate->second.fp32);
 }
 
-enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32; what there is may not be known yet
+enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
 static std::pair<int, int> head_channels() {
-    size_t shared = gpu_properties.sharedMemPerBlockOptin;
-    return {16, sizeof(floatX) == 4 && shared && shared < (131 << 10) ? MAX_HEAD / 2 : MAX_HEAD};
+    size_t shared = gpu_properties.sharedMemPerBlockOptin;  // 0 before backend_init: not known yet
+    bool too_small = sizeof(floatX) == 4 && shared && shared < (131 << 10);
+    return {16, too_small ? MAX_HEAD / 2 : MAX_HEAD};
 }
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
@@ -4428,9 +4456,11 @@ static size_t backend_memory_available() {
 
 static size_t workspace_bytes() { return 2 * GPU_WORKSPACE_BYTES; }
 static void allocate_workspace() {
-    for (Stream* each : {&main_stream, &side_stream})
-        if (!each->workspace.base)
-            each->workspace = {(char*)backend_allocate(GPU_WORKSPACE_BYTES), GPU_WORKSPACE_BYTES, 0};
+    for (Stream* each : {&main_stream, &side_stream}) {
+        if (each->workspace.base) continue;
+        char* base = (char*)backend_allocate(GPU_WORKSPACE_BYTES, false);
+        each->workspace = {base, GPU_WORKSPACE_BYTES, 0};
+    }
 }
 
 namespace gpu {
@@ -6407,6 +6437,30 @@ static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
 namespace gpu {
 static_assert(sizeof(floatX) == 2, "HOPPER is for bf16: build without it for fp32");
 
+// How a large 3x3 convolution runs. A block stays on its multiprocessor and computes one tile of outputs after
+// another, 64 channels by 256 pixels each. Its warpgroups have different jobs:
+//
+//   warpgroup 0   multiplies tile 0 | finishes tile 0  | multiplies tile 2 | finishes tile 2  | ...
+//   warpgroup 1                     | multiplies tile 1 | finishes tile 1  | multiplies tile 3 | ...
+//   warpgroup 2   one thread loads patches of pixels into a ring of buffers, another loads weights into a
+//                 second ring: both run ahead of the products, up to a tile
+//   warpgroup 3   norms each patch where it lies, between its load and its product; only in tiles with NORMS
+//
+// Ping-pong: the two warpgroups that multiply take turns, so that the tensor cores are busy while outputs are
+// finished (bias, residual, norm) and stored. See await_turn and pass_turn.
+//
+// Rings: every buffer has a barrier "full", which TMA completes when all bytes have come, and a barrier "empty",
+// on which its readers arrive when they are done. Nobody waits for the whole block. See Ring and RingBarriers.
+//
+// Fused norm: a convolution that reads silu(norm(x)) loads x itself and norms it in shared memory, so that the
+// normed tensor never crosses device memory. See norm_patches.
+//
+// Resident weights: where the ring has room for all weights that a block needs, they are loaded for the block's
+// first tile and stay. See weights_resident.
+//
+// Smaller convolutions and 1x1 ones have tiles of 128 pixels. One warpgroup multiplies there, two blocks share a
+// multiprocessor, and the blocks of a cluster may split a tile's sum over input channels. See combine.
+
 // ---- TMA and WGMMA
 
 namespace ptx = cuda::ptx;
@@ -6477,7 +6531,10 @@ __device__ inline void tma_store(const CUtensorMap& map, const void* from, int c
 // Stands between this thread's stores to shared memory and TMA or tensor cores that read them.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ inline void cluster_barrier() { __cluster_barrier_arrive(), __cluster_barrier_wait(); }
+__device__ inline void cluster_barrier() {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+}
 
 // The descriptor of a matrix that wgmma reads from shared memory. K-major: rows of 64 k, groups of eight
 // rows `stride` bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride`
@@ -6493,11 +6550,18 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+// Where element c[e] of a thread's registers lies in the 64 rows and N columns of a product, counted from the
+// thread's c[0]. That one lies in row 16 * (warp of the warpgroup) + lane / 4 and column lane % 4 * 2.
+struct Fragment {
+    __device__ static constexpr int row_half(int e) { return e / 2 % 2; }  // every thread has two rows
+    __device__ static constexpr int row(int e) { return row_half(e) * 8; }
+    __device__ static constexpr int column(int e) { return e / 4 * 8 + e % 2; }
+};
 // clang-format off
 #define REGISTERS_8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
                           "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-// c (64, N) += a (64, 16) b (16, N), a and b by their matrix descriptors. Thread t's c[4 j + e] lies in row
-// t / 32 * 16 + t % 32 / 4 + e / 2 * 8 and column 8 j + t % 4 * 2 + e % 2.
+// c (64, N) += a (64, 16) b (16, N), a and b by their matrix descriptors. Fragment says which elements a
+// thread has.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
     static_assert(N == 8 || N == 64 || N == 128 || N == 192, "a shape that is spelled below");
@@ -6545,7 +6609,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// What TMA must know of x to copy boxes of 64 channels, or, narrow, of 16 in the 32-byte swizzle.
+// What TMA must know of x to load and store boxes of 64 channels, or, where it is narrow, of 16 channels in the
+// 32-byte swizzle (dev/dit).
 static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
@@ -6556,12 +6621,13 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
-    const cuuint32_t steps[] = {1, 1, 1, 1}, extent[] = {narrow ? 16u : 64u, (cuuint32_t)box.width,
-                                                         (cuuint32_t)box.height, (cuuint32_t)box.images};
-    CUresult status =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, narrow ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const cuuint32_t channels = narrow ? 16 : 64;
+    const cuuint32_t extent[] = {channels, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
+    const cuuint32_t element_strides[] = {1, 1, 1, 1};
+    const CUtensorMapSwizzle swizzle = narrow ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B;
+    CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent,
+                             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     assert(status == CUDA_SUCCESS);
     return map;
 }
@@ -6585,19 +6651,29 @@ struct HopperGemm : Gemm {
 // The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
 // images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
 enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
-// 64 channels by so many pixels. With two sub-tiles, two warpgroups take tiles in ping-pong: while one writes
-// outputs, the other multiplies.
+// A tile of outputs: 64 channels by the pixels of its shape.
 template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
     static constexpr int TAPS = TAPS_, STAGES = STAGES_;
     static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
     static constexpr bool NORMS = NORMS_;  // a fourth warpgroup norms x on the way
     static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
     static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
-    // As many warpgroups multiply as there are sub-tiles. One thread fills both rings (1x1), or one each, in
-    // two warps; with two sub-tiles these have a warpgroup of their own, which leaves its registers to the
-    // others.
+    // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
-    static constexpr int THREADS = READERS + (NORMS ? 256 : SUBTILES > 1 ? 128 : TAPS > 1 ? 64 : 32);
+    // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
+    // two sub-tiles these warps have a warpgroup of their own, which leaves its registers to the others.
+    static constexpr int feeders() {
+        if (NORMS) return 256;
+        if (SUBTILES > 1) return 128;
+        return TAPS > 1 ? 64 : 32;
+    }
+    static constexpr int THREADS = READERS + feeders();
+    // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
+    // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
+    static constexpr int READER_REGISTERS = NORMS ? 200 : 232, LOADER_REGISTERS = NORMS ? 24 : 40,
+                         NORM_REGISTERS = 88;
+    static_assert(NORMS ? 2 * READER_REGISTERS + LOADER_REGISTERS + NORM_REGISTERS == 4 * 128
+                        : 2 * READER_REGISTERS + LOADER_REGISTERS == 3 * 168);
     static constexpr int HALO = TAPS > 1;
     static constexpr Box SUBTILE = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
     static constexpr Box PIXELS = {SUBTILE.width * SUBTILES, SUBTILE.height, SUBTILE.images};
@@ -6607,7 +6683,12 @@ template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_
     // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a
     // time.
     static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
-    static constexpr int PATCHES = TAPS == 1 ? STAGES : SUBTILES == 1 ? 2 : STAGES < 9 ? 4 : 3;
+    static constexpr int patch_buffers() {  // what shared memory holds beside the weights
+        if (TAPS == 1) return STAGES;
+        if (SUBTILES == 1) return 2;
+        return STAGES < 9 ? 4 : 3;
+    }
+    static constexpr int PATCHES = patch_buffers();
     __device__ static Pixel origin(const Patch& p, int tile) {
         if (TAPS == 1) return {0, 0, tile * PIXELS.width};
         return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
@@ -6741,6 +6822,19 @@ template <class Tile> struct HopperGemmBlock {
         }
     }
 
+    // The warpgroups' turns at the tensor cores. Each waits for its own barrier before a tile's products, and has
+    // the other go on as soon as the last of them has been issued.
+    __device__ __forceinline__ void await_turn(int& parity) {
+        if constexpr (SUBTILES > 1) {
+            shared.ping_pong[warpgroup].wait(parity);
+            parity ^= 1;
+        }
+    }
+    __device__ __forceinline__ void pass_turn() {
+        if constexpr (SUBTILES > 1)
+            if (leads) shared.ping_pong[!warpgroup].arrive();
+    }
+
     // Frees the weights that were read last.
     __device__ __forceinline__ void release_weights(const Ring<STAGES>& stage) {
         if (!weights_resident) shared.stage.empty[stage.previous()].arrive();
@@ -6761,15 +6855,17 @@ template <class Tile> struct HopperGemmBlock {
                 shared.stage.full[stage.slot].wait(stage.parity);
                 const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
+                const int tap_row = tap / 3 * Tile::PITCH + tap % 3;  // of the patch: the tap's first pixel
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
                     const uint64_t a = advance(w, k * (Tile::TRANSPOSED ? 2048 : 32));
-                    auto b = [&](int row) {
-                        return advance(pixels, (tap / 3 * Tile::PITCH + tap % 3 + row) * 128 + k * 32);
-                    };
-                    constexpr int N = Tile::PAIRS ? 64 : 128;
-                    wgmma<N, Tile::TRANSPOSED, 0>(c, a, b(0));
-                    if (Tile::PAIRS) wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
-                    if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
+                    auto b = [&](int row) { return advance(pixels, (tap_row + row) * 128 + k * 32); };
+                    if constexpr (Tile::PAIRS) {
+                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b(0));
+                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
+                    } else {
+                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b(0));
+                        if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
+                    }
                 }
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
@@ -6780,7 +6876,7 @@ template <class Tile> struct HopperGemmBlock {
         }
         // All buffers up to here have been full, so that the other warpgroup can't mistake their phases.
         ready[patch.slot].wait(patch.parity);
-        if (SUBTILES > 1 && leads) shared.ping_pong[!warpgroup].arrive();
+        pass_turn();
         wgmma_wait<0>();
         if (leads) {
             release_weights(stage);
@@ -6803,6 +6899,22 @@ template <class Tile> struct HopperGemmBlock {
                     *(float4*)(c + e) += *(const float4*)__cluster_map_shared_rank(sums + e / 4 * 128, r);
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
+
+    // Done by the threads beyond Tile::READERS: each of their warps does the one job that it has.
+    __device__ __forceinline__ void feed() {
+        if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
+            SET_REGISTERS("dec", Tile::NORM_REGISTERS);
+            return norm_patches();
+        }
+        if (SUBTILES > 1) SET_REGISTERS("dec", Tile::LOADER_REGISTERS);
+        if (threadIdx.x == Tile::READERS) produce(true, TAPS == 1);
+        if (threadIdx.x == Tile::READERS + 32) produce(false, true);
+        __syncwarp();
+        if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
+            cluster_barrier();
+            cluster_barrier();
+        }
+    }
 };
 
 // Finishes a sub-tile's sums: adds bias, embedding and residual as AddBiasResidual does, or goes back
@@ -6819,9 +6931,8 @@ template <class Tile> struct HopperEpilogue {
     // By image and row: what is added; the norm's parameters; sums for this norm or the next.
     float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
     float sum[IMAGES][2], product[IMAGES][2];
-    // Which of its images and of its two rows a thread's element e, of 64, belongs to.
-    __device__ static constexpr int image_of(int e) { return e * IMAGES / 64; }
-    __device__ static constexpr int row_of(int e) { return e / 2 % 2; }
+    // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the other.
+    __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
 
     __device__ __forceinline__ void load() {
         UNROLLED_FOR (int i = 0; i < IMAGES; i++)
@@ -6861,13 +6972,14 @@ template <class Tile> struct HopperEpilogue {
                 UNROLLED_FOR (int k = 0; k < 4; k++)
                     load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
             UNROLLED_FOR (int e = 0; e < 8; e++) {
-                const int i = image_of(4 * j), r = row_of(e);
+                const int i = image_of(4 * j), r = Fragment::row_half(e);
                 float& value = c[4 * j + e];
                 float operand = bf16_of_pair(bits[e / 2], e % 2);
-                if (!Tile::TRANSPOSED) value += bias[i][r];
-                if (OPERAND == RESIDUAL) value += operand;
-                if (OPERAND == NORM_SILU) value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
-                if (OPERAND >= NORM) {
+                if constexpr (!Tile::TRANSPOSED) value += bias[i][r];
+                if constexpr (OPERAND == RESIDUAL) value += operand;
+                if constexpr (OPERAND == NORM_SILU)
+                    value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
                     sum[i][r] += value;
                     product[i][r] += value * operand;
                 }
@@ -6889,31 +7001,34 @@ template <class Tile> struct HopperEpilogue {
             }
         }
     }
-    // Writes what a norm wants: of the outputs, forward, the moments, of which the mean comes first and
-    // then the squares about it; of a gradient the sums, which finish() has begun.
-    __device__ __forceinline__ void write_sums(const float* c) {
-        if (!Tile::TRANSPOSED)
-            UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][row_of(e)] += c[e];
+    // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
+    __device__ __forceinline__ void take_moments(const float* c) {
+        UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
         add_up(sum);
-        if (!Tile::TRANSPOSED) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                sum[i][0] /= 128 / images;
-                sum[i][1] /= 128 / images;
-            }
-            UNROLLED_FOR (int e = 0; e < 64; e++) {
-                float distance = c[e] - sum[image_of(e)][row_of(e)];
-                product[image_of(e)][row_of(e)] += distance * distance;
-            }
+        UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+            sum[i][0] /= 128 / images;
+            sum[i][1] /= 128 / images;
         }
+        UNROLLED_FOR (int e = 0; e < 64; e++) {
+            const int i = image_of(e), r = Fragment::row_half(e);
+            float distance = c[e] - sum[i][r];
+            product[i][r] += distance * distance;
+        }
+    }
+    // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which finish()
+    // has begun.
+    __device__ __forceinline__ void write_sums(const float* c) {
+        if constexpr (Tile::TRANSPOSED) add_up(sum);
+        else take_moments(c);
         int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
         if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
         add_up(product);
         UNROLLED_FOR (int r = 0; r < 2; r++)
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
-                if (lane % 4 || i >= images || n >= g.N() || norm_tile * (128 / images) >= g.x.first.rows() ||
-                    (Tile::SUBTILES > 1 && at.x >= g.x.first.W))
-                    continue;
+                const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                if (lane % 4 || i >= images || n >= g.N()) continue;
+                if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
+                if (Tile::SUBTILES > 1 && at.x >= g.x.first.W) continue;
                 if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
                 g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
             }
@@ -6936,29 +7051,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     }
     __syncthreads();
 
-    if (threadIdx.x >= Tile::READERS) {
-        if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
-            SET_REGISTERS("dec", 88);
-            return block.norm_patches();
-        }
-        if (Tile::SUBTILES > 1) SET_REGISTERS("dec", Tile::NORMS ? 24 : 40);
-        if (threadIdx.x == Tile::READERS) block.produce(true, Tile::TAPS == 1);
-        if (threadIdx.x == Tile::READERS + 32) block.produce(false, true);
-        __syncwarp();
-        if (block.splits > 1) {  // as in combine
-            cluster_barrier();
-            cluster_barrier();
-        }
-        return;
-    }
-
-    // All begin with 168, or 128: 2 * 232 + 40 = 3 * 168, 2 * 200 + 24 + 88 = 4 * 128.
-    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::NORMS ? 200 : 232);
+    if (threadIdx.x >= Tile::READERS) return block.feed();
+    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::READER_REGISTERS);
 
     Ring<Tile::PATCHES> patch;
     Ring<Tile::STAGES> stage;
     const int chunks = block.last - block.first;
-    auto skip = [&](int tiles) {
+    auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
         patch.skip(tiles * (chunks + 1));
         stage.skip(tiles * chunks * Tile::TAPS);
     };
@@ -6970,10 +7069,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         HopperEpilogue<Tile> epilogue = {g, at};
         epilogue.load();
         float c[Tile::SUBTILES * 64];
-        if (Tile::SUBTILES > 1) {
-            shared.ping_pong[block.warpgroup].wait(parity);
-            parity ^= 1;
-        }
+        block.await_turn(parity);
         block.multiply(c, patch, stage);
         if (block.splits > 1) block.combine(c);
         if (block.rank > 0) return;
@@ -7075,7 +7171,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     extern __shared__ __align__(1024) unsigned char hopper_shared[];
     auto& shared = *(typename Tile::Shared*)hopper_shared;
     const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the sums: an output channel, and that + 8
+    // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
+    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
     const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
     const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
     const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
@@ -7156,7 +7253,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
             release();
             if (BIAS)
                 for (int e = 0; e < 4; e++) {
-                    int o = o0 + row + e / 2 * 8, image = images + lane % 4 * 2 + e % 2;
+                    const int o = o0 + row + Fragment::row(e);
+                    const int image = images + column + Fragment::column(e);
                     if (o < O && image >= first_image && image <= (end - 1) / steps)
                         g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
                 }
@@ -7168,11 +7266,12 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     else multiply(std::false_type());
 
     float* to = g.partial ? g.partial + split * g.count() : g.dw;
-    UNROLLED_FOR (int i = 0; i < 48; i++) {
-        int o = o0 + row + i % 2 * 8, tap = (dy + warpgroup) * 3 + i / 16;
-        int column = c0 + i / 2 % 8 * 8 + lane % 4 * 2;
-        if (o >= O || column >= C) continue;
-        *(float2*)(to + ((size_t)o * 9 + tap) * C + column) = make_float2(c[2 * i], c[2 * i + 1]);
+    UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
+        const int o = o0 + row + Fragment::row(e);
+        const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
+        const int channel = c0 + Fragment::column(e) % 64 + column;
+        if (o >= O || channel >= C) continue;
+        *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);
     }
 }
 
@@ -7183,8 +7282,17 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// conv3x3_backward_weight, by the warpgroups and splits that should take the least time. The estimate is that
-// of an H100.
+// How long the weight gradient should take with these warpgroups and splits, in microseconds on an H100: the
+// rounds of blocks times a block's steps, and then the sum over the splits.
+static float hopper_weight_gradient_us(int O, int C, int pixel_tiles, int warpgroups, int splits) {
+    const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
+    const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
+    float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
+    if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+    return us;
+}
+
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time.
 static bool launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
@@ -7195,17 +7303,15 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
         const int tiles = sum_tiles * (3 / warpgroups);
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
-            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) *
-                       (warpgroups == 3 ? 0.75f : 0.3f);
-            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            const float us = hopper_weight_gradient_us(O, C, pixel_tiles, warpgroups, splits);
             if (us >= least) continue;
             least = us;
             best_warpgroups = warpgroups;
             g.splits = splits;
         }
     }
-    launch_weight_sums(g, best_warpgroups == 3 ? launch_hopper_weight_tile<HopperWeightTile<3>>
-                                               : launch_hopper_weight_tile<HopperWeightTile<1>>);
+    if (best_warpgroups == 3) launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<3>>);
+    else launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<1>>);
     return true;
 }
 
