@@ -1,12 +1,12 @@
 """Pictures from trained weights: a .bin, old or new, a .pt, a .safetensors, a folder of diffusers. From one to the other.
 
-    python generate.py --model_filename out/checkpoint_00020000.bin
-    python generate.py --model_filename out/checkpoint_00020000.bin --export weights.safetensors
-    python generate.py --model_filename out/checkpoint_00020000.bin --init_image cat.png --mask known.png
+    python generate.py --model_weights out/checkpoint_00020000.bin
+    python generate.py --model_weights out/checkpoint_00020000.bin --export weights.safetensors
+    python generate.py --model_weights out/checkpoint_00020000.bin --init_image cat.png --mask known.png
     python generate.py --import weights.safetensors
     python generate.py --import 64x64_diffusion.pt --preset adm64
 
-The first writes samples.png. A picture comes from its seed alone, so that batches and --num_images change
+The first writes samples.png. A picture comes from its seed alone, so that batches and --num_samples change
 none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The third
 keeps of cat.png what is white in known.png. The last two write weights.bin and 64x64_diffusion.bin, for
 `./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is. convert.py has the
@@ -33,6 +33,8 @@ from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_tab
 from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
+
+EARLIER_NAMES = {"--num_images": "--num_samples", "--model_filename": "--model_weights"}
 
 
 def nearest(pictures, images, image_size, chunk=256):
@@ -533,19 +535,19 @@ def name_of_import(path):
 
 
 def export_target(args):
-    """Where the weights go, "" if nowhere. --import X is --model_filename X --export X with the ending .bin.
+    """Where the weights go, "" if nowhere. --import X is --model_weights X --export X with the ending .bin.
 
     args.renews: whether all of a .bin goes there, of an earlier format, and so may take its place.
     """
     if args.imported:
-        args.model_filename = args.imported
+        args.model_weights = args.imported
         if not args.export:
             args.export = name_of_import(args.imported)
             if os.path.exists(args.export):
                 raise UserError(f"{args.export} exists already: name another file with --export FILE.bin")
     args.renews = bool(args.imported and args.export.endswith(".bin") and args.use_ema is None
                        and not args.class_names and has_earlier_format(args.imported))
-    is_same = args.export and os.path.realpath(args.export) == os.path.realpath(args.model_filename)
+    is_same = args.export and os.path.realpath(args.export) == os.path.realpath(args.model_weights)
     if is_same and not args.renews:
         raise UserError(f"--export {args.export} is the file that the weights come from: name another")
     return args.export
@@ -564,12 +566,12 @@ def check_memory(count, columns, shape, value=1):
 
 
 def main():
-    parser = unet_io.Parser(may_be_empty=(), description=__doc__)
+    parser = unet_io.Parser(may_be_empty=(), earlier=EARLIER_NAMES, description=__doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model_filename", metavar="FILE",
+    source.add_argument("--model_weights", metavar="FILE",
                         help="weights: .bin, .pt or .safetensors, or a folder of diffusers")
-    add("--num_images", type=int, metavar="N", help="how many pictures (default: 16)")
+    add("--num_samples", type=int, metavar="N", help="how many pictures (default: 16)")
     add("--seed", type=int, metavar="N", help="seed of the first picture, and of --quality (default: 0)")
     add("--seeds", type=parse_numbers, metavar="LIST",
         help="the pictures of these seeds, such as 0-63 or 3,7,10-12")
@@ -623,7 +625,7 @@ def main():
         help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending, or FOLDER/ for"
              " diffusers; see --use_ema")
     source.add_argument("--import", dest="imported", metavar="FILE",
-                        help="short for --model_filename FILE --export STEM.bin, for ./train_unet; of a .bin of an"
+                        help="short for --model_weights FILE --export STEM.bin, for ./train_unet; of a .bin of an"
                              " earlier format everything is kept, so that a run can be resumed")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     model_flags.add_argument("--preset", choices=list(unet_io.PRESETS), help="a known model's")
@@ -634,16 +636,16 @@ def main():
                                      choices=field.metadata["choices"], help=field.metadata["help"],
                                      metavar=None if field.metadata["choices"] else "X")
     args = parser.parse_args()
-    count = args.interpolate or (len(args.seeds) if args.seeds else 16 if args.num_images is None
-                                 else args.num_images)
-    if args.num_images not in (None, count):
+    count = args.interpolate or (len(args.seeds) if args.seeds else 16 if args.num_samples is None
+                                 else args.num_samples)
+    if args.num_samples not in (None, count):
         name = "interpolate" if args.interpolate else "seeds"
-        raise UserError(f"--num_images {args.num_images} contradicts --{name}, which asks for"
+        raise UserError(f"--num_samples {args.num_samples} contradicts --{name}, which asks for"
                         f" {counted(count, 'picture')}")
     if args.seeds and args.seed is not None and not args.quality:
         raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
     args.seed = args.seed or 0
-    unet_io.check_range("generate", count, 1, "interpolate" if args.interpolate else "num_images")
+    unet_io.check_range("num_samples", count, 1, "interpolate" if args.interpolate else "num_samples")
     if args.interpolate == 0:
         raise UserError("--interpolate 0 draws nothing; leave it out, or say how many pictures")
     unet_io.check_range("batch_size", args.batch_size)
@@ -684,10 +686,10 @@ def main():
         renew(args.imported, target, overrides)
         return
     args.use_ema = 1 if args.use_ema is None else args.use_ema
-    model, checkpoint = load_weights(args.model_filename, args.use_ema, overrides)
+    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides)
     if target:
         if not isinstance(model, UNet):
-            raise UserError(f"{args.model_filename} is no UNet; python dev/dit/train_dit.py --export writes a DiT's"
+            raise UserError(f"{args.model_weights} is no UNet; python dev/dit/train_dit.py --export writes a DiT's"
                             f" weights")
         if args.class_names:
             if not model.config.class_cond:
@@ -751,7 +753,7 @@ def main():
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
         if not torch.isfinite(x).all():
-            raise UserError(f"the pictures that {args.model_filename} draws are NaN or infinite, so none are"
+            raise UserError(f"the pictures that {args.model_weights} draws are NaN or infinite, so none are"
                             f" written: its training had gone wrong; use an older one")
         pictures.append(x.numpy() if as_floats else unet_io.to_uint8(x.numpy()))
     pictures = np.concatenate(pictures)

@@ -1101,7 +1101,7 @@ def joined(words):
 
 
 def main():
-    parser = unet_io.Parser(description=__doc__)
+    parser = unet_io.Parser(earlier={"--channels": "--in_channels"}, description=__doc__)
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE",
         help="a folder, searched to any depth, a zip, a picture, an IDX file of images, .npy or .npz")
@@ -1110,9 +1110,9 @@ def main():
     add("--image_size", type=int, metavar="N",
         help="height and width in pixels (default: 64; of an IDX file, the next multiple of 8)")
     add("--fit", choices=("crop", "pad", "stretch"),
-        help="make a picture square by its middle alone, by adding white (with --channels 4: what is"
+        help="make a picture square by its middle alone, by adding white (with --in_channels 4: what is"
              " transparent), or by distorting it (default: crop)")
-    add("--channels", type=int, choices=(1, 3, 4), metavar="N",
+    add("--in_channels", type=int, choices=(1, 3, 4), metavar="N",
         help="1 grey, 3 RGB, 4 RGBA (default: 3, of an IDX file 1)")
     add("--white_level", type=int, default=0, metavar="N",
         help="the value of white in grey pictures of 16 bits, such as 4095 (default: as they show)")
@@ -1129,9 +1129,9 @@ def main():
         help="the values of black and white in an array, such as 0,1; none: take floats as they are")
     args = parser.parse_args(joined(sys.argv[1:]))
     idx, array = is_idx(args.data_dir), is_array(args.data_dir)
-    if array and (args.image_size, args.channels) != (None, None):
+    if array and (args.image_size, args.in_channels) != (None, None):
         raise UserError(f"{args.data_dir} is an array, which has its own size and channels: leave"
-                        f" --image_size and --channels out")
+                        f" --image_size and --in_channels out")
     if not 0 <= args.data_std < math.inf or args.data_std and not array:
         raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
     if args.value_range and not (idx or array):
@@ -1164,7 +1164,7 @@ def main():
     else:
         options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level)
     with clean_stop():
-        written, held_out, skipped = prepare_any(args.data_dir, output, args.image_size, args.channels,
+        written, held_out, skipped = prepare_any(args.data_dir, output, args.image_size, args.in_channels,
                                                  args.labels, args.val_fraction, **options)
     size = np.fromfile(output, "<i4", 5)[4]  # the header's width
     unet_io.say(f"wrote {output}: {counted(written, 'image')} of {size}x{size},"

@@ -4,7 +4,7 @@
 //   make train_unet                     builds for the GPU where there is one, otherwise for the CPU
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
 //   ./train_unet --gpus 4               on so many GPUs
-//   ./train_unet --generate 64          draws pictures with the newest checkpoint
+//   ./train_unet --generate             draws pictures with the newest checkpoint
 //   ./train_unet --help all             every flag with its default
 //
 // The network is the UNet of "Diffusion Models Beat GANs on Image Synthesis" (Dhariwal and Nichol, 2021), the
@@ -3540,15 +3540,17 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Which pictures --generate, --seed and --seeds ask for.
-static std::vector<SampleSpec> wanted_samples(const Config& c) {
-    std::vector<uint32_t> seeds =
-        *c.seeds ? parse_list("seeds", c.seeds, UINT32_MAX) : consecutive(c.seed, c.generate);
-    if (!*c.seeds && (double)c.seed + c.generate > UINT32_MAX + 1.0)
-        fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
-             counted(c.generate, "picture").c_str(), UINT32_MAX);
-    if (c.generate && c.generate != (int)seeds.size())
-        fail("--generate %d contradicts --seeds, which asks for %s; leave --generate out", c.generate,
+// Which pictures --num_samples and --seed, or --seeds, ask for.
+static std::vector<SampleSpec> wanted_samples(const Config& c, const std::vector<GivenFlag>& given) {
+    if (!*c.seeds) {
+        if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
+            fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
+                 counted(c.num_samples, "picture").c_str(), UINT32_MAX);
+        return specs_of(consecutive(c.seed, c.num_samples));
+    }
+    std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
+    if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
+        fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
              counted((long)seeds.size(), "picture").c_str());
     return specs_of(seeds);
 }
@@ -3567,8 +3569,8 @@ static std::string sampler_text(const Config& c) {
 // What pictures are drawn by: the flags with the model that the weights are of, and these.
 static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
-    const GivenFlag* seed = was_given(given, "seed");
-    if (*config.seeds && seed && seed->origin.empty())  // a file's is that of a run
+    const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
+    if (*config.seeds && seed)
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
@@ -3608,7 +3610,7 @@ static void write_samples(const Config& c, const std::vector<SampleSpec>& specs,
 
 static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = sampling_config(given);
-    std::vector<SampleSpec> specs = wanted_samples(config);
+    std::vector<SampleSpec> specs = wanted_samples(config, given);
     std::vector<std::string> names = shown_names(config, file.class_names);
     std::vector<uint32_t> classes = wanted_classes(config, names);
     int count = (int)specs.size(), groups = set_classes(&specs, classes);
@@ -3644,8 +3646,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
-    const GivenFlag* out_dir = was_given(given, "out_dir");
-    if (out_dir && out_dir->origin.empty() && out_dir->value != config->out_dir)
+    const GivenFlag* out_dir = was_typed(given, "out_dir");
+    if (out_dir && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value.c_str(), config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
@@ -3721,8 +3723,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
             text("%s does not name its classes, which are taken for those of %s in their order, "
                  "%s; --class_names FILE tells others",
                  file.path.c_str(), c->data_file, listed(names).c_str()));
-    const GivenFlag* listing = was_given(given, "class_names");
-    if (listing && listing->origin.empty() && !(known && file.class_names.empty()))
+    if (was_typed(given, "class_names") && !(known && file.class_names.empty()))
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
                                 c->class_names, file.class_names.empty() ? c->data_file : file.path.c_str()));
     if (c->resume_given) return before.empty() ? names : before;
@@ -3915,7 +3916,7 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     if (file_exists(samples)) say("samples:    %s", samples.c_str());
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./%s --generate 64 --model_weights %s", network.program, shell_word(checkpoint).c_str());
+    say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint).c_str());
 
     std::string more;
     if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
@@ -4105,7 +4106,7 @@ static void handle_signals() {
 // What main returns: the status of `program`, or of what it fails with, once that is told.
 static int guarded(auto program) {
     Failure failure = {
-        1, "out of memory; use a smaller --batch_size, --num_samples or --generate, or fewer images"};
+        1, "out of memory; use a smaller --batch_size or --num_samples, or fewer images"};
     try {
         return program();
     } catch (const Failure& thrown) {
@@ -4151,15 +4152,11 @@ static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
-    auto typed = [&](const char* name) {
-        const GivenFlag* g = was_given(given, name);
-        return g && g->origin.empty() ? g : nullptr;
-    };
-    if (typed("generate") && !config.generate)
-        fail_usage("--generate 0 draws nothing; leave it out to train, or say how many pictures");
     bool draws = config.generate || *config.seeds;
-    if (const GivenFlag* g = typed("output_dir"); g && !draws)
-        fail_usage("--output_dir %s draws nothing by itself; say how many with --generate, or which with --seeds",
+    if (config.generate && !config.num_samples)
+        fail_usage("--num_samples 0 draws nothing; leave --generate out to train, or say how many pictures");
+    if (const GivenFlag* g = was_typed(given, "output_dir"); g && !draws)
+        fail_usage("--output_dir %s draws nothing by itself; add --generate, or say which with --seeds",
                    g->value.c_str());
     if (config.print_config) {
         Trainer trainer;

@@ -1393,7 +1393,7 @@ def train(config, run, given):
         unet_io.say(f"stopped; to go on: python train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
                     f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")
     else:
-        unet_io.say(f"done; to see pictures: python generate.py --model_filename {shlex.quote(saved)}")
+        unet_io.say(f"done; to see pictures: python generate.py --model_weights {shlex.quote(saved)}")
 
 
 def sample_average(trainer, seeds, classes=None):

@@ -449,8 +449,10 @@ static std::vector<Flag> FLAGS = {
     {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Bounds(0, 1e9)},
     {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Bounds(1, 1e9)},
 
-    {FIELD(generate), INT, SAMPLING, FORGOTTEN, "0",
-     "draw this many pictures and exit, with --model_weights or the newest checkpoint", Bounds(0, 1e6)},
+    {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
+     "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
+    {FIELD(num_samples), INT, SAMPLING, FREE, "16",
+     "how many pictures to draw; in a grid while training, of which there are none with 0", Bounds(0, 1e6)},
     {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},
@@ -459,7 +461,6 @@ static std::vector<Flag> FLAGS = {
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "draw what differs so many times as much from pictures without a class; 2 to 4 are usual",
      Bounds(0, 1000)},
-    {FIELD(num_samples), INT, SAMPLING, FREE, "16", "of a grid while training; 0: no grids", Bounds(0, 1e6)},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
@@ -656,9 +657,9 @@ static Config default_config() {
 // The flags that most runs need: `--help` tells these, `--help all` every one.
 static const char* const USUAL_FLAGS[] = {
     "preset",       "data_file",  "val_file", "model_weights",  "out_dir", "image_size",   "num_channels",
-    "channel_mult", "class_cond", "predict",  "noise_schedule", "flip",    "batch_size",   "microbatch",
+    "channel_mult", "class_cond", "predict",  "noise_schedule", "flip",    "batch_size",
     "steps",        "lr",         "ema_rate", "seed",           "class",   "guidance_scale", "generate",
-    "seeds",        "sampler",    "resume",   "gpus",           "dry_run", "sample_steps"};
+    "num_samples",  "seeds",      "sampler",  "sample_steps",   "resume",  "gpus",         "dry_run"};
 
 static void print_help(bool all) {
     printf(
@@ -666,7 +667,7 @@ static void print_help(bool all) {
         "  ./%1$s --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
         "--output_name X.bin)\n"
         "  ./%1$s --resume              continue\n"
-        "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n"
+        "  ./%1$s --generate            draw pictures with the newest checkpoint\n"
         "  ./%1$s --help all            every flag, and what each preset stands for\n\n"
         "Flags are written --name value or --name=value.%3$s\n",
         network.program, network.name, all ? "" : " These are the usual ones:");
@@ -696,6 +697,12 @@ struct GivenFlag {
 static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
     auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return is_named(*g.flag, name); });
     return last == given.rend() ? nullptr : &*last;
+}
+
+// The same, where it was typed, and does not come from a preset or a file.
+static const GivenFlag* was_typed(const std::vector<GivenFlag>& given, const char* name) {
+    const GivenFlag* last = was_given(given, name);
+    return last && last->origin.empty() ? last : nullptr;
 }
 
 // Whether it was given by more than a file that lists its default.
@@ -732,7 +739,7 @@ static const MovedFlag* moved_flag(const std::string& name) {
 
 static void refuse_moved(const std::string& name) {
     if (const MovedFlag* moved = moved_flag(name))
-        fail_usage("--%s is generate.py's: python generate.py --model_filename CHECKPOINT.bin %s",
+        fail_usage("--%s is generate.py's: python generate.py --model_weights CHECKPOINT.bin %s",
                    moved->name, moved->example);
 }
 
@@ -807,12 +814,19 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
         std::string value = flag.kind == BOOL ? "1" : name == "help" ? "usual" : "";
+        bool has_value = true;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
-        else if (!optional) fail_usage("--%s needs a value", name.c_str());
+        else if (optional) has_value = false;
+        else fail_usage("--%s needs a value", name.c_str());
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
         if (value.empty() && !optional && name != "val_file")
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
+        if (name == "generate" && has_value) {  // how their number was told earlier
+            say("note: --generate %s is called --generate --num_samples %s now", value.c_str(), value.c_str());
+            given.push_back({&flag_named("num_samples"), value, origin});
+            value = "1";
+        }
         given.push_back({&flag, value, origin});
     }
 

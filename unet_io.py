@@ -85,15 +85,16 @@ class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 
     renamed: {flag of the trainer whose files we read: what there is here}, for those that are no aliases.
+    earlier: {a flag's earlier name: its name}. The earlier name is taken, and the program says so.
     may_be_empty: the flags that take '' as a value; others, where this is given, refuse it: a script types it
     whose variable is unset, and it would mean that the flag was left out.
     """
-    def __init__(self, renamed=None, may_be_empty=None, **options):
-        self.renamed, self.may_be_empty = renamed or {}, may_be_empty
+    def __init__(self, renamed=None, may_be_empty=None, earlier=None, **options):
+        self.renamed, self.may_be_empty, self.earlier = renamed or {}, may_be_empty, earlier or {}
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, argv=None):
-        words = sys.argv[1:] if argv is None else argv
+        words = [self.current_name(word) for word in (sys.argv[1:] if argv is None else argv)]
         flags = [name for action in self._actions for name in action.option_strings]
         for name in (word.split("=")[0] for word in words):
             if name in self.renamed:
@@ -105,6 +106,13 @@ class Parser(argparse.ArgumentParser):
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
+
+    def current_name(self, word):
+        name, equals, value = word.partition("=")
+        if name not in self.earlier:
+            return word
+        print(f"note: {name} is called {self.earlier[name]} now")
+        return self.earlier[name] + equals + value
 
     def refuse_empty(self, words, flags):
         for name, value in zip(words, [*words[1:], None]):
@@ -670,7 +678,7 @@ class Config(Settings):
 RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10**9), "keep": (1, 10**9),
           "keep_every": (0, 10**9), "sample_every": (0, 10**9), "val_every": (1, 10**9),
           "batch_size": (1, 65536), "microbatch": (0, 65536), "num_samples": (0, 10**6),
-          "generate": (0, 10**6), "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
+          "interpolate": (0, 10**6), "strip": (0, 1000), "sample_steps": (0, 10**5),
           "use_ema": (0, 4), "eta": (0, 1), "guidance_scale": (0, 1000), "strength": (0, 1), "jump_length": (1, 10**5),
           "jump_n_sample": (1, 1000)}
 

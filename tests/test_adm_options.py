@@ -379,7 +379,7 @@ def test_official_state_dict(tmp_path, capsys, monkeypatch):
         assert torch.equal(legacy(x, t, y), expected) and error_of(new(x, t, y), expected) < 1e-6
     for ending in ("pt", "safetensors"):  # and back
         there = tmp_path / f"x.{ending}"
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", there) == ""
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", there) == ""
         assert call(generate, "--import", there, "--export", tmp_path / "back.bin") == ""
         assert same_bits(unet_io.read_checkpoint(str(tmp_path / "back.bin")).sections["weights"],
                          file.sections["weights"])

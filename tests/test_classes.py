@@ -48,7 +48,7 @@ def test_idx_files(tmp_path, packed):
         found += zip((one.tobytes() for one in inside), names)
     assert sorted(found) == sorted((one.astype(np.uint8).tobytes(), int(label))
                                    for one, label in zip(pixels, labels)) and len(images) == 5
-    assert call(prepare_data, *words, "--channels", 3, "--image_size", 12) == ""
+    assert call(prepare_data, *words, "--in_channels", 3, "--image_size", 12) == ""
     assert unet_io.read_images(str(tmp_path / "x.bin")).pixels.shape == (20, 3, 12, 12)
     assert "too small" in call(prepare_data, *words, "--image_size", 8)
     write_idx(tmp_path / f"t-images-idx3-ubyte{ending}", pixels // 128, packed)
@@ -83,7 +83,7 @@ def test_channels_of_pictures(tmp_path, channels, mode):
     pixels = np.zeros((8, 8, 4), np.uint8)
     pixels[..., 0], pixels[:4, :, 3] = 200, 255  # the upper half red, the lower clear
     Image.fromarray(pixels).save(tmp_path / "in/a.png")
-    assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 8, "--channels", channels,
+    assert call(prepare_data, "--data_dir", tmp_path / "in", "--image_size", 8, "--in_channels", channels,
                 "--output_name", tmp_path / "x.bin") == ""
     made = unet_io.read_images(str(tmp_path / "x.bin")).pixels[0]
     assert made.shape == (channels, 8, 8)
@@ -119,7 +119,7 @@ def test_rows_of_classes(tmp_path):
     common = ["--sample_steps", 5, "--guidance_scale", 2]
     run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 6, *common, "--batch_size", 4,
         "--output_name", tmp_path / "a.png")
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 6, *common,
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 6, *common,
                 "--device", "cpu", "--output_name", tmp_path / "b.png") == ""
     ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
     assert ours.shape == theirs.shape == (3 * 10 + 2, 2 * 10 + 2, 3) and np.abs(ours - theirs).max() <= 2
@@ -142,7 +142,7 @@ def test_guidance_interval(tmp_path):
                         "empty": ["--guidance_scale", 4, "--guidance_interval", "0.9995,1"],
                         "whole": ["--guidance_scale", 4, "--guidance_interval", "0,1"],
                         "part": ["--guidance_scale", 4, "--guidance_interval", "0.2,0.6"]}.items():
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 2, "--sample_steps", 8, *words,
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 2, "--sample_steps", 8, *words,
                     "--device", "cpu", "--output_name", tmp_path / f"{name}.png") == ""
         pictures[name] = picture(tmp_path / f"{name}.png")
     assert (pictures["none"] == pictures["empty"]).all() and (pictures["all"] == pictures["whole"]).all()
@@ -152,7 +152,7 @@ def test_guidance_interval(tmp_path):
 @pytest.mark.parametrize("interval", ["0.5", "0.7,0.2", "0,2", "x,1"])
 def test_refused_intervals(interval):
     with pytest.raises(SystemExit, match="2"):
-        call(generate, "--model_filename", "w.bin", "--guidance_interval", interval)
+        call(generate, "--model_weights", "w.bin", "--guidance_interval", interval)
 
 
 def test_hidden_labels():
@@ -192,7 +192,7 @@ def test_models_without_classes(tmp_path):
     for name, words, says in (("w", ["--class", 1], "class_cond"), ("w", guided, "cond_drop_prob"),
                               ("c", guided, "cond_drop_prob")):
         refused(TRAIN, "--model_weights", tmp_path / f"{name}.bin", "--generate", 1, *words, says=says)
-        assert says in call(generate, "--model_filename", tmp_path / f"{name}.bin", "--device", "cpu", *words)
+        assert says in call(generate, "--model_weights", tmp_path / f"{name}.bin", "--device", "cpu", *words)
 
 
 def test_create_model_with_classes():
@@ -497,7 +497,7 @@ def both_draw(folder, weights, count, *flags):
     ours = picture(name) if not result.returncode else result.stderr
     if name.exists():
         name.unlink()
-    sentence = call(generate, "--model_filename", folder / weights, "--num_images", count, "--output_name", name,
+    sentence = call(generate, "--model_weights", folder / weights, "--num_samples", count, "--output_name", name,
                     "--device", "cpu", *words)
     return ours, sentence or picture(name), result.stdout
 
@@ -563,7 +563,7 @@ def test_names_travel(tmp_path):
     perturbed_file(tmp_path / "bare.bin", config)
     (tmp_path / "names").write_text("x\ny\nz\n")
     for name in ("a.pt", "a.safetensors", "a.bin"):
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", tmp_path / name) == ""
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / name) == ""
         assert train_unet.load_model(str(tmp_path / name))[1].class_names == FRUIT
         assert call(generate, "--import", tmp_path / name, "--export", tmp_path / "back.bin") == ""
         assert unet_io.read_checkpoint(str(tmp_path / "back.bin")).class_names == FRUIT
@@ -597,7 +597,7 @@ def test_quality_by_name(tmp_path, monkeypatch, capsys):
         held_out = write_fruit(tmp_path / "held.bin", names, shown)
         seen.clear()
         capsys.readouterr()
-        assert call(generate, "--model_filename", tmp_path / weights, "--num_images", 6, "--sample_steps", 1, "--device",
+        assert call(generate, "--model_weights", tmp_path / weights, "--num_samples", 6, "--sample_steps", 1, "--device",
                     "cpu", "--output_name", tmp_path / "x.png", "--quality", held_out, *flags) == ""
         return [tensor.tolist() for pair in seen for tensor in pair], capsys.readouterr().out
 
@@ -628,7 +628,7 @@ def test_guide_by_name(tmp_path):
     named_file(tmp_path / "others.bin", config, ("apple", "banana", "date"))
     drawn = {}
     for name in ("guide", "turned", "others", "bare"):
-        sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 3, "--sample_steps", 3,
+        sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 3, "--sample_steps", 3,
                         "--guide_weights", tmp_path / f"{name}.bin", "--guidance_scale", 2, "--device", "cpu",
                         "--output_name", tmp_path / "x.png")
         drawn[name] = sentence or picture(tmp_path / "x.png")

@@ -11,10 +11,11 @@ import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
+    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
     run, settings, start_flags, stored_flags, write_toy_images)
 from unet_io import Config, flags_of
 
@@ -358,3 +359,28 @@ def test_summary():
     why = "no GPU on this machine|/nowhere/train_unet is not built"
     passed = re.fullmatch(rf"(\d+) passed, 0 failed, 1 skipped \(({why}): 1\)", lines[0])[1]
     assert int(passed) > 2 and lines[1] == lines[0]
+
+
+def test_earlier_names(tmp_path, images8):
+    """How many pictures, and which weights, are called the same in every program; earlier names are taken, and it is said."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    common = ["--model_weights", tmp_path / "w.bin", "--sample_steps", 1, "--output_name"]
+    run(TRAIN, "--generate", "--num_samples", 2, *common, tmp_path / "a.npz")
+    text = run(TRAIN, "--generate", 2, *common, tmp_path / "b.npz").stdout
+    assert text.startswith("note: --generate 2 is called --generate --num_samples 2 now\n")
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    default = run(TRAIN, "--generate", *common, tmp_path / "c.npz").stdout
+    assert "16 pictures with" in default and "note" not in default
+    for words, notes in ((["--num_samples", 2, "--model_weights"], []),
+                         (["--num_images=2", "--model_filename"], ["--num_images is called --num_samples now",
+                                                                   "--model_filename is called --model_weights now"])):
+        text = run(sys.executable, ROOT / "generate.py", *words, tmp_path / "w.bin", "--sample_steps", 1, "--output_name",
+                   tmp_path / "d.npz").stdout
+        assert re.findall("note: (.*)", text) == notes
+        with np.load(tmp_path / "d.npz") as arrays:
+            assert len(arrays["arr_0"]) == 2
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    text = run(sys.executable, ROOT / "prepare_data.py", "--data_dir", tmp_path / "x.png", "--image_size", 8, "--channels", 1,
+               "--output_name", tmp_path / "x.bin").stdout
+    assert "note: --channels is called --in_channels now\n" in text
+    assert unet_io.read_images(tmp_path / "x.bin").pixels.shape == (1, 1, 8, 8)

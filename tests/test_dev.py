@@ -467,7 +467,7 @@ def test_missing_packages(tmp_path, tools, monkeypatch):
     for package, module, words in (
             ("matplotlib", tools("plot_log"), [log, "--output_name", tmp_path / "x.png"]),
             ("tensorboard", tools("to_tensorboard"), [log, "--output_dir", tmp_path / "x"]),
-            ("safetensors", generate, ["--model_filename", tmp_path / "w.bin", "--export",
+            ("safetensors", generate, ["--model_weights", tmp_path / "w.bin", "--export",
                                        tmp_path / "x.safetensors"])):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)

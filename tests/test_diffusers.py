@@ -52,7 +52,7 @@ CONFIGS = {
 def exported(tmp_path, config):
     """(the model, the folder)"""
     model = perturbed_file(tmp_path / "w.bin", config)
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""
     return model.eval(), tmp_path / "out"
 
 
@@ -147,7 +147,7 @@ def test_averaged_or_raw(tmp_path, capsys):
     unet_io.write_checkpoint(tmp_path / "w.bin", unet_io.Checkpoint(config, sections, 12))
     (tmp_path / "out").mkdir()
     for use_ema, factor, kind in ((1, 2, "averaged"), (0, 1, "raw")):
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", tmp_path / "out",
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / "out",
                     "--use_ema", use_ema) == ""
         assert f"out: the {kind} weights of step 12" in capsys.readouterr().out
         tensors = safetensors.torch.load_file(tmp_path / "out" / FILES[3])
@@ -165,7 +165,7 @@ def test_refusals(tmp_path, monkeypatch):
 
     def attempt(target, *says):
         before = sorted(tmp_path.rglob("*"))
-        sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/{target}")
+        sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/{target}")
         assert len(sentence.splitlines()) == 1 and all(text in sentence for text in says), sentence
         return [path for path in sorted(tmp_path.rglob("*")) if path not in before]
 
@@ -183,7 +183,7 @@ def test_heads_that_differ(tmp_path):
     for heads, says in ((dict(num_heads=2, attention_resolutions=(8, 4)), "16 and some of 32"),
                         (dict(num_heads=4, num_heads_upsample=2), "16 and some of 32")):
         perturbed_file(tmp_path / "w.bin", Config(**TOY | heads))
-        sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
+        sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
         assert says in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
 
 
@@ -191,7 +191,7 @@ def test_heads_that_differ(tmp_path):
 def test_sinusoids_that_do_not_fit(tmp_path, first):
     """UNet2DModel has as many as its first level has channels; ours are every k-th of them, for a whole k."""
     perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(num_channels=64, channel_mult=(first, 1))))
-    sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
     assert f"here {int(64 * first)}, and this model's 64 don't fit" in sentence
     assert "\n" not in sentence and not (tmp_path / "out").exists()
 
@@ -286,7 +286,7 @@ def test_schedulers(tmp_path, kind, steps, threshold):
         if kind.startswith("DPM") and "zero_terminal_snr" in more:
             continue  # there the signal isn't 0 at last but 2^-12, from which its second step extrapolates
         perturbed_file(tmp_path / "w.bin", Config(**TOY | more))
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/", "--threshold",
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/", "--threshold",
                     threshold) == ""
         model, _ = train_unet.load_model(str(tmp_path / "w.bin"))
         scheduler = scheduler_of(kind, tmp_path / "out")
@@ -438,7 +438,7 @@ def test_settings_round_trip(tmp_path, capsys):
     for threshold, said in dict(clamp="", dynamic="--threshold dynamic", none="--threshold none").items():
         unet_io.write_checkpoint(tmp_path / "w.bin", unet_io.Checkpoint(config, {"weights": weights},
                                                                        run=dict(threshold=threshold)))
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/") == ""
         capsys.readouterr()
         assert call(generate, "--import", tmp_path / "out", "--export", tmp_path / "back.bin") == ""
         assert said in capsys.readouterr().err

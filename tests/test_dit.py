@@ -422,7 +422,7 @@ def test_official_weights(tmp_path):
     for seed in (0, 1):
         assert np.abs(picture(tmp_path / f"{seed:06d}.png") - theirs[seed]).max() <= 2
     # as latents are wanted: floats, of the same pictures
-    script("generate.py", "--model_filename", tmp_path / "w.bin", "--num_images", 2, "--class", "3", "--sampler", "ddpm",
+    script("generate.py", "--model_weights", tmp_path / "w.bin", "--num_samples", 2, "--class", "3", "--sampler", "ddpm",
            "--sample_steps", 8, "--guidance_scale", 3, "--threshold", "none", "--output_name", tmp_path / "latents.npy",
            "--device", "cpu")
     latents = np.load(tmp_path / "latents.npy")
@@ -431,7 +431,7 @@ def test_official_weights(tmp_path):
     for flags, says in ((["--export", tmp_path / "x.pt"], ["w.bin is no UNet", "dev/dit/train_dit.py --export"]),
                         (["--num_channels", 64], ["--num_channels 64", "made with none"]),
                         (["--use_ema", 2], "no section ema_2")):
-        refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "w.bin", *flags, says=says)
+        refused(sys.executable, ROOT / "generate.py", "--model_weights", tmp_path / "w.bin", *flags, says=says)
     run(*tool, "--export", tmp_path / "w.bin", "--output_name", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(back) == list(state) and all(torch.equal(back[name], state[name]) for name in state)
@@ -647,7 +647,7 @@ def test_classes_by_name(tmp_path, toy_images):
     result = run(DIT, "--model_weights", weights, "--generate", 4, *draw)
     ours = picture(tmp_path / "x.png")
     assert "(rows: fox, cat)" in result.stdout
-    assert call(generate, "--model_filename", weights, "--num_images", 4, "--device", "cpu", *draw) == ""
+    assert call(generate, "--model_weights", weights, "--num_samples", 4, "--device", "cpu", *draw) == ""
     assert np.abs(ours - picture(tmp_path / "x.png")).max() <= 2
     images = unet_io.read_images(data)
     names = [{"cat": "ant", "dog": "fox", "fox": "cat"}[images.class_names[label]] for label in images.labels]

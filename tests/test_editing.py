@@ -213,7 +213,7 @@ def draw(tmp_path):
     """draw(name, flags ...) runs generate.py for two pictures of tmp_path/name.bin; the sentence or the grid.
     """
     def run(name, *words, grid="grid.png"):
-        sentence = call(generate, "--model_filename", tmp_path / f"{name}.bin", "--num_images", 2, "--device",
+        sentence = call(generate, "--model_weights", tmp_path / f"{name}.bin", "--num_samples", 2, "--device",
                         "cpu", "--sample_steps", 6, "--output_name", tmp_path / grid, *words)
         return sentence or picture(tmp_path / grid)
     return run
@@ -229,7 +229,7 @@ def test_files_of_pictures(tmp_path, draw, channels):
     mask[:, :3], mask[:, 3], mask[:, 4] = 255, 127, 128
     Image.fromarray(mask).save(tmp_path / "m.png")
     for name, count in (("a", channels), ("m", 1)):
-        assert call(prepare_data, "--data_dir", tmp_path / f"{name}.png", "--image_size", 8, "--channels",
+        assert call(prepare_data, "--data_dir", tmp_path / f"{name}.png", "--image_size", 8, "--in_channels",
                     count, "--output_name", tmp_path / f"{name}.bin") == ""
     grids = []
     for end in ("png", "bin"):

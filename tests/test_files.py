@@ -84,7 +84,7 @@ def test_old_weights(cpp, tmp_path):
     plain = np.fromfile(tmp_path / "old.bin", np.uint8)[:1024 + 4 * len(weights)]
     plain[:1024].view("<i4")[8:10] = 0
     plain.tofile(tmp_path / "plain.bin")
-    assert call(generate, "--model_filename", tmp_path / "plain.bin", "--export", tmp_path / "out.bin") == ""
+    assert call(generate, "--model_weights", tmp_path / "plain.bin", "--export", tmp_path / "out.bin") == ""
     cpp(NETWORK, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     short = plain[:-4]
     short.tofile(tmp_path / "short.bin")
@@ -186,7 +186,7 @@ def test_export_import(cpp, tmp_path, ending, images8):
     source = unet_io.read_checkpoint(str(tmp_path / "run.bin")).config
     for use_ema, expected in ((1, ema), (0, weights)):
         there, back = tmp_path / f"x{use_ema}.{ending}", tmp_path / f"back{use_ema}.bin"
-        assert call(generate, "--model_filename", tmp_path / "run.bin", "--export", there,
+        assert call(generate, "--model_weights", tmp_path / "run.bin", "--export", there,
                     "--use_ema", use_ema) == ""
         assert call(generate, "--import", there, "--export", back) == ""
         found = unet_io.read_checkpoint(str(back))
@@ -218,7 +218,7 @@ def test_export_refusals(tmp_path):
     weights = tmp_path / "w.bin"
     perturbed_file(weights, Config(**TOY))
     for ending in ("pt", "safetensors"):
-        assert call(generate, "--model_filename", weights, "--export", tmp_path / f"w.{ending}") == ""
+        assert call(generate, "--model_weights", weights, "--export", tmp_path / f"w.{ending}") == ""
     bad, target = tmp_path / "bad", tmp_path / "out.bin"
 
     def attempt(path, *says):
@@ -255,7 +255,7 @@ def test_export_refusals(tmp_path):
     safetensors.torch.save_file(state, bad.with_suffix(".safetensors"))
     attempt(bad.with_suffix(".safetensors"), "configuration", "--norm_groups")
     for name in ("out.txt", "w.bin"):
-        sentence = call(generate, "--model_filename", weights, "--export", tmp_path / name)
+        sentence = call(generate, "--model_weights", weights, "--export", tmp_path / name)
         assert name in sentence and len(sentence.splitlines()) == 1
 
 

@@ -79,7 +79,7 @@ def test_extreme_values(tmp_path, images8, words):
     assert all(np.isfinite(sections[name]).all() for name in ("weights", "ema", "adam_m", "adam_v"))
 
 
-HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "generate", "batch_size", "sample_steps",
+HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "batch_size", "sample_steps",
          "num_res_blocks", "depth", "hidden_size", "mlp_ratio"}  # whose largest value takes long: --print_config judges it
 
 
@@ -131,15 +131,15 @@ def test_ends_of_flags(tmp_path, images8):
         assert not outcomes[name, ends[name][0]], name  # 0 is a value of each
 
 
-@pytest.mark.parametrize("words", [["--generate", 0], ["--generate", "00", "--seeds", "1,2"]])
+@pytest.mark.parametrize("words", [["--generate", "--num_samples", 0], ["--generate", 0], ["--generate", "00", "--seeds", "1,2"]])
 def test_no_pictures_asked_for(tmp_path, images8, words):
     """A number of pictures that is typed as 0 neither trains nor draws another number."""
-    refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says="--generate 0 draws nothing")
+    refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says="--num_samples 0 draws nothing")
     assert not (tmp_path / "run").exists()
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
-    for ours, says in (["--num_images"], "--num_images must be from 1"), (["--seeds", "1,2", "--interpolate"],
+    for ours, says in (["--num_samples"], "--num_samples must be from 1"), (["--seeds", "1,2", "--interpolate"],
                                                                          "--interpolate 0 draws nothing"):
-        assert says in call(generate, "--model_filename", tmp_path / "w.bin", *ours, 0)
+        assert says in call(generate, "--model_weights", tmp_path / "w.bin", *ours, 0)
 
 
 def test_last_seed(tmp_path):
@@ -157,7 +157,7 @@ def test_empty_values(tmp_path, images8):
             refused(*toy(images8, tmp_path / "run", 1), *words, status=2, says=[f"--{name} needs a value, not ''"])
     for name in ("seeds", "class", "guide_weights", "init_image", "output_dir", "quality", "nearest", "export", "device"):
         with pytest.raises(SystemExit, match="2"):
-            call(generate, "--model_filename", "w.bin", f"--{name}", "")
+            call(generate, "--model_weights", "w.bin", f"--{name}", "")
     for name in ("data_dir", "model_weights", "out_dir", "preset", "device"):
         with pytest.raises(SystemExit, match="2"):
             train_unet.parse_flags([f"--{name}", ""])

@@ -202,7 +202,7 @@ def test_one_step_of_the_programs(tmp_path):
         drawn.add(name.read_bytes())
         if number == 0:
             ours = picture(name).astype(int)
-            script("generate.py", "--model_filename", tmp_path / "w.bin", "--num_images", 4, "--device", "cpu", *common)
+            script("generate.py", "--model_weights", tmp_path / "w.bin", "--num_samples", 4, "--device", "cpu", *common)
             assert np.abs(picture(name).astype(int) - ours).max() <= 2
     assert len(drawn) == 1
     model, _ = train_unet.load_model(str(tmp_path / "w.bin"))

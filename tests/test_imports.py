@@ -178,7 +178,7 @@ def test_hostile_pt_files(tmp_path):
     for make, ending in ((os.mkdir, "pt"), (os.mkfifo, "pt"), (os.mkfifo, "safetensors"), (os.mkfifo, "bin")):
         place = tmp_path / f"{make.__name__}.{ending}"
         make(place)
-        sentence = call(generate, "--model_filename", place)
+        sentence = call(generate, "--model_weights", place)
         assert place.name in sentence and "a file is needed" in sentence
     # an error that holds control bytes is printed without them, on one line
     bad = tmp_path / "a\n\x1b[31mb\udcff.pt"
@@ -228,8 +228,8 @@ def test_nan_weights_draw_nothing(tmp_path, images8):
         weights[3] = weights[3].copy()
         weights[3].flat[0] = bad
         unet_io.write_checkpoint(tmp_path / f"{name}.bin", Checkpoint(config, {"weights": weights}))
-        sentence = call(generate, "--model_filename", tmp_path / f"{name}.bin", "--device", "cpu",
-                        "--output_name", tmp_path / "x.png", "--num_images", 1)
+        sentence = call(generate, "--model_weights", tmp_path / f"{name}.bin", "--device", "cpu",
+                        "--output_name", tmp_path / "x.png", "--num_samples", 1)
         assert f"{name}.bin holds NaN or infinity" in sentence and "\n" not in sentence
         sentence = call(train_unet, "--model_weights", tmp_path / f"{name}.bin", "--data_file", images8,
                         "--out_dir", tmp_path / "run", "--device", "cpu")
@@ -237,8 +237,8 @@ def test_nan_weights_draw_nothing(tmp_path, images8):
     # weights that are numbers and outputs that aren't
     large = [np.full_like(w, 1e30) for w in train_unet.to_numpy(model.parameters())]
     unet_io.write_checkpoint(tmp_path / "large.bin", Checkpoint(config, {"weights": large}))
-    sentence = call(generate, "--model_filename", tmp_path / "large.bin", "--device", "cpu",
-                    "--output_name", tmp_path / "x.png", "--num_images", 1)
+    sentence = call(generate, "--model_weights", tmp_path / "large.bin", "--device", "cpu",
+                    "--output_name", tmp_path / "x.png", "--num_samples", 1)
     assert "large.bin" in sentence and "NaN" in sentence
     assert not (tmp_path / "x.png").exists() and not (tmp_path / "run").exists()
 
@@ -618,7 +618,7 @@ def test_flags_of_the_earlier_trainer(tmp_path, capsys):
         sentence = capsys.readouterr().err
         assert word.split("=")[0] in sentence and says in sentence and sentence.count("\n") == 1
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 1, "--sample_steps", 1,
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sample_steps", 1,
                 "--device", "cpu", "--output_filename", tmp_path / "sample.jpg") == ""
     assert (tmp_path / "sample.jpg").exists()
 
@@ -732,13 +732,13 @@ unet_io.run_script(lambda: 1 / 0)"""
 
 
 @pytest.mark.parametrize("words, says", [
-    (["--num_images", 0], "--num_images"), (["--num_images", 10**12], "--num_images"),
+    (["--num_samples", 0], "--num_samples"), (["--num_samples", 10**12], "--num_samples"),
     (["--batch_size", 0], "--batch_size"), (["--batch_size", 10**9], "--batch_size"),
     (["--seeds", "1,2", "--interpolate", 10**9], "--interpolate"), (["--strip", 10**6], "--strip"),
     (["--sample_steps", -1], "--sample_steps"), (["--eta", "nan"], "--eta")])
 def test_counts_of_pictures(tmp_path, words, says):
     """Counts are checked before anything is read or allocated."""
-    sentence = call(generate, "--model_filename", tmp_path / "none.bin", *words)
+    sentence = call(generate, "--model_weights", tmp_path / "none.bin", *words)
     assert says in sentence and "none.bin" not in sentence and "\n" not in sentence, sentence
 
 
@@ -747,6 +747,6 @@ def test_more_pictures_than_memory(tmp_path, monkeypatch):
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     monkeypatch.setattr(os, "sysconf", lambda name: 1000)  # a megabyte
     monkeypatch.setattr(generate, "sample", None)
-    sentence = call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 10**4,
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 10**4,
                     "--device", "cpu", "--output_name", tmp_path / "x.png")
     assert "10000 pictures of 8x8 need" in sentence

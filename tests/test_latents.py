@@ -72,7 +72,7 @@ def test_refused_arrays(tmp_path):
             (None, ["--labels"], two | dict(labels=numbers[1:]), "shape (11,)"),
             (None, ["--labels"], two | dict(labels=numbers - 1), "from 0 on"),
             (None, ["--labels"], two | dict(labels=numbers / 2), "labels of float64"),
-            (x, ["--image_size", 8], {}, "leave --image"), (x, ["--channels", 4], {}, "leave --image"),
+            (x, ["--image_size", 8], {}, "leave --image"), (x, ["--in_channels", 4], {}, "leave --image"),
             (x, ["--data_std", -1], {}, "--data_std -1"), (pixels, ["--data_std", 1], {}, "is for floats")):
         sentence, _ = prepare(tmp_path, array, *words, **more)
         assert says in sentence and len(sentence.splitlines()) == 1, (says, sentence)
@@ -174,7 +174,7 @@ def test_training_and_drawing(tmp_path, monkeypatch):
     assert np.abs(batch).max() > 2 and {one.tobytes() for one in batch} <= {p.tobytes() for p in data.pixels}
     assert call(train_unet, *unet_io.flags_of(LATENTS), "--data_file", tmp_path / "x.bin", "--steps", 2,
                 "--out_dir", tmp_path / "run", "--device", "cpu", "--sample_every", 0) == ""
-    words = ["--model_filename", checkpoint_in(tmp_path / "run", 2), "--seeds", "3,9,4", "--threshold",
+    words = ["--model_weights", checkpoint_in(tmp_path / "run", 2), "--seeds", "3,9,4", "--threshold",
              "none", "--sample_steps", 3, "--device", "cpu", "--batch_size", 2]
     assert call(generate, *words, "--output_name", tmp_path / "y.npy", "--strip", 2, "--output_dir",
                 tmp_path / "single", "--nearest", tmp_path / "x.bin") == ""
@@ -187,7 +187,7 @@ def test_training_and_drawing(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "sample", None)
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     for name, says in (("none/y.npy", "does not exist"), ("run", "a folder")):
-        words = ["--model_filename", tmp_path / "w.bin", "--output_name", tmp_path / name]
+        words = ["--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / name]
         assert says in call(generate, *words)
 
 

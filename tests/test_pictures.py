@@ -67,7 +67,7 @@ def test_pictures(tmp_path, images8, name):
     common = ["--seed", 40, *flags]
     run(TRAIN, "--generate", 5, "--model_weights", weights, "--output_name", tmp_path / "a.png",
         "--batch_size", 2, *common)
-    assert call(generate, "--num_images", 5, "--model_filename", weights, "--output_name", tmp_path / "b.png",
+    assert call(generate, "--num_samples", 5, "--model_weights", weights, "--output_name", tmp_path / "b.png",
                 "--device", "cpu", "--output_dir", tmp_path / "single", *common) == ""
     ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
     shape = (2 * (size + 2) + 2, 3 * (size + 2) + 2, config.in_channels)
@@ -96,7 +96,7 @@ def test_seeds_and_strips(tmp_path):
         text = run(TRAIN, "--model_weights", weights, *common, "--batch_size", batch, "--output_name",
                    tmp_path / f"{name}.png", "--output_dir", tmp_path / f"single_{name}").stdout
         assert "raw weights, step 0), Heun in 6 steps (11 network calls), seeds 3,40-42" in text
-    assert call(generate, "--model_filename", weights, *common, "--strip", 4, "--batch_size", 3, "--device", "cpu",
+    assert call(generate, "--model_weights", weights, *common, "--strip", 4, "--batch_size", 3, "--device", "cpu",
                 "--output_name", tmp_path / "c.png", "--output_dir", tmp_path / "single_c") == ""
     names = [f"{seed:06d}.png" for seed in (3, 40, 41, 42)]
     grids, strip = [picture(tmp_path / f"{name}.png") for name in "abc"], picture(tmp_path / "c_strip.png")
@@ -146,7 +146,7 @@ def test_interpolation(tmp_path):
     perturbed_file(tmp_path / "w.bin", config)
     common = ["--seeds", "9,4", "--sampler", "dpmpp", "--batch_size", 2]
     between = [*common, "--interpolate", 5]
-    draw = functools.partial(call, generate, "--model_filename", tmp_path / "w.bin", "--device", "cpu", "--output_dir")
+    draw = functools.partial(call, generate, "--model_weights", tmp_path / "w.bin", "--device", "cpu", "--output_dir")
     assert draw(tmp_path / "single", *between, "--output_name", tmp_path / "a.png") == ""
     assert picture(tmp_path / "a.png").shape == (12, 52, 3)  # one row
     assert draw(tmp_path / "ends", *common, "--output_name", tmp_path / "c.png") == ""
@@ -171,19 +171,19 @@ def test_refused_pictures(tmp_path, words, says, status):
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     says = [says] if isinstance(says, str) else says
     output = ["--output_name", tmp_path / "x.png"]
-    there = [word.format(count="generate") for word in words]
+    there = [word.format(count="num_samples") for word in words]
     if "--seeds" not in words:
-        there += ["--generate", 1]
+        there += ["--generate", "--num_samples", 1]
     refused(TRAIN, "--model_weights", tmp_path / "w.bin", *there, *output, status=status,
-            says=[text.format(count="generate") for text in says])
-    here = [word.format(count="num_images") for word in words]
+            says=[text.format(count="num_samples") for text in says])
+    here = [word.format(count="num_samples") for word in words]
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
-            errors.write(call(generate, "--model_filename", tmp_path / "w.bin", *here, *output))
+            errors.write(call(generate, "--model_weights", tmp_path / "w.bin", *here, *output))
         except SystemExit as end:
             assert end.code == 2 == status
     for text in says:
-        assert text.format(count="num_images") in errors.getvalue()
+        assert text.format(count="num_samples") in errors.getvalue()
     assert len(errors.getvalue().splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
@@ -195,7 +195,7 @@ def test_refused_pictures(tmp_path, words, says, status):
 def test_refused_strips(tmp_path, words, says):
     """generate.py refuses what a strip or the way between two seeds can't show, before it draws."""
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
-    sentence = call(generate, "--model_filename", tmp_path / "w.bin", *words, "--output_name", tmp_path / "x.png")
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", *words, "--output_name", tmp_path / "x.png")
     assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "x.png").exists()
 
 
@@ -211,7 +211,7 @@ def test_targets(tmp_path, monkeypatch):
     for name, says in (("folder.png", "a folder"), ("full.png", "a device"), ("pipe.png", "a pipe"),
                        ("no/x.png", "does not exist"), ("file/x.png", "is a file, a folder is needed"),
                        ("x", ".png"), ("x.psd", ".png"), ("x.bin", ".png"), ("x.xbm", ".png")):
-        words = ["--model_filename", tmp_path / "w.bin", "--output_name", tmp_path / name]
+        words = ["--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / name]
         sentence = call(generate, *words)
         assert says in sentence and name in sentence and len(sentence.splitlines()) == 1, sentence
     words[-1] = tmp_path / "x.png"
@@ -397,7 +397,7 @@ def test_many_pictures_of_classes(tmp_path):
     text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1203, *common, "--output_name",
                tmp_path / "a.png").stdout
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 1203, *common,
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 1203, *common,
                     "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
     assert "(12 rows each: ape, bee, cat)" in text and "(12 rows each: ape, bee, cat)" in printed.getvalue()
     ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
@@ -419,7 +419,7 @@ def test_arrays(tmp_path, name):
     common = ["--seed", 5, "--sample_steps", 4]
     run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 7, *common, "--output_name", tmp_path / "a.npz",
         "--output_dir", tmp_path / "each")
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 7, *common, "--output_name",
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 7, *common, "--output_name",
                 tmp_path / "b.npz", "--device", "cpu") == ""
     found = []
     for which in "ab":
@@ -456,7 +456,7 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
         result = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema,
                      "--sample_steps", 5, "--output_name", tmp_path / f"a{use_ema}.png")
         assert f"({names[use_ema]}, step 8)" in result.stdout
-        assert call(generate, "--num_images", 1, "--model_filename", path, "--use_ema", use_ema,
+        assert call(generate, "--num_samples", 1, "--model_weights", path, "--use_ema", use_ema,
                     "--sample_steps", 5, "--output_name", tmp_path / f"b{use_ema}.png",
                     "--device", "cpu") == ""
         ours, theirs = picture(tmp_path / f"a{use_ema}.png"), picture(tmp_path / f"b{use_ema}.png")
@@ -469,4 +469,4 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
     assert "(EMA 0.99, step 8)" in default.stdout
     assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a1.png").read_bytes()
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
-    assert "ema_3" in call(generate, "--model_filename", path, "--use_ema", 3, "--device", "cpu")
+    assert "ema_3" in call(generate, "--model_weights", path, "--use_ema", 3, "--device", "cpu")

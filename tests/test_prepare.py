@@ -179,7 +179,7 @@ def test_python_refusals(tmp_path, images8, tools):
     weights = tmp_path / "w.bin"
     perturbed_file(weights, Config(**SMALL))
     python = ["--device", "cpu", "--out_dir", tmp_path / "run"]
-    draw = ["--device", "cpu", "--output_name", tmp_path / "x.png", "--model_filename"]
+    draw = ["--device", "cpu", "--output_name", tmp_path / "x.png", "--model_weights"]
     for module, words, says in (
             (train_unet, [*python, "--data_file", tmp_path / "none.bin"], "none.bin"),
             (train_unet, [*python, "--data_file", images8], "prepare_data.py"),
@@ -205,7 +205,7 @@ def test_python_refusals(tmp_path, images8, tools):
     assert sentence.startswith(f"{tmp_path / 'other'} already holds a run, at step 20; continue it with")
     assert len(os.listdir(tmp_path / "other")) == 2
     # and on the command line it comes without a traceback
-    refused(sys.executable, ROOT / "generate.py", "--model_filename", tmp_path / "none.bin", says="none.bin")
+    refused(sys.executable, ROOT / "generate.py", "--model_weights", tmp_path / "none.bin", says="none.bin")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def test_nearest(tmp_path, images8):
     assert where.tolist() == order.tolist() and np.allclose(distances, 24 / np.sqrt(3 * 8 * 8), rtol=1e-12)
     assert (generate.nearest(images.pixels, images, 8)[1] == 0).all()
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
-    assert call(generate, "--model_filename", tmp_path / "w.bin", "--num_images", 3, "--sample_steps", 3,
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 3, "--sample_steps", 3,
                 "--device", "cpu", "--output_name", tmp_path / "x.png", "--nearest", images8) == ""
     drawn, pairs = picture(tmp_path / "x.png"), picture(tmp_path / "x_nearest.png")
 
@@ -251,7 +251,7 @@ class Channels(torch.nn.Module):
 
 def quality_words(tmp_path, held_out, count=6, **config):
     perturbed_file(tmp_path / "w.bin", Config(**TOY | config))
-    return ["--model_filename", tmp_path / "w.bin", "--num_images", count, "--sample_steps", 2,
+    return ["--model_weights", tmp_path / "w.bin", "--num_samples", count, "--sample_steps", 2,
             "--device", "cpu", "--output_name", tmp_path / "x.png", "--quality", held_out]
 
 

@@ -122,7 +122,7 @@ def test_careless(tmp_path, images8):
     whole = weights.read_bytes()
     draw = ("--model_weights", weights, "--sample_steps", 1)
     refused(TRAIN, *draw, "--generate", 1, "--output_name", weights, says=[weights.name, ".png"])
-    refused(TRAIN, *draw, "--generate", 0, says="--generate 0", status=2)
+    refused(TRAIN, *draw, "--generate", 0, says="--num_samples 0 draws nothing", status=2)
     refused(TRAIN, "--output_dir", "x", says="--output_dir x", status=2)
     (tmp_path / "folder.png").mkdir()
     for name, says in (("folder.png", "not a regular file"), ("no/x.png", "no/x.png")):
@@ -172,8 +172,8 @@ def test_one_of_each(tmp_path, images8, capsys):
         assert text in drawn
     assert "1 threads" not in drawn
     refused(*ours, "--generate", 2, says="for 1 picture;")
-    theirs = ("--device", "cpu", "--model_filename", tmp_path / "w.bin", *draw)
-    assert call(generate, *theirs, "--num_images", 2).endswith("for 1 picture")
+    theirs = ("--device", "cpu", "--model_weights", tmp_path / "w.bin", *draw)
+    assert call(generate, *theirs, "--num_samples", 2).endswith("for 1 picture")
     assert call(generate, *theirs, "--strip", 2).endswith("1 step")
     assert call(generate, *theirs, "--output_dir", tmp_path / "each") == ""
     assert "wrote 1 picture into" in capsys.readouterr().out
