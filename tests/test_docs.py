@@ -95,3 +95,29 @@ def test_tables_of_flags(monkeypatch, capsys):
         re.findall(r"^  --(\w+)", text, re.M))
     other = text.replace("learning rate", "rate of learning", 1)
     assert flags.written(page, other) != page
+
+
+@pytest.mark.parametrize("name", ["docs/guide.md", "docs/formats.md", "docs/speed.md"])
+def test_contents(name):
+    """A page's contents lead to every section, in the order of the sections."""
+    text = (ROOT / name).read_text()
+    contents, sections = text.split("Contents:", 1)[1].split("\n## ", 1)
+    listed = re.findall(r"\]\(#([^)]*)\)", contents)
+    headings = ["## " + sections.split("\n", 1)[0]] + re.findall(r"^## .*$", sections, re.M)
+    wanted = [re.sub(r"[^\w\- ]", "", heading[3:].lower()).replace(" ", "-") for heading in headings]
+    assert len(wanted) > 5 and [anchor for anchor in listed if anchor in wanted][:len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guide.md", "docs/formats.md", "docs/speed.md"])
+def test_files_and_targets(name):
+    """The repository has every program, script and folder that a page names, and the Makefile every target."""
+    page = (ROOT / name).read_text()
+    files = set(re.findall(r"(?<![\w/.:])([\w/]+\.(?:py|cu|h|bash))\b", page)) - {"evaluator.py"}  # guided-diffusion's
+    folders = re.findall(r"`((?:dev|tests|data|docs)/[\w/]*)`", page)
+    targets = re.findall(r"(?:^    |`)make ([a-z_]+)", page, re.M)
+    assert files
+    for name in [*files, *folders]:
+        assert (ROOT / name).exists() or (ROOT / "tests" / name).exists(), name
+    rules = re.findall(r"^([\w ]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+    for target in targets:
+        assert target in " ".join(rules).split(), target
