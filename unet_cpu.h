@@ -19,26 +19,28 @@ inline void each_pixel(Tensor x, auto work) {
         for (int h = 0; h < x.H; h++)
             for (int w = 0; w < x.W; w++) work(b, h, w);
 }
-inline float& at(Tensor x, int b, int h, int w, int c) {
-    return x.data[(((size_t)b * x.H + h) * x.W + w) * x.C + c];
+inline float& at(const Joined& x, int b, int h, int w, int c) {
+    return *x.at(((size_t)b * x.first.H + h) * x.first.W + w, c);
 }
 // The same, and zero outside the image.
-inline double padded(Tensor x, int b, int h, int w, int c) {
-    bool inside = h >= 0 && h < x.H && w >= 0 && w < x.W;
+inline double padded(const Joined& x, int b, int h, int w, int c) {
+    bool inside = h >= 0 && h < x.first.H && w >= 0 && w < x.first.W;
     return inside ? at(x, b, h, w, c) : 0;
 }
-// Weights of a 3x3 convolution are (O, 3, 3, C).
-inline size_t tap(int o, int i, int j, int c, int C) { return ((o * 3 + i) * 3 + j) * (size_t)C + c; }
 
-// F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual
-inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+// A convolution has a kernel of K x K weights, 3x3 or 1x1, for each output o and input c: w is (O, K, K, C).
+template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
+
+// F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
+template <int K> void convolution_forward(Tensor out, Joined x, Product<K * K> layer, Forward options) {
     each_pixel(out, [&](int b, int h, int w) {
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
-            for (int i = 0; i < 3; i++)
-                for (int j = 0; j < 3; j++)
-                    for (int c = 0; c < x.C; c++)
-                        sum += padded(x, b, h + i - 1, w + j - 1, c) * layer.w[tap(o, i, j, c, x.C)];
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < K; j++)
+                    for (int c = 0; c < x.C(); c++)
+                        sum += padded(x, b, h + i - K / 2, w + j - K / 2, c) *
+                               layer.w[tap<K>(o, i, j) * x.C() + c];
 
             if (options.emb.data) sum += options.emb.row(b)[o];
             if (options.residual) sum += at(options.residual, b, h, w, o);
@@ -46,170 +48,141 @@ inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
         }
     });
 }
-// dx = [dx +] F.conv_transpose2d(dout, w, padding=1)
-inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
-    each_pixel(dx, [&](int b, int h, int w) {
-        for (int c = 0; c < dx.C; c++) {
+// dx = [dx +] F.conv_transpose2d(dout, w, padding="same")
+template <int K>
+void convolution_backward_input(Joined dx, Tensor dout, Product<K * K> layer, Backward options) {
+    each_pixel(dout, [&](int b, int h, int w) {
+        for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
-            for (int i = 0; i < 3; i++)
-                for (int j = 0; j < 3; j++)
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < K; j++)
                     for (int o = 0; o < dout.C; o++)
-                        sum += padded(dout, b, h + 1 - i, w + 1 - j, o) * layer.w[tap(o, i, j, c, dx.C)];
+                        sum += padded(dout, b, h + K / 2 - i, w + K / 2 - j, o) *
+                               layer.w[tap<K>(o, i, j) * dx.C() + c];
             at(dx, b, h, w, c) = (float)sum;
         }
     });
 }
-inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+template <int K>
+void convolution_backward_weight(Product<K * K> layer, Tensor dout, Joined x, Rows demb) {
+    const int C = x.C();
 #pragma omp parallel for
     for (int o = 0; o < dout.C; o++) {
-        std::vector<double> dw(9 * x.C);
+        std::vector<double> dw(K * K * C);
         double dbias = 0;
-        for (int b = 0; b < x.B; b++) {
+        for (int b = 0; b < dout.B; b++) {
             double sum = 0;
-            for (int h = 0; h < x.H; h++)
-                for (int w = 0; w < x.W; w++) {
+            for (int h = 0; h < dout.H; h++)
+                for (int w = 0; w < dout.W; w++) {
                     double d = at(dout, b, h, w, o);
                     sum += d;
-                    for (int i = 0; i < 3; i++)
-                        for (int j = 0; j < 3; j++)
-                            for (int c = 0; c < x.C; c++)
-                                dw[tap(0, i, j, c, x.C)] += d * padded(x, b, h + i - 1, w + j - 1, c);
+                    for (int i = 0; i < K; i++)
+                        for (int j = 0; j < K; j++)
+                            for (int c = 0; c < C; c++)
+                                dw[tap<K>(0, i, j) * C + c] += d * padded(x, b, h + i - K / 2, w + j - K / 2, c);
                 }
             if (demb.data) demb.row(b)[o] = (float)sum;
             dbias += sum;
         }
         layer.dbias[o] = (float)dbias;
-        std::copy(dw.begin(), dw.end(), layer.dw + tap(o, 0, 0, 0, x.C));
+        std::copy(dw.begin(), dw.end(), layer.dw + tap<K>(o, 0, 0) * C);
     }
 }
 
-// F.linear(torch.cat([first, second], dim=-1), w, bias) + residual, with weights (O, C)
-inline void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options) {
-#pragma omp parallel for
-    for (size_t p = 0; p < (size_t)out.rows(); p++)
-        for (int o = 0; o < out.C; o++) {
-            double sum = layer.bias[o];
-            for (int c = 0; c < x.C(); c++) sum += (double)*x.at(p, c) * layer.w[(size_t)o * x.C() + c];
-            if (options.residual) sum += options.residual.data[p * out.C + o];
-            out.data[p * out.C + o] = (float)sum;
-        }
-}
-// dx = [dx +] dout @ w
-inline void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backward options) {
-#pragma omp parallel for
-    for (size_t p = 0; p < (size_t)dout.rows(); p++)
-        for (int c = 0; c < dx.C(); c++) {
-            double sum = options.accumulate ? *dx.at(p, c) : 0;
-            for (int o = 0; o < dout.C; o++)
-                sum += (double)dout.data[p * dout.C + o] * layer.w[(size_t)o * dx.C() + c];
-            *dx.at(p, c) = (float)sum;
-        }
-}
-// dw = dout.T @ x
+inline constexpr auto conv3x3_forward = convolution_forward<3>;
+inline constexpr auto conv3x3_backward_input = convolution_backward_input<3>;
+inline constexpr auto conv3x3_backward_weight = convolution_backward_weight<3>;
+inline constexpr auto conv1x1_forward = convolution_forward<1>;
+inline constexpr auto conv1x1_backward_input = convolution_backward_input<1>;
 inline void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
-#pragma omp parallel for
-    for (int o = 0; o < dout.C; o++) {
-        double dbias = 0;
-        for (size_t p = 0; p < (size_t)dout.rows(); p++) dbias += dout.data[p * dout.C + o];
-        layer.dbias[o] = (float)dbias;
-
-        for (int c = 0; c < x.C(); c++) {
-            double sum = 0;
-            for (size_t p = 0; p < (size_t)dout.rows(); p++)
-                sum += (double)dout.data[p * dout.C + o] * *x.at(p, c);
-            layer.dw[(size_t)o * x.C() + c] = (float)sum;
-        }
-    }
+    convolution_backward_weight<1>(layer, dout, x, {});
 }
 
-// The mean and 1 / sqrt(variance + eps) of channels [c0, c1) of image b.
-struct GroupStatistics {
-    double mean = 0, rstd = 0;
-    GroupStatistics(const Joined& x, int b, int c0, int c1) {
-        size_t first = (size_t)b * x.first.T(), end = first + x.first.T();
-        double count = (double)(end - first) * (c1 - c0), variance = 0;
+inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
+
+// Channels [c0, c1) of image b, whose pixels are [first, end), counted through the batch.
+struct Group {
+    const Norm& norm;
+    int b, c0, c1;
+    size_t first, end;
+    double count, mean = 0, rstd = 0;
+    Group(const Norm& norm, int b, int c0, int c1) : norm(norm), b(b), c0(c0), c1(c1) {
+        first = (size_t)b * norm.x.first.T();
+        end = first + norm.x.first.T();
+        count = (double)(end - first) * (c1 - c0);
+
+        double variance = 0;
         for (size_t p = first; p < end; p++)
-            for (int c = c0; c < c1; c++) mean += *x.at(p, c) / count;
+            for (int c = c0; c < c1; c++) mean += *norm.x.at(p, c) / count;
         for (size_t p = first; p < end; p++)
-            for (int c = c0; c < c1; c++) variance += pow(*x.at(p, c) - mean, 2) / count;
+            for (int c = c0; c < c1; c++) variance += pow(*norm.x.at(p, c) - mean, 2) / count;
         rstd = 1 / sqrt(variance + NORM_EPS);
     }
+    // Modulation multiplies weight and bias by the gain, 1 + scale, and adds the shift.
+    double gain(int c) const { return norm.modulation.data ? 1 + (double)norm.modulation.row(b)[c] : 1; }
+    double shift(int c) const { return norm.modulation.data ? norm.modulation.row(b)[norm.x.C() + c] : 0; }
+    double weight(int c) const { return norm.w[c] * gain(c); }
+
+    double x_hat(size_t p, int c) const { return (*norm.x.at(p, c) - mean) * rstd; }
+    double y(size_t p, int c) const { return x_hat(p, c) * weight(c) + norm.bias[c] * gain(c) + shift(c); }
 };
-// A norm's weight and bias in image b: modulated, they are w (1 + scale) and bias (1 + scale) + shift.
-struct WeightBias {
-    double weight, bias;
-    WeightBias(const Norm& norm, int b, int c) : weight(norm.w[c]), bias(norm.bias[c]) {
-        if (!norm.modulation.data) return;
-        const float* row = norm.modulation.row(b);
-        weight *= 1 + (double)row[c];
-        bias = bias * (1 + (double)row[c]) + row[norm.x.C() + c];
-    }
-};
-inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
+inline void each_group(const Norm& norm, auto work) {
+    int width = norm.x.C() / norm.groups;
+#pragma omp parallel for
+    for (int g = 0; g < norm.groups; g++)
+        for (int b = 0; b < norm.x.first.B; b++) work(Group(norm, b, g * width, (g + 1) * width));
+}
 
 // F.silu(F.group_norm(x, groups, w, bias)), or without F.silu
 inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
-    int C = out.C, width = C / norm.groups;
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < out.B; b++)
-        for (int c0 = 0; c0 < C; c0 += width) {
-            GroupStatistics group(norm.x, b, c0, c0 + width);
-            for (int c = c0; c < c0 + width; c++) {
-                WeightBias layer(norm, b, c);
-                for (size_t p = (size_t)b * out.T(); p < (size_t)(b + 1) * out.T(); p++) {
-                    double y = (*norm.x.at(p, c) - group.mean) * group.rstd * layer.weight + layer.bias;
-                    out.data[p * C + c] = (float)(norm.silu ? y * sigmoid(y) : y);
-                }
+    each_group(norm, [&](const Group& group) {
+        for (size_t p = group.first; p < group.end; p++)
+            for (int c = group.c0; c < group.c1; c++) {
+                double y = group.y(p, c);
+                out.data[p * out.C + c] = (float)(norm.silu ? y * sigmoid(y) : y);
             }
-        }
+    });
 }
 // With dy the gradient before SiLU and x^ = (x - mean) rstd:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x^ mean(w dy x^))
 inline void groupnorm_silu_backward(Joined dx, Tensor dout, const Norm& norm, Backward options) {
-    int C = dout.C, T = dout.T(), width = C / norm.groups;
-    for (int c = 0; c < C; c++) norm.dw[c] = norm.dbias[c] = 0;
+    const int C = dout.C;
+    std::fill_n(norm.dw, C, 0.0f);
+    std::fill_n(norm.dbias, C, 0.0f);
 
-    for (int b = 0; b < dout.B; b++)
-#pragma omp parallel for
-        for (int c0 = 0; c0 < C; c0 += width) {
-            GroupStatistics group(norm.x, b, c0, c0 + width);
-            auto x_hat = [&](size_t p, int c) { return (*norm.x.at(p, c) - group.mean) * group.rstd; };
-            auto dy = [&](size_t p, int c) {
-                double d = dout.data[p * C + c];
-                if (!norm.silu) return d;
-                WeightBias layer(norm, b, c);
-                double y = x_hat(p, c) * layer.weight + layer.bias;
-                return d * sigmoid(y) * (1 + y * (1 - sigmoid(y)));
-            };
+    each_group(norm, [&](const Group& group) {
+        auto dy = [&](size_t p, int c) {
+            double d = dout.data[p * C + c], y = group.y(p, c);
+            return norm.silu ? d * sigmoid(y) * (1 + y * (1 - sigmoid(y))) : d;
+        };
 
-            size_t first = (size_t)b * T, end = first + T;
-            double mean_dy = 0, mean_dy_x_hat = 0;
-            for (int c = c0; c < c0 + width; c++) {
-                double sum_dy = 0, sum_dy_x_hat = 0;
-                for (size_t p = first; p < end; p++) {
-                    sum_dy += dy(p, c);
-                    sum_dy_x_hat += dy(p, c) * x_hat(p, c);
-                }
-                norm.dbias[c] += (float)(norm.gain(b, c) * sum_dy);
-                norm.dw[c] += (float)(norm.gain(b, c) * sum_dy_x_hat);
-                if (norm.dmodulation.data) {
-                    float* row = norm.dmodulation.row(b);
-                    row[c] = (float)(norm.w[c] * sum_dy_x_hat + norm.bias[c] * sum_dy);
-                    row[C + c] = (float)sum_dy;
-                }
-                mean_dy += WeightBias(norm, b, c).weight * sum_dy / T / width;
-                mean_dy_x_hat += WeightBias(norm, b, c).weight * sum_dy_x_hat / T / width;
+        double mean_w_dy = 0, mean_w_dy_x_hat = 0;
+        for (int c = group.c0; c < group.c1; c++) {
+            double sum_dy = 0, sum_dy_x_hat = 0;
+            for (size_t p = group.first; p < group.end; p++) {
+                sum_dy += dy(p, c);
+                sum_dy_x_hat += dy(p, c) * group.x_hat(p, c);
             }
-
-            for (size_t p = first; p < end; p++)
-                for (int c = c0; c < c0 + width; c++) {
-                    double w_dy = WeightBias(norm, b, c).weight * dy(p, c);
-                    double d = group.rstd * (w_dy - mean_dy - x_hat(p, c) * mean_dy_x_hat);
-                    if (options.residual) d += options.residual.data[p * C + c];
-                    if (options.accumulate) d += *dx.at(p, c);
-                    *dx.at(p, c) = (float)d;
-                }
+            norm.dbias[c] += (float)(group.gain(c) * sum_dy);
+            norm.dw[c] += (float)(group.gain(c) * sum_dy_x_hat);
+            if (norm.dmodulation.data) {
+                float* row = norm.dmodulation.row(group.b);
+                row[c] = (float)(norm.w[c] * sum_dy_x_hat + norm.bias[c] * sum_dy);
+                row[C + c] = (float)sum_dy;
+            }
+            mean_w_dy += group.weight(c) * sum_dy / group.count;
+            mean_w_dy_x_hat += group.weight(c) * sum_dy_x_hat / group.count;
         }
+
+        for (size_t p = group.first; p < group.end; p++)
+            for (int c = group.c0; c < group.c1; c++) {
+                double w_dy = group.weight(c) * dy(p, c);
+                double d = group.rstd * (w_dy - mean_w_dy - group.x_hat(p, c) * mean_w_dy_x_hat);
+                if (options.residual) d += options.residual.data[p * C + c];
+                if (options.accumulate) d += *dx.at(p, c);
+                *dx.at(p, c) = (float)d;
+            }
+    });
 }
 
 // Head h of image b, whose channels follow those of the heads before it in q, in k, in v and in the output.
@@ -226,48 +199,48 @@ struct Head {
         return sum / sqrt((double)d);
     }
 };
-// F.scaled_dot_product_attention(q, k, v)
+inline void each_head(Tensor qkv, int heads, auto work) {
+#pragma omp parallel for collapse(2)
+    for (int b = 0; b < qkv.B; b++)
+        for (int h = 0; h < heads; h++) work(Head{qkv, b, h, qkv.C / 3 / heads}, (size_t)b * heads + h);
+}
+// F.scaled_dot_product_attention(q, k, v), and lse = torch.logsumexp(q k^T / sqrt(d), dim=-1)
 inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int T = out.T();
-#pragma omp parallel for collapse(3)
-    for (int b = 0; b < out.B; b++)
-        for (int h = 0; h < heads; h++)
-            for (int i = 0; i < T; i++) {
-                Head head = {qkv, b, h, out.C / heads};
-                double largest = -INFINITY, sum = 0;
-                for (int j = 0; j < T; j++) largest = std::max(largest, head.score(i, j));
-                for (int j = 0; j < T; j++) sum += exp(head.score(i, j) - largest);
-                lse[((size_t)b * heads + h) * T + i] = (float)(largest + log(sum));
-
-                std::vector<double> row(head.d);
-                for (int j = 0; j < T; j++)
-                    for (int c = 0; c < head.d; c++)
-                        row[c] += exp(head.score(i, j) - largest) / sum * head.v(j, c);
-                for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)row[c];
+    const int T = out.T();
+    each_head(qkv, heads, [&](Head head, size_t index) {
+        for (int i = 0; i < T; i++) {
+            std::vector<double> sum(head.d);
+            double denominator = 0;
+            for (int j = 0; j < T; j++) {
+                double e = exp(head.score(i, j));
+                denominator += e;
+                for (int c = 0; c < head.d; c++) sum[c] += e * head.v(j, c);
             }
+            for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)(sum[c] / denominator);
+            lse[index * T + i] = (float)log(denominator);
+        }
+    });
 }
 // With probabilities P = exp(q k^T / sqrt(d) - lse) and D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d)
 inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int T = out.T(), C = out.C;
+    const int T = out.T(), C = out.C;
     std::fill_n(dqkv.data, dqkv.count(), 0.0f);
-#pragma omp parallel for collapse(2)
-    for (int b = 0; b < out.B; b++)
-        for (int h = 0; h < heads; h++) {
-            Head head = {qkv, b, h, C / heads};
-            for (int i = 0; i < T; i++)
-                for (int j = 0; j < T; j++) {
-                    double p = exp(head.score(i, j) - lse[((size_t)b * heads + h) * T + i]), dp = 0;
-                    for (int c = 0; c < head.d; c++)
-                        dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
-                    for (int c = 0; c < head.d; c++) {
-                        head.of(dqkv, i, c) += (float)(p * dp * head.k(j, c) / sqrt((double)head.d));
-                        head.of(dqkv, j, C + c) += (float)(p * dp * head.q(i, c) / sqrt((double)head.d));
-                        head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
-                    }
+    each_head(qkv, heads, [&](Head head, size_t index) {
+        for (int i = 0; i < T; i++)
+            for (int j = 0; j < T; j++) {
+                double p = exp(head.score(i, j) - lse[index * T + i]), dp = 0;
+                for (int c = 0; c < head.d; c++)
+                    dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
+                double ds = p * dp / sqrt((double)head.d);
+                for (int c = 0; c < head.d; c++) {
+                    head.of(dqkv, i, c) += (float)(ds * head.k(j, c));
+                    head.of(dqkv, j, C + c) += (float)(ds * head.q(i, c));
+                    head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
                 }
-        }
+            }
+    });
 }
 
 }  // namespace plain
