@@ -333,8 +333,11 @@ struct Matrix {
     Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+static Matrix transposed(Matrix m) { return {m.data, m.column, m.row}; }
 static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
-static Matrix pixels_of(Tensor x, int p = 0, int c = 0) { return {x.data + (size_t)p * x.C + c, x.C}; }
+// Channel c of pixel p, counted through the batch; the pixels and channels from there on as a matrix.
+static float* element(Tensor x, size_t p, int c) { return x.data + p * x.C + c; }
+static Matrix pixels_of(Tensor x, size_t p = 0, int c = 0) { return {element(x, p, c), x.C}; }
 
 // Writes b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), with zeros behind column N.
 static void matmul_pack(float* panels, Matrix b, int K, int N) {
@@ -947,10 +950,9 @@ static void conv1x1_forward(Tensor out, Joined x, Linear layer, Forward options)
             SIMD_FOR (int o = o0; o < o1; o++)
                 out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
 
-        float* target = out.data + (size_t)p0 * O + o0;
         for (int c : {0, x.first.C}) {  // where the channels of the two inputs begin
             Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
-            matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
+            matmul({p1 - p0, o1 - o0, x.of(c).C}, element(out, p0, o0), O, pixels_of(x.of(c), p0), w, true);
         }
     };
     int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
@@ -963,7 +965,7 @@ static void conv1x1_backward_input(Joined dx, Tensor dout, Linear layer, Backwar
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
         each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {
-            matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
+            matmul({p1 - p0, c1 - c0, O}, element(of, p0, c0), of.C, pixels_of(dout, p0),
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
@@ -978,7 +980,7 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Joined x) {
         const Tensor& of = x.of(first);
         each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
             matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
-                   transposed(dout.data + o0, O), pixels_of(of, 0, c0), false);
+                   transposed(pixels_of(dout, 0, o0)), pixels_of(of, 0, c0), false);
         });
     }
 }
@@ -1018,49 +1020,52 @@ static float softmax(float* s, int T, float scale) {
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int T = out.T(), C = out.C, d = C / heads;
+    const int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
-    float scale = 1.0f / sqrtf((float)d);
+    const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        const float* q = qkv.data + (size_t)b * T * 3 * C + head * d;
-        const float *q_rows = q + (size_t)t0 * 3 * C, *k = q + C, *v = k + C;
-        float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
+        const int image = b * T, c = head * d;
+        const Matrix q = pixels_of(qkv, image + t0, c);
+        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
         float* scores = thread_floats();  // (rows, T)
 
-        matmul({rows, T, d}, scores, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+        matmul({rows, T, d}, scores, T, q, transposed(k), false);
         for (int i = 0; i < rows; i++)
             lse[((size_t)b * heads + head) * T + t0 + i] = softmax(scores + (size_t)i * T, T, scale);
-        matmul({rows, d, T}, out_rows, C, {scores, T}, {v, 3 * C}, false);
+        matmul({rows, d, T}, element(out, image + t0, c), C, {scores, T}, v, false);
     });
 }
 
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int T = out.T(), C = out.C, d = C / heads;
+    const int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
-    float scale = 1.0f / sqrtf((float)d);
+    const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        size_t at = (size_t)b * T * 3 * C + head * d, out_at = ((size_t)b * T + t0) * C + head * d;
-        const float *q_rows = qkv.data + at + (size_t)t0 * 3 * C, *k = qkv.data + at + C, *v = k + C;
-        const float *dout_rows = dout.data + out_at, *out_rows = out.data + out_at;
-        float *dq_rows = dqkv.data + at + (size_t)t0 * 3 * C, *dk = dqkv.data + at + C, *dv = dk + C;
-        float *p = thread_floats(), *ds = p + (size_t)rows * T;  // (rows, T) each
+        const int image = b * T, c = head * d;
+        const Matrix q = pixels_of(qkv, image + t0, c), d_out = pixels_of(dout, image + t0, c);
+        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
+        float* p = thread_floats();         // (rows, T)
+        float* ds = p + (size_t)rows * T;  // (rows, T)
 
-        matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
-        matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
+        matmul({rows, T, d}, p, T, q, transposed(k), false);
+        matmul({rows, T, d}, ds, T, d_out, transposed(v), false);
         for (int i = 0; i < rows; i++) {
+            const float *out_row = element(out, image + t0 + i, c), *dout_row = element(dout, image + t0 + i, c);
+            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
             float delta = 0, row_lse = lse[((size_t)b * heads + head) * T + t0 + i];
 #pragma omp simd reduction(+ : delta)
-            for (int j = 0; j < d; j++) delta += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
-            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+            for (int j = 0; j < d; j++) delta += dout_row[j] * out_row[j];
             SIMD_FOR (int j = 0; j < T; j++) {
                 p_row[j] = fast_exp(scale * p_row[j] - row_lse);
                 ds_row[j] = scale * p_row[j] * (ds_row[j] - delta);
             }
         }
-        matmul({rows, d, T}, dq_rows, 3 * C, {ds, T}, {k, 3 * C}, false);
-        matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
-        matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+
+        bool adds = t0 > 0;  // to what the bands before it gave
+        matmul({rows, d, T}, element(dqkv, image + t0, c), 3 * C, {ds, T}, k, false);
+        matmul({T, d, rows}, element(dqkv, image, C + c), 3 * C, transposed(ds, T), q, adds);
+        matmul({T, d, rows}, element(dqkv, image, 2 * C + c), 3 * C, transposed(p, T), d_out, adds);
     });
 }
 
