@@ -466,7 +466,7 @@ struct ChannelBlock {
     int T() const { return x.first.T(); }
     size_t pixel(int t) const { return (size_t)b * T() + t; }
     const float* row(int t) const { return x.at(pixel(t), c); }
-    // Of an array (B, norm_parts(T), C).
+    // Where the block's sums begin in an array (B, norm_parts(T), C).
     size_t partial() const { return ((size_t)b * norm_parts(T()) + t0 / NORM_PART) * x.C() + c; }
 };
 // Calls work(block, n) for every block of x. A block lies in one of x's two tensors; n is a constant of the
@@ -745,8 +745,9 @@ static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor
     }
 }
 
-// One pass of a convolution, over `inputs`, at most MAX_INPUTS channels of x. Forward, the weights are (O, 3, 3, C).
-// Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are flipped.
+// One pass of a convolution, over `inputs`, at most MAX_INPUTS channels of x. Forward, the weights are
+// (O, 3, 3, C). Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are
+// flipped.
 //
 // A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds, for as long as its tasks have
 // the same outputs, their transformed weights; behind these lie the packed taps of which they are made, and then
@@ -1101,8 +1102,9 @@ static void backend_connect() {
         }
 }
 
-// Of two ranks, the lower one sends first. Exchanges come one after the other: of those that are left, the one
-// between the lowest ranks can always take place. Where the peer has died, this waits until its rank is ended.
+// The lower of two ranks sends first. Exchanges come one after the other, and this cannot deadlock: among the
+// exchanges that are left, the one between the lowest ranks can always take place. When the peer has died, this
+// rank waits here until it is ended.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     int socket = sockets[world.rank * world.size + peer];
     for (bool sends : {world.rank < peer, world.rank > peer})
