@@ -18,26 +18,28 @@ inline void each_pixel(Tensor x, auto work) {
         for (int h = 0; h < x.H; h++)
             for (int w = 0; w < x.W; w++) work(b, h, w);
 }
-inline float& at(Tensor x, int b, int h, int w, int c) {
-    return x.data[(((size_t)b * x.H + h) * x.W + w) * x.C + c];
+inline float& at(const Concat& x, int b, int h, int w, int c) {
+    return *x.at(((size_t)b * x.first.H + h) * x.first.W + w, c);
 }
 // The same, and zero outside the image.
-inline double padded(Tensor x, int b, int h, int w, int c) {
-    bool inside = h >= 0 && h < x.H && w >= 0 && w < x.W;
+inline double padded(const Concat& x, int b, int h, int w, int c) {
+    bool inside = h >= 0 && h < x.first.H && w >= 0 && w < x.first.W;
     return inside ? at(x, b, h, w, c) : 0;
 }
-// Weights of a 3x3 convolution are (O, 3, 3, C).
-inline size_t tap(int o, int i, int j, int c, int C) { return ((o * 3 + i) * 3 + j) * (size_t)C + c; }
 
-// F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual
-inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
+// A convolution has a kernel of K x K weights, 3x3 or 1x1, for each output o and input c: w is (O, K, K, C).
+template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
+
+// F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
+template <int K> void convolution_forward(Tensor out, Concat x, Product<K * K> layer, Forward options) {
     each_pixel(out, [&](int b, int h, int w) {
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
-            for (int i = 0; i < 3; i++)
-                for (int j = 0; j < 3; j++)
-                    for (int c = 0; c < x.C; c++)
-                        sum += padded(x, b, h + i - 1, w + j - 1, c) * layer.w[tap(o, i, j, c, x.C)];
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < K; j++)
+                    for (int c = 0; c < x.C(); c++)
+                        sum += padded(x, b, h + i - K / 2, w + j - K / 2, c) *
+                               layer.w[tap<K>(o, i, j) * x.C() + c];
 
             if (options.emb.data) sum += options.emb.row(b)[o];
             if (options.residual) sum += at(options.residual, b, h, w, o);
@@ -45,164 +47,139 @@ inline void conv3x3_forward(Tensor out, Tensor x, Conv layer, Forward options) {
         }
     });
 }
-// dx = [dx +] F.conv_transpose2d(dout, w, padding=1)
-inline void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
-    each_pixel(dx, [&](int b, int h, int w) {
-        for (int c = 0; c < dx.C; c++) {
+// dx = [dx +] F.conv_transpose2d(dout, w, padding="same")
+template <int K>
+void convolution_backward_input(Concat dx, Tensor dout, Product<K * K> layer, Backward options) {
+    each_pixel(dout, [&](int b, int h, int w) {
+        for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
-            for (int i = 0; i < 3; i++)
-                for (int j = 0; j < 3; j++)
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < K; j++)
                     for (int o = 0; o < dout.C; o++)
-                        sum += padded(dout, b, h + 1 - i, w + 1 - j, o) * layer.w[tap(o, i, j, c, dx.C)];
+                        sum += padded(dout, b, h + K / 2 - i, w + K / 2 - j, o) *
+                               layer.w[tap<K>(o, i, j) * dx.C() + c];
             at(dx, b, h, w, c) = (float)sum;
         }
     });
 }
-inline void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
+template <int K>
+void convolution_backward_weight(Product<K * K> layer, Tensor dout, Concat x, Rows demb) {
+    const int C = x.C();
     for (int o = 0; o < dout.C; o++) {
-        std::vector<double> dw(9 * x.C);
+        std::vector<double> dw(K * K * C);
         double dbias = 0;
-        for (int b = 0; b < x.B; b++) {
+        for (int b = 0; b < dout.B; b++) {
             double sum = 0;
-            for (int h = 0; h < x.H; h++)
-                for (int w = 0; w < x.W; w++) {
+            for (int h = 0; h < dout.H; h++)
+                for (int w = 0; w < dout.W; w++) {
                     double d = at(dout, b, h, w, o);
                     sum += d;
-                    for (int i = 0; i < 3; i++)
-                        for (int j = 0; j < 3; j++)
-                            for (int c = 0; c < x.C; c++)
-                                dw[tap(0, i, j, c, x.C)] += d * padded(x, b, h + i - 1, w + j - 1, c);
+                    for (int i = 0; i < K; i++)
+                        for (int j = 0; j < K; j++)
+                            for (int c = 0; c < C; c++)
+                                dw[tap<K>(0, i, j) * C + c] += d * padded(x, b, h + i - K / 2, w + j - K / 2, c);
                 }
             if (demb.data) demb.row(b)[o] = (float)sum;
             dbias += sum;
         }
         layer.dbias[o] = (float)dbias;
-        std::copy(dw.begin(), dw.end(), layer.dw + tap(o, 0, 0, 0, x.C));
+        std::copy(dw.begin(), dw.end(), layer.dw + tap<K>(o, 0, 0) * C);
     }
 }
 
-// F.linear(torch.cat([first, second], dim=-1), w, bias) + residual, with weights (O, C)
-inline void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
-    for (size_t p = 0; p < (size_t)out.rows(); p++)
-        for (int o = 0; o < out.C; o++) {
-            double sum = layer.bias[o];
-            for (int c = 0; c < x.C(); c++) sum += (double)*x.at(p, c) * layer.w[(size_t)o * x.C() + c];
-            if (options.residual) sum += options.residual.data[p * out.C + o];
-            out.data[p * out.C + o] = (float)sum;
-        }
-}
-// dx = [dx +] dout @ w
-inline void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
-    for (size_t p = 0; p < (size_t)dout.rows(); p++)
-        for (int c = 0; c < dx.C(); c++) {
-            double sum = options.accumulate ? *dx.at(p, c) : 0;
-            for (int o = 0; o < dout.C; o++)
-                sum += (double)dout.data[p * dout.C + o] * layer.w[(size_t)o * dx.C() + c];
-            *dx.at(p, c) = (float)sum;
-        }
-}
-// dw = dout.T @ x
+inline constexpr auto conv3x3_forward = convolution_forward<3>;
+inline constexpr auto conv3x3_backward_input = convolution_backward_input<3>;
+inline constexpr auto conv3x3_backward_weight = convolution_backward_weight<3>;
+inline constexpr auto conv1x1_forward = convolution_forward<1>;
+inline constexpr auto conv1x1_backward_input = convolution_backward_input<1>;
 inline void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
-    for (int o = 0; o < dout.C; o++) {
-        double dbias = 0;
-        for (size_t p = 0; p < (size_t)dout.rows(); p++) dbias += dout.data[p * dout.C + o];
-        layer.dbias[o] = (float)dbias;
-
-        for (int c = 0; c < x.C(); c++) {
-            double sum = 0;
-            for (size_t p = 0; p < (size_t)dout.rows(); p++)
-                sum += (double)dout.data[p * dout.C + o] * *x.at(p, c);
-            layer.dw[(size_t)o * x.C() + c] = (float)sum;
-        }
-    }
+    convolution_backward_weight<1>(layer, dout, x, {});
 }
 
-// The mean and 1 / sqrt(variance + eps) of channels [c0, c1) of image b.
-struct GroupStatistics {
-    double mean = 0, rstd = 0;
-    GroupStatistics(const Concat& x, int b, int c0, int c1) {
-        size_t first = (size_t)b * x.first.T(), end = first + x.first.T();
-        double count = (double)(end - first) * (c1 - c0), variance = 0;
+inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
+
+// Channels [c0, c1) of image b, whose pixels are [first, end), counted through the batch.
+struct Group {
+    const Norm& norm;
+    int b, c0, c1;
+    size_t first, end;
+    double count, mean = 0, rstd = 0;
+    Group(const Norm& norm, int b, int c0, int c1) : norm(norm), b(b), c0(c0), c1(c1) {
+        first = (size_t)b * norm.x.first.T();
+        end = first + norm.x.first.T();
+        count = (double)(end - first) * (c1 - c0);
+
+        double variance = 0;
         for (size_t p = first; p < end; p++)
-            for (int c = c0; c < c1; c++) mean += *x.at(p, c) / count;
+            for (int c = c0; c < c1; c++) mean += *norm.x.at(p, c) / count;
         for (size_t p = first; p < end; p++)
-            for (int c = c0; c < c1; c++) variance += pow(*x.at(p, c) - mean, 2) / count;
+            for (int c = c0; c < c1; c++) variance += pow(*norm.x.at(p, c) - mean, 2) / count;
         rstd = 1 / sqrt(variance + NORM_EPS);
     }
+    // Modulation multiplies weight and bias by the gain, 1 + scale, and adds the shift.
+    double gain(int c) const { return norm.modulation.data ? 1 + (double)norm.modulation.row(b)[c] : 1; }
+    double shift(int c) const { return norm.modulation.data ? norm.modulation.row(b)[norm.x.C() + c] : 0; }
+    double weight(int c) const { return norm.w[c] * gain(c); }
+
+    double x_hat(size_t p, int c) const { return (*norm.x.at(p, c) - mean) * rstd; }
+    double y(size_t p, int c) const { return x_hat(p, c) * weight(c) + norm.bias[c] * gain(c) + shift(c); }
 };
-// A norm's weight and bias in image b: modulated, they are w (1 + scale) and bias (1 + scale) + shift.
-struct WeightBias {
-    double weight, bias;
-    WeightBias(const Norm& norm, int b, int c) : weight(norm.w[c]), bias(norm.bias[c]) {
-        if (!norm.modulation.data) return;
-        const float* row = norm.modulation.row(b);
-        weight *= 1 + (double)row[c];
-        bias = bias * (1 + (double)row[c]) + row[norm.x.C() + c];
-    }
-};
-inline double sigmoid(double y) { return 1 / (1 + exp(-y)); }
+inline void each_group(const Norm& norm, auto work) {
+    int width = norm.x.C() / norm.groups;
+    for (int g = 0; g < norm.groups; g++)
+        for (int b = 0; b < norm.x.first.B; b++) work(Group(norm, b, g * width, (g + 1) * width));
+}
 
 // F.silu(F.group_norm(x, groups, w, bias)), or without F.silu
 inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
-    int C = out.C, width = C / norm.groups;
-    for (int b = 0; b < out.B; b++)
-        for (int c0 = 0; c0 < C; c0 += width) {
-            GroupStatistics group(norm.x, b, c0, c0 + width);
-            for (int c = c0; c < c0 + width; c++) {
-                WeightBias layer(norm, b, c);
-                for (size_t p = (size_t)b * out.T(); p < (size_t)(b + 1) * out.T(); p++) {
-                    double y = (*norm.x.at(p, c) - group.mean) * group.rstd * layer.weight + layer.bias;
-                    out.data[p * C + c] = (float)(norm.silu ? y * sigmoid(y) : y);
-                }
+    each_group(norm, [&](const Group& group) {
+        for (size_t p = group.first; p < group.end; p++)
+            for (int c = group.c0; c < group.c1; c++) {
+                double y = group.y(p, c);
+                out.data[p * out.C + c] = (float)(norm.silu ? y * sigmoid(y) : y);
             }
-        }
+    });
 }
 // With dy the gradient before SiLU and x^ = (x - mean) rstd:
 //   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x^ mean(w dy x^))
 inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
-    int C = dout.C, T = dout.T(), width = C / norm.groups;
-    for (int c = 0; c < C; c++) norm.dw[c] = norm.dbias[c] = 0;
+    const int C = dout.C;
+    std::fill_n(norm.dw, C, 0.0f);
+    std::fill_n(norm.dbias, C, 0.0f);
 
-    for (int b = 0; b < dout.B; b++)
-        for (int c0 = 0; c0 < C; c0 += width) {
-            GroupStatistics group(norm.x, b, c0, c0 + width);
-            auto x_hat = [&](size_t p, int c) { return (*norm.x.at(p, c) - group.mean) * group.rstd; };
-            auto dy = [&](size_t p, int c) {
-                double d = dout.data[p * C + c];
-                if (!norm.silu) return d;
-                WeightBias layer(norm, b, c);
-                double y = x_hat(p, c) * layer.weight + layer.bias;
-                return d * sigmoid(y) * (1 + y * (1 - sigmoid(y)));
-            };
+    each_group(norm, [&](const Group& group) {
+        auto dy = [&](size_t p, int c) {
+            double d = dout.data[p * C + c], y = group.y(p, c);
+            return norm.silu ? d * sigmoid(y) * (1 + y * (1 - sigmoid(y))) : d;
+        };
 
-            size_t first = (size_t)b * T, end = first + T;
-            double mean_dy = 0, mean_dy_x_hat = 0;
-            for (int c = c0; c < c0 + width; c++) {
-                double sum_dy = 0, sum_dy_x_hat = 0;
-                for (size_t p = first; p < end; p++) {
-                    sum_dy += dy(p, c);
-                    sum_dy_x_hat += dy(p, c) * x_hat(p, c);
-                }
-                norm.dbias[c] += (float)(norm.gain(b, c) * sum_dy);
-                norm.dw[c] += (float)(norm.gain(b, c) * sum_dy_x_hat);
-                if (norm.dmodulation.data) {
-                    float* row = norm.dmodulation.row(b);
-                    row[c] = (float)(norm.w[c] * sum_dy_x_hat + norm.bias[c] * sum_dy);
-                    row[C + c] = (float)sum_dy;
-                }
-                mean_dy += WeightBias(norm, b, c).weight * sum_dy / T / width;
-                mean_dy_x_hat += WeightBias(norm, b, c).weight * sum_dy_x_hat / T / width;
+        double mean_w_dy = 0, mean_w_dy_x_hat = 0;
+        for (int c = group.c0; c < group.c1; c++) {
+            double sum_dy = 0, sum_dy_x_hat = 0;
+            for (size_t p = group.first; p < group.end; p++) {
+                sum_dy += dy(p, c);
+                sum_dy_x_hat += dy(p, c) * group.x_hat(p, c);
             }
-
-            for (size_t p = first; p < end; p++)
-                for (int c = c0; c < c0 + width; c++) {
-                    double w_dy = WeightBias(norm, b, c).weight * dy(p, c);
-                    double d = group.rstd * (w_dy - mean_dy - x_hat(p, c) * mean_dy_x_hat);
-                    if (options.residual) d += options.residual.data[p * C + c];
-                    if (options.accumulate) d += *dx.at(p, c);
-                    *dx.at(p, c) = (float)d;
-                }
+            norm.dbias[c] += (float)(group.gain(c) * sum_dy);
+            norm.dw[c] += (float)(group.gain(c) * sum_dy_x_hat);
+            if (norm.dmodulation.data) {
+                float* row = norm.dmodulation.row(group.b);
+                row[c] = (float)(norm.w[c] * sum_dy_x_hat + norm.bias[c] * sum_dy);
+                row[C + c] = (float)sum_dy;
+            }
+            mean_w_dy += group.weight(c) * sum_dy / group.count;
+            mean_w_dy_x_hat += group.weight(c) * sum_dy_x_hat / group.count;
         }
+
+        for (size_t p = group.first; p < group.end; p++)
+            for (int c = group.c0; c < group.c1; c++) {
+                double w_dy = group.weight(c) * dy(p, c);
+                double d = group.rstd * (w_dy - mean_w_dy - group.x_hat(p, c) * mean_w_dy_x_hat);
+                if (options.residual) d += options.residual.data[p * C + c];
+                if (options.accumulate) d += *dx.at(p, c);
+                *dx.at(p, c) = (float)d;
+            }
+    });
 }
 
 // Head h of image b, whose channels follow those of the heads before it in q, in k, in v and in the output.
@@ -219,46 +196,47 @@ struct Head {
         return sum / sqrt((double)d);
     }
 };
-// F.scaled_dot_product_attention(q, k, v)
+inline void each_head(Tensor qkv, int heads, auto work) {
+    for (int b = 0; b < qkv.B; b++)
+        for (int h = 0; h < heads; h++) work(Head{qkv, b, h, qkv.C / 3 / heads}, (size_t)b * heads + h);
+}
+// F.scaled_dot_product_attention(q, k, v), and lse = torch.logsumexp(q k^T / sqrt(d), dim=-1)
 inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int T = out.T();
-    for (int b = 0; b < out.B; b++)
-        for (int h = 0; h < heads; h++)
-            for (int i = 0; i < T; i++) {
-                Head head = {qkv, b, h, out.C / heads};
-                double largest = -INFINITY, sum = 0;
-                for (int j = 0; j < T; j++) largest = std::max(largest, head.score(i, j));
-                for (int j = 0; j < T; j++) sum += exp(head.score(i, j) - largest);
-                lse[((size_t)b * heads + h) * T + i] = (float)(largest + log(sum));
-
-                std::vector<double> row(head.d);
-                for (int j = 0; j < T; j++)
-                    for (int c = 0; c < head.d; c++)
-                        row[c] += exp(head.score(i, j) - largest) / sum * head.v(j, c);
-                for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)row[c];
+    const int T = out.T();
+    each_head(qkv, heads, [&](Head head, size_t index) {
+        for (int i = 0; i < T; i++) {
+            std::vector<double> sum(head.d);
+            double denominator = 0;
+            for (int j = 0; j < T; j++) {
+                double e = exp(head.score(i, j));
+                denominator += e;
+                for (int c = 0; c < head.d; c++) sum[c] += e * head.v(j, c);
             }
+            for (int c = 0; c < head.d; c++) head.of(out, i, c) = (float)(sum[c] / denominator);
+            lse[index * T + i] = (float)log(denominator);
+        }
+    });
 }
 // With probabilities P = exp(q k^T / sqrt(d) - lse) and D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d)
 inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int T = out.T(), C = out.C;
+    const int T = out.T(), C = out.C;
     std::fill_n(dqkv.data, dqkv.count(), 0.0f);
-    for (int b = 0; b < out.B; b++)
-        for (int h = 0; h < heads; h++) {
-            Head head = {qkv, b, h, C / heads};
-            for (int i = 0; i < T; i++)
-                for (int j = 0; j < T; j++) {
-                    double p = exp(head.score(i, j) - lse[((size_t)b * heads + h) * T + i]), dp = 0;
-                    for (int c = 0; c < head.d; c++)
-                        dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
-                    for (int c = 0; c < head.d; c++) {
-                        head.of(dqkv, i, c) += (float)(p * dp * head.k(j, c) / sqrt((double)head.d));
-                        head.of(dqkv, j, C + c) += (float)(p * dp * head.q(i, c) / sqrt((double)head.d));
-                        head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
-                    }
+    each_head(qkv, heads, [&](Head head, size_t index) {
+        for (int i = 0; i < T; i++)
+            for (int j = 0; j < T; j++) {
+                double p = exp(head.score(i, j) - lse[index * T + i]), dp = 0;
+                for (int c = 0; c < head.d; c++)
+                    dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
+                double ds = p * dp / sqrt((double)head.d);
+                for (int c = 0; c < head.d; c++) {
+                    head.of(dqkv, i, c) += (float)(ds * head.k(j, c));
+                    head.of(dqkv, j, C + c) += (float)(ds * head.q(i, c));
+                    head.of(dqkv, j, 2 * C + c) += (float)(p * head.of(dout, i, c));
                 }
-        }
+            }
+    });
 }
 
 }  // namespace plain
@@ -448,8 +426,11 @@ struct Matrix {
     Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
+static Matrix transposed(Matrix m) { return {m.data, m.column, m.row}; }
 static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
-static Matrix pixels_of(Tensor x, int p = 0, int c = 0) { return {x.data + (size_t)p * x.C + c, x.C}; }
+// Channel c of pixel p, counted through the batch; the pixels and channels from there on as a matrix.
+static float* element(Tensor x, size_t p, int c) { return x.data + p * x.C + c; }
+static Matrix pixels_of(Tensor x, size_t p = 0, int c = 0) { return {element(x, p, c), x.C}; }
 
 // Writes b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), with zeros behind column N.
 static void matmul_pack(float* panels, Matrix b, int K, int N) {
@@ -578,7 +559,7 @@ struct ChannelBlock {
     int T() const { return x.first.T(); }
     size_t pixel(int t) const { return (size_t)b * T() + t; }
     const float* row(int t) const { return x.at(pixel(t), c); }
-    // Of an array (B, norm_tiles(T), C).
+    // Where the block's sums begin in an array (B, norm_tiles(T), C).
     size_t partial() const { return ((size_t)b * norm_tiles(T()) + t0 / NORM_TILE) * x.C() + c; }
 };
 // Calls work(block, n) for every block of x. A block lies in one of x's two tensors; n is a constant of the
@@ -859,8 +840,9 @@ static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor
     }
 }
 
-// One pass of a convolution, over `inputs`, at most MAX_INPUTS channels of x. Forward, the weights are (O, 3, 3, C).
-// Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are flipped.
+// One pass of a convolution, over `inputs`, at most MAX_INPUTS channels of x. Forward, the weights are
+// (O, 3, 3, C). Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are
+// flipped.
 //
 // A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds, for as long as its tasks have
 // the same outputs, their transformed weights; behind these lie the packed taps of which they are made, and then
@@ -1065,10 +1047,9 @@ static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options)
             SIMD_FOR (int o = o0; o < o1; o++)
                 out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
 
-        float* target = out.data + (size_t)p0 * O + o0;
         for (int c : {0, x.first.C}) {  // where the channels of the two inputs begin
             Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
-            matmul({p1 - p0, o1 - o0, x.of(c).C}, target, O, pixels_of(x.of(c), p0), w, true);
+            matmul({p1 - p0, o1 - o0, x.of(c).C}, element(out, p0, o0), O, pixels_of(x.of(c), p0), w, true);
         }
     };
     int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
@@ -1081,7 +1062,7 @@ static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backwar
     for (int first : {0, dx.first.C}) {
         const Tensor& of = dx.of(first);
         each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {
-            matmul({p1 - p0, c1 - c0, O}, of.data + (size_t)p0 * of.C + c0, of.C, pixels_of(dout, p0),
+            matmul({p1 - p0, c1 - c0, O}, element(of, p0, c0), of.C, pixels_of(dout, p0),
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
@@ -1096,7 +1077,7 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
         const Tensor& of = x.of(first);
         each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
             matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
-                   transposed(dout.data + o0, O), pixels_of(of, 0, c0), false);
+                   transposed(pixels_of(dout, 0, o0)), pixels_of(of, 0, c0), false);
         });
     }
 }
@@ -1136,49 +1117,52 @@ static float softmax(float* s, int T, float scale) {
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int T = out.T(), C = out.C, d = C / heads;
+    const int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
-    float scale = 1.0f / sqrtf((float)d);
+    const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        const float* q = qkv.data + (size_t)b * T * 3 * C + head * d;
-        const float *q_rows = q + (size_t)t0 * 3 * C, *k = q + C, *v = k + C;
-        float* out_rows = out.data + ((size_t)b * T + t0) * C + head * d;
+        const int image = b * T, c = head * d;
+        const Matrix q = pixels_of(qkv, image + t0, c);
+        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
         float* scores = thread_floats();  // (rows, T)
 
-        matmul({rows, T, d}, scores, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
+        matmul({rows, T, d}, scores, T, q, transposed(k), false);
         for (int i = 0; i < rows; i++)
             lse[((size_t)b * heads + head) * T + t0 + i] = softmax(scores + (size_t)i * T, T, scale);
-        matmul({rows, d, T}, out_rows, C, {scores, T}, {v, 3 * C}, false);
+        matmul({rows, d, T}, element(out, image + t0, c), C, {scores, T}, v, false);
     });
 }
 
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int T = out.T(), C = out.C, d = C / heads;
+    const int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
-    float scale = 1.0f / sqrtf((float)d);
+    const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        size_t at = (size_t)b * T * 3 * C + head * d, out_at = ((size_t)b * T + t0) * C + head * d;
-        const float *q_rows = qkv.data + at + (size_t)t0 * 3 * C, *k = qkv.data + at + C, *v = k + C;
-        const float *dout_rows = dout.data + out_at, *out_rows = out.data + out_at;
-        float *dq_rows = dqkv.data + at + (size_t)t0 * 3 * C, *dk = dqkv.data + at + C, *dv = dk + C;
-        float *p = thread_floats(), *ds = p + (size_t)rows * T;  // (rows, T) each
+        const int image = b * T, c = head * d;
+        const Matrix q = pixels_of(qkv, image + t0, c), d_out = pixels_of(dout, image + t0, c);
+        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
+        float* p = thread_floats();         // (rows, T)
+        float* ds = p + (size_t)rows * T;  // (rows, T)
 
-        matmul({rows, T, d}, p, T, {q_rows, 3 * C}, transposed(k, 3 * C), false);
-        matmul({rows, T, d}, ds, T, {dout_rows, C}, transposed(v, 3 * C), false);
+        matmul({rows, T, d}, p, T, q, transposed(k), false);
+        matmul({rows, T, d}, ds, T, d_out, transposed(v), false);
         for (int i = 0; i < rows; i++) {
+            const float *out_row = element(out, image + t0 + i, c), *dout_row = element(dout, image + t0 + i, c);
+            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
             float delta = 0, row_lse = lse[((size_t)b * heads + head) * T + t0 + i];
 #pragma omp simd reduction(+ : delta)
-            for (int j = 0; j < d; j++) delta += dout_rows[(size_t)i * C + j] * out_rows[(size_t)i * C + j];
-            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
+            for (int j = 0; j < d; j++) delta += dout_row[j] * out_row[j];
             SIMD_FOR (int j = 0; j < T; j++) {
                 p_row[j] = fast_exp(scale * p_row[j] - row_lse);
                 ds_row[j] = scale * p_row[j] * (ds_row[j] - delta);
             }
         }
-        matmul({rows, d, T}, dq_rows, 3 * C, {ds, T}, {k, 3 * C}, false);
-        matmul({T, d, rows}, dk, 3 * C, transposed(ds, T), {q_rows, 3 * C}, t0 > 0);
-        matmul({T, d, rows}, dv, 3 * C, transposed(p, T), {dout_rows, C}, t0 > 0);
+
+        bool adds = t0 > 0;  // to what the bands before it gave
+        matmul({rows, d, T}, element(dqkv, image + t0, c), 3 * C, {ds, T}, k, false);
+        matmul({T, d, rows}, element(dqkv, image, C + c), 3 * C, transposed(ds, T), q, adds);
+        matmul({T, d, rows}, element(dqkv, image, 2 * C + c), 3 * C, transposed(p, T), d_out, adds);
     });
 }
 
@@ -1214,8 +1198,9 @@ static void backend_connect() {
         }
 }
 
-// Of two ranks, the lower one sends first. Exchanges come one after the other: of those that are left, the one
-// between the lowest ranks can always take place. Where the peer has died, this waits until its rank is ended.
+// The lower of two ranks sends first. Exchanges come one after the other, and this cannot deadlock: among the
+// exchanges that are left, the one between the lowest ranks can always take place. When the peer has died, this
+// rank waits here until it is ended.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     int socket = sockets[world.rank * world.size + peer];
     for (bool sends : {world.rank < peer, world.rank > peer})

@@ -391,7 +391,7 @@ static void test_conv(const ConvTest& s) {
         if (s.dx) on.input_gradient(Tensor{on(gx), B, H, W, C}, from, weights(on));
         if constexpr (on.here)
             if (M >= 300000)  // for which sums in fp32 are no measure
-                cpu::plain::conv3x3_backward_weight(weights(on), from, {on(x), B, H, W, C},
+                cpu::plain::conv3x3_backward_weight(weights(on), from, Tensor{on(x), B, H, W, C},
                                                     {on(ge, s.demb), pitch});
     });
 }
