@@ -1,6 +1,7 @@
 // Every ladder in one program, so that the kernels of train_unet.cu are compiled once for all of them: the
 // tests build this. ./ladders silu [version|all] [case]; dev/Makefile builds a ladder alone.
 #define ALL_LADDERS
+#define PROGRAM
 #include "adamw.cu"
 #include "attention.cu"
 #include "attention_block.cu"
