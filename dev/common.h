@@ -289,6 +289,7 @@ struct Pass {
     // "dx2?": where the case has it; "dqkv/3": three parts, each its own; "mean|statistics": what is written
     std::vector<const char*> outputs;
     std::function<Work(const Problem&)> work;
+    const char* of = "";  // the cases that it is for: those whose name begins so
 };
 enum Type { CPU_FP32, FP32, BF16 };
 static const Type FLOATX = sizeof(floatX) == 2 ? BF16 : FP32;  // the program's precision
@@ -503,9 +504,13 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
         bool timed = data.count("timed") != 0;      // large: not for the CPU's version beside kernels
         bool last_only = data.count("model") != 0;  // one of the model's many shapes: for the program's alone
         for (const Pass& pass : ladder.passes) {
+            if (name.compare(0, strlen(pass.of), pass.of)) continue;
             std::vector<Row> rows;
             Work work = {};
             int last = 0;
+            const Case* shown = nullptr;  // without a GPU: the last of its cases
+            for (auto& [other, of_other] : cases)
+                if (!other.compare(0, strlen(pass.of), pass.of)) shown = &of_other;
             for (const Version& version : ladder.versions)
                 if (!strcmp(version.pass, pass.name)) last = version.number;
             for (const Version& version : ladder.versions) {
@@ -526,7 +531,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                        ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit,
                        same ? "" : ", other bits in a second run");
                 fflush(stdout);
-                bool time = good && (timed || &data == &cases.back().second || !wanted_case.empty());
+                bool time = good && (timed || &data == shown || !wanted_case.empty());
                 rows.push_back({text("%d", version.number), version.layout == NCHW ? "NCHW" : "NHWC",
                                 on_cpu                 ? "CPU fp32"
                                 : version.type == BF16 ? "bf16"
@@ -534,7 +539,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                                 text("%.0e", measured.error), version.idea,
                                 time ? time_version(&p, version) : 0});
             }
-            if (rows.empty() || !(timed || &data == &cases.back().second || !wanted_case.empty())) continue;
+            if (rows.empty() || !(timed || &data == shown || !wanted_case.empty())) continue;
             std::string theirs = std::string("PyTorch ") + pass.name;
             for (auto& [key, tensor] : data)  // what X.py measured here: "PyTorch forward, bf16 ..."
                 if (key.compare(0, theirs.size(), theirs) == 0)
