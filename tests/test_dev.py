@@ -432,9 +432,9 @@ def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     ladders = tools("ladders")
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
-    (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
+    (tmp_path / "build/dev/linear.txt").write_text("linear on one G")
     monkeypatch.setattr(ladders, "DEV", tmp_path / "dev")
-    with pytest.raises(UserError, match="names no device.*: silu$"):
+    with pytest.raises(UserError, match="names no device.*: linear$"):
         ladders.main()
 
 
