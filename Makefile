@@ -4,12 +4,13 @@
 #   PRECISION=bf16|fp32 what the GPU computes in       (default: bf16; the CPU always computes in fp32)
 #   GPU_ARCH=80|86|89|90 the GPU to build for          (default: the one in this machine)
 #   PRESET=NAME         what make train trains         (default: unet64; small32 on a GPU under 8 GB, tiny on a CPU)
-#   ALL_ARCHS=1         make test also compiles for every GPU architecture and precision, and warnings are errors
+#   ALL=1               make test runs every test, and compiles for every GPU architecture and precision; warnings are
+#                       errors
 
 CXX ?= g++
 BUILD := build
 CXXFLAGS := -std=c++20 -Wno-deprecated-enum-enum-conversion -Wno-deprecated-enum-float-conversion -O3 -march=native -fno-math-errno -fno-trapping-math -Wall -Wextra \
-	$(if $(ALL_ARCHS),-Werror)
+	$(if $(ALL),-Werror)
 ARCHS := 80 86 89 90
 
 # ---- what this machine has ----------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ system_has = $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util impo
 SYSTEM_READY := $(call system_has,$(SMALL_PACKAGES) xdist)
 SYSTEM_SUFFICES := $(call system_has,$(SMALL_PACKAGES))
 
-.PHONY: train test bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
+.PHONY: train test docs bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ data: data/emoji.bin data/faces.bin
 # nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
 gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))
 nvccflags = -std=c++20 -O3 $(call gencode,$(1)) $(if $(filter fp32,$(2)),-DPRECISION_FP32,$(if $(filter 90,$(1)),-DHOPPER)) \
-	$(if $(ALL_ARCHS),-Werror all-warnings -Xcompiler -Werror) -diag-suppress 177 -Xcompiler -Wall$(,)-Wextra$(,)-Wno-unused-function$(,)-Wno-deprecated-enum-enum-conversion$(,)-Wno-deprecated-enum-float-conversion
+	$(if $(ALL),-Werror all-warnings -Xcompiler -Werror) -diag-suppress 177 -Xcompiler -Wall$(,)-Wextra$(,)-Wno-unused-function$(,)-Wno-deprecated-enum-enum-conversion$(,)-Wno-deprecated-enum-float-conversion
 , := ,
 # The tests hold the CPU layers beside the kernels, and do not use every function of the program.
 nvcctestflags = $(call nvccflags,$(1),$(2)) -diag-suppress 1675 -Xcompiler -O3$(,)-fopenmp
@@ -108,10 +109,10 @@ dev/bench/profile_dit: $(PROFILE_SOURCES) $(DIT_SOURCES) $(BUILD)/settings | rep
 	$(for_here) -DDIT
 
 # The tests of the CPU build run everywhere; on a machine with a GPU, those of the kernels run before them.
-TEST_SOURCES := test_unet.cu tests/cases.h $(PROGRAM_SOURCES)
+TEST_SOURCES := tests/network.cu tests/readers.cu tests/kernels.cu tests/cases.h tests/harness.h tests/microbatch.h $(PROGRAM_SOURCES)
 DIT_TEST_SOURCES := dev/dit/dit_layers.cu tests/cases.h $(DIT_SOURCES)
-test_unet: $(TEST_SOURCES) $(BUILD)/settings | report
-	$(for_cpu)
+$(BUILD)/network $(BUILD)/readers: $(BUILD)/%: tests/%.cu $(TEST_SOURCES) $(BUILD)/settings | report
+	$(call for_cpu,-O2)
 $(BUILD)/train_unet_cpu: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(for_cpu)
 $(BUILD)/train_dit_cpu: $(DIT_SOURCES) $(BUILD)/settings
@@ -126,14 +127,14 @@ $(BUILD)/profile_fp32: $(PROFILE_SOURCES) $(BUILD)/settings
 	$(call for_gpu,fp32)
 $(BUILD)/dit_layers_cuda_%: $(DIT_TEST_SOURCES) $(BUILD)/settings
 	$(call for_gpu,$*)
-$(BUILD)/test_unet_cuda_%: $(TEST_SOURCES) $(BUILD)/settings
+$(BUILD)/kernels_bf16 $(BUILD)/kernels_fp32: $(BUILD)/kernels_%: tests/kernels.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(NVCC) $(call nvcctestflags,$(GPU_ARCH),$*) $< -o $@
 # Under AddressSanitizer and UndefinedBehaviorSanitizer; a NaN made an integer counts too.
 SANITIZED := -O1 -g -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all
 # To find a use of a local variable after its function has returned, AddressSanitizer moves such variables to the
 # heap, and g++ before 14 misaligns vectors of AVX-512 there (GCC bug 110027): the program would end with SIGSEGV.
 SANITIZED += $(if $(call compiles,int avx512 = __AVX512F__; int main() {},-march=native --param=asan-use-after-return=0),--param=asan-use-after-return=0)
-$(BUILD)/test_unet_asan: $(TEST_SOURCES) $(BUILD)/settings
+$(BUILD)/network_asan $(BUILD)/readers_asan: $(BUILD)/%_asan: tests/%.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(call for_cpu,$(SANITIZED))
 $(BUILD)/train_unet_asan: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call for_cpu,$(SANITIZED))
@@ -146,7 +147,7 @@ object = $(NVCC) $(call $(1),$(firstword $(subst _, ,$*)),$(lastword $(subst _, 
 of_both = $(foreach arch,80 90,$(foreach precision,$(PRECISIONS),$(BUILD)/$(1)_$(arch)_$(precision).o))
 TRAIN_OBJECTS := $(foreach arch,$(ARCHS),$(foreach precision,$(PRECISIONS),$(BUILD)/train_unet_$(arch)_$(precision).o))
 PROFILE_OBJECTS := $(BUILD)/profile_90_bf16.o $(BUILD)/profile_80_fp32.o
-TEST_OBJECTS := $(call of_both,test_unet)
+TEST_OBJECTS := $(call of_both,kernels)
 OPS_OBJECTS := $(call of_both,torch_ops)
 DIT_OBJECTS := $(call of_both,train_dit)
 DIT_TEST_OBJECTS := $(BUILD)/dit_layers_90_bf16.o
@@ -154,7 +155,7 @@ $(TRAIN_OBJECTS): $(BUILD)/train_unet_%.o: $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
 $(PROFILE_OBJECTS): $(BUILD)/profile_%.o: $(PROFILE_SOURCES) $(BUILD)/settings
 	$(call object,nvccflags)
-$(TEST_OBJECTS): $(BUILD)/test_unet_%.o: $(TEST_SOURCES) $(BUILD)/settings
+$(TEST_OBJECTS): $(BUILD)/kernels_%.o: tests/kernels.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # The device side of PyTorch's operators, which tests/test_torch_ops.py builds for the CPU: see dev/torch_ops/torch_ops.py.
 $(OPS_OBJECTS): $(BUILD)/torch_ops_%.o: dev/torch_ops/torch_ops.cu dev/torch_ops/torch_ops.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
@@ -165,7 +166,7 @@ $(DIT_TEST_OBJECTS): $(BUILD)/dit_layers_%.o: $(DIT_TEST_SOURCES) $(BUILD)/setti
 	$(call object,nvccflags)
 # NCCL's place in the tests of several ranks on one GPU.
 $(BUILD)/one_gpu_nccl.so: tests/one_gpu_nccl.cu $(BUILD)/settings
-	$(NVCC) -std=c++20 -O2 -shared -Xcompiler -fPIC,-Wall,-Wextra $(if $(ALL_ARCHS),-Xcompiler -Werror) $< -o $@
+	$(NVCC) -std=c++20 -O2 -shared -Xcompiler -fPIC,-Wall,-Wextra $(if $(ALL),-Xcompiler -Werror) $< -o $@
 # As many at a time as there are cores, and what one prints in one piece.
 side_by_side = $(MAKE) -j $$(nproc) --output-sync=target --no-print-directory
 all_archs:
@@ -215,10 +216,10 @@ endif
 # The CPU's layers for the vectors of other processors: AVX2's, and NEON's where Debian's cross compiler is found.
 OTHER_FLAGS = $(filter-out -march=native -mprefer-vector-width=512,$(CXXFLAGS)) $(OMP_FLAGS)
 NEON_CXX := $(shell command -v aarch64-linux-gnu-g++ 2>/dev/null)
-OTHER_TESTS := $(if $(call compiles,int main() {},-march=x86-64-v3),$(BUILD)/test_unet_avx2) $(if $(NEON_CXX),$(BUILD)/test_unet_neon)
-$(BUILD)/test_unet_avx2: $(TEST_SOURCES) $(BUILD)/settings
+OTHER_TESTS := $(if $(call compiles,int main() {},-march=x86-64-v3),$(BUILD)/network_avx2) $(if $(NEON_CXX),$(BUILD)/network_neon)
+$(BUILD)/network_avx2: tests/network.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(CXX) -x c++ $(OTHER_FLAGS) -march=x86-64-v3 $< -o $@
-$(BUILD)/test_unet_neon: $(TEST_SOURCES) $(BUILD)/settings
+$(BUILD)/network_neon: tests/network.cu $(TEST_SOURCES) $(BUILD)/settings
 	$(NEON_CXX) -x c++ $(OTHER_FLAGS) -Wno-psabi $< -o $@
 
 # ---- the demo -----------------------------------------------------------------------------------------------
@@ -251,14 +252,23 @@ python:
 
 RUN_PYTHON = $$(if $(SYSTEM_READY) || [ ! -e .venv/ready ]; then echo python3; else echo .venv/bin/python; fi)
 
-CUDA_TESTS := $(if $(filter cuda,$(DEVICE)),$(BUILD)/test_unet_cuda_bf16 $(BUILD)/test_unet_cuda_fp32)
-TEST_BINARIES := $(CUDA_TESTS) train_unet train_dit $(if $(CUDA_TESTS),$(BUILD)/train_dit_cpu $(BUILD)/train_dit_fp32 $(BUILD)/dit_layers_cuda_bf16 $(BUILD)/dit_layers_cuda_fp32 $(BUILD)/train_unet_cpu $(BUILD)/train_unet_fp32 $(BUILD)/one_gpu_nccl.so) test_unet $(BUILD)/test_unet_asan $(BUILD)/train_unet_asan $(BUILD)/ladders dev/bench/profile $(BUILD)/dit_layers $(BUILD)/train_dit_asan $(OTHER_TESTS)
+# What `make test` builds and runs, and what it does besides with ALL=1.
+ON_GPU := $(filter cuda,$(DEVICE))
+TEST_BINARIES := train_unet $(BUILD)/network $(BUILD)/readers $(if $(ON_GPU),$(BUILD)/kernels_$(PRECISION) $(BUILD)/train_unet_cpu)
+ifdef ALL
+TEST_BINARIES += train_dit dev/bench/profile $(BUILD)/ladders $(BUILD)/dit_layers $(BUILD)/network_asan $(BUILD)/readers_asan \
+	$(BUILD)/train_unet_asan $(BUILD)/train_dit_asan $(OTHER_TESTS)
+TEST_BINARIES += $(if $(ON_GPU),$(BUILD)/kernels_bf16 $(BUILD)/kernels_fp32 $(BUILD)/train_unet_fp32 $(BUILD)/train_dit_cpu \
+	$(BUILD)/train_dit_fp32 $(BUILD)/dit_layers_cuda_bf16 $(BUILD)/dit_layers_cuda_fp32 $(BUILD)/one_gpu_nccl.so)
+endif
+KERNEL_TESTS := $(sort $(filter $(BUILD)/kernels_%,$(TEST_BINARIES)))
+export ALL
 
 test: python check_toc
 	@+$(side_by_side) $(TEST_BINARIES)
-	@+$(if $(ALL_ARCHS),$(MAKE) --no-print-directory all_archs)
-	@$(foreach test,$(CUDA_TESTS),$(test) && $(test) limits &&) true
-	@$(if $(CUDA_TESTS),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) test_unet.py
+	@+$(if $(ALL),$(MAKE) --no-print-directory all_archs)
+	@$(foreach kernels,$(KERNEL_TESTS),$(kernels) $(if $(ALL),&& $(kernels) limits) &&) true
+	@$(if $(ON_GPU),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) tests/run.py
 
 # Against PyTorch on this machine; writes its tables into README.md and the pages of dev/bench. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.
@@ -273,6 +283,10 @@ bench_ops: python
 profile: dev/bench/profile
 	@dev/bench/profile $(FLAGS)
 
+# The tables of flags in docs/guide.md, from the program's own help.
+docs: train_unet
+	@python3 docs/flags.py
+
 # ---- housekeeping -------------------------------------------------------------------------------------------
 
 # The contents list of train_unet.cu: toc writes it from the banners, check_toc fails where it is not what they say.
@@ -282,4 +296,4 @@ check_toc:
 	@python3 dev/bench/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet test_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) $(patsubst %,%_program,$(LADDERS)) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) $(LADDERS:%=%_program) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin

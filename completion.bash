@@ -3,13 +3,13 @@
 #   bash   source completion.bash
 #   zsh    autoload -U compinit bashcompinit && compinit && bashcompinit && source completion.bash
 #
-# Everything is read from the program's own --help when Tab is pressed, so that it is never out of date. There a flag
+# Everything is read from the program's own --help all when Tab is pressed, so that it is never out of date. There a flag
 # is a line "  --name" or "  --name one|two" and then, after two spaces or more, its description; a preset is a line
 # "  name: flags" below "Presets".
 
 _train_unet() {
     local IFS=$'\n' word=${COMP_WORDS[COMP_CWORD]} flag=${COMP_WORDS[COMP_CWORD - 1]} kept="" words help
-    help=$("${COMP_WORDS[0]/#\~/$HOME}" --help 2> /dev/null) || return 0
+    help=$("${COMP_WORDS[0]/#\~/$HOME}" --help all 2> /dev/null) || return 0
 
     # --name=value is three words in bash and one in zsh.
     if [[ $word == --*=* ]]; then

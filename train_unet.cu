@@ -5,7 +5,7 @@
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
 //   ./train_unet --gpus 4               on so many GPUs
 //   ./train_unet --generate 64          draws pictures with the newest checkpoint
-//   ./train_unet --help                 every flag with its default
+//   ./train_unet --help all             every flag with its default
 //
 // The network is the UNet of "Diffusion Models Beat GANs on Image Synthesis" (Dhariwal and Nichol, 2021), the
 // training objective that of "Denoising Diffusion Probabilistic Models" (Ho, Jain and Abbeel, 2020).
@@ -126,6 +126,7 @@ enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
+enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
@@ -182,17 +183,22 @@ static int level_width(const Config& c, int i) { return (int)((float)c.num_chann
 
 static int sampler_steps(const Config& c) {
     if (c.sample_steps) return c.sample_steps;
-    int usual = c.sampler == SAMPLER_DDPM ? c.diffusion_steps : c.sampler == SAMPLER_DDIM ? 50 : 25;
-    return std::min(usual, c.diffusion_steps);
+    switch (c.sampler) {
+        case SAMPLER_DDPM: return c.diffusion_steps;
+        case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
+        default: return std::min(25, c.diffusion_steps);
+    }
 }
 
-// Rows of the label embedding: a class each, and what stands for no class where labels are dropped; 0: none.
+// Rows of the label embedding: one for each class, and one for no class where labels are dropped. 0 means that
+// there is no label embedding.
 static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
 
-// Of an attention between so many channels, in the encoder and the middle or in the decoder.
+// The heads of an attention block with this many channels, in the decoder or before it.
 static int heads_of(const Config& c, int channels, bool decoder) {
-    if (c.num_heads) return decoder && c.num_heads_upsample ? c.num_heads_upsample : c.num_heads;
-    return channels / c.num_head_channels;
+    if (!c.num_heads) return channels / c.num_head_channels;
+    if (decoder && c.num_heads_upsample) return c.num_heads_upsample;
+    return c.num_heads;
 }
 
 // Whether --attention_resolutions names a level's size.
@@ -270,7 +276,7 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the latter: steps begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // as many steps are begun before the first of them is awaited
 #else
 #define DEVICE cpu
 #define HOST_DEVICE
@@ -363,9 +369,10 @@ static void backend_part();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// Of n things, in groups of `unit` that stay together, those that a rank has: the first, and the end.
+// The share of n things that a rank has: its first, and its end. Groups of `unit` things stay together.
 static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
-    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit, first = std::min(n, rank * each);
+    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit;
+    size_t first = std::min(n, rank * each);
     return {first, std::min(n, first + each)};
 }
 
@@ -383,11 +390,13 @@ static std::atomic<int>& stop_asked = shared->stop;
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
-// Gives every rank all of `whole`, (ranks, each), from element `first` on.
-template <typename T> static void gather(T* whole, size_t each, size_t first = 0) {
+// Gives every rank all of `values`, (ranks, each), of which it has its own row. What lies before element `first`
+// is not sent.
+template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
-        size_t end = (rank + 1) * each, begin = std::clamp(first, end - each, end);
-        return std::as_writable_bytes(std::span(whole + begin, end - begin));
+        size_t end = (rank + 1) * each;
+        size_t begin = std::clamp(first, end - each, end);
+        return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
     backend_together([&] {
         for (int peer = 0; peer < world.size; peer++)
@@ -416,18 +425,26 @@ static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 // because their gradients are.
 static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
 
-// From PyTorch's order, (count), to memory's, (size), or back: there convolutions are (O, 3, 3, C), padded.
+// visit(i, j) for every element of a parameter, which is number i in PyTorch's order and number j in memory. There
+// a convolution's weights are (O, 3, 3, C), with padded channels; every other parameter is the same in both.
+static void for_each_element(const Parameter& t, auto visit) {
+    if (!is_conv2d(t)) {
+        for (size_t i = 0; i < t.count; i++) visit(i, i);
+        return;
+    }
+    size_t O = t.shape[0], C = t.shape[1], taps = t.shape[2] * t.shape[3], i = 0;
+    for (size_t o = 0; o < O; o++)
+        for (size_t c = 0; c < C; c++)
+            for (size_t tap = 0; tap < taps; tap++) visit(i++, (o * taps + tap) * padded(t.shape[1]) + c);
+}
+
+// From PyTorch's order, (count), to memory's, (size), or back.
 static std::vector<float> reordered(std::span<const float> from, const Parameter& t, bool to_memory) {
     std::vector<float> to(to_memory ? t.size : t.count);
-    bool conv = is_conv2d(t);
-    size_t taps = conv ? t.shape[2] * t.shape[3] : 1, C = conv ? t.shape[1] : t.count, i = 0;
-    size_t pitch = conv ? padded(C) : C;
-    for (size_t o = 0; o < t.count / C / taps; o++)
-        for (size_t c = 0; c < C; c++)
-            for (size_t tap = 0; tap < taps; tap++, i++) {
-                size_t memory = (o * taps + tap) * pitch + c;
-                to[to_memory ? memory : i] = from[to_memory ? i : memory];
-            }
+    for_each_element(t, [&](size_t in_file, size_t in_memory) {
+        if (to_memory) to[in_memory] = from[in_file];
+        else to[in_file] = from[in_memory];
+    });
     return to;
 }
 
@@ -957,6 +974,7 @@ static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false)
 struct Buffer {
     size_t offset, bytes;
     int first, last;
+    void lives(int from, int to) { first = from, last = to; }
 };
 
 struct Block {
@@ -972,7 +990,7 @@ struct Block {
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
     Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
-    Buffer inner = {};     // attention's heads joined (B, T, C), embedding's sinusoids (B, num_channels)
+    Buffer inner = {};     // attention's heads' outputs (B, T, C), embedding's sinusoids (B, num_channels)
     Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
     Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
@@ -1103,6 +1121,9 @@ static Tensor unet_input(const Model* m, int B) {
 //   reserve_backward    the scratch of backward, and then backward itself
 // The plan constructs each block and calls its reserve functions with arenas that only count: see
 // measure_buffers.
+//
+// A new kind is such a struct, a value in BlockKind with its name in BLOCK_NAMES, and a line in with_kind. Then
+// make_plan can add blocks of it.
 struct Module {
     Model* m;
     const Block& block;
@@ -1203,10 +1224,10 @@ struct EmbedBlock : Module {
     }
 
     void forward() {
-        Tensor active = embedding;  // which is written over it
+        Tensor active = embedding;  // SiLU(hidden); the embedding overwrites it in the end
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-        // beside the image's way to the first residual block
+        // The side stream does it while the image goes through the first convolution.
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
             linear_forward(hidden, sinusoids, linear1_layer);
@@ -1226,7 +1247,7 @@ struct EmbedBlock : Module {
     }
     void backward() {
         reserve_backward();
-        Tensor dembedding = dhidden, dactive = dhidden;  // one after the other
+        Tensor dembedding = dhidden, dactive = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
         beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
@@ -1398,9 +1419,9 @@ struct AttentionBlock : Module {
     }
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
-    Tensor joined = take_from(&kept_inner, block.H, block.C);  // the heads' outputs
+    Tensor attended = take_from(&kept_inner, block.H, block.C);  // the heads' outputs, side by side
     Norm norm = norm_of(ATT_NORM, x);
-    float* lse = take<float>(&kept_stats, (size_t)B* block.heads* block.H* block.H);
+    float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
     Tensor normed = {};
 
@@ -1409,23 +1430,23 @@ struct AttentionBlock : Module {
         reserve_forward();
         groupnorm_forward(normed, norm);
         conv1x1_forward(qkv, normed, to_qkv);
-        attention_forward(joined, lse, qkv, block.heads);
-        conv1x1_forward(out, joined, projection, {.residual = x.first});
+        attention_forward(attended, lse, qkv, block.heads);
+        conv1x1_forward(out, attended, projection, {.residual = x.first});
     }
 
-    Tensor djoined = {}, dqkv = {};
+    Tensor dattended = {}, dqkv = {};
     void reserve_backward() {
-        djoined = take_tensor(block.H, block.C);
+        dattended = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
         normed = take_late(block.H, block.C);
         norm.sums = take_sums<NormSums>(block.H, block.C);
     }
     void backward() {
         reserve_backward();
-        Tensor dnormed = djoined;  // which is written over it
-        beside(conv1x1_backward_weight, projection, dout, joined);
-        conv1x1_backward_input(djoined, dout, projection);
-        attention_backward(dqkv, djoined, joined, lse, qkv, block.heads);
+        Tensor dnormed = dattended;  // overwrites it, once attention's backward has read it
+        beside(conv1x1_backward_weight, projection, dout, attended);
+        conv1x1_backward_input(dattended, dout, projection);
+        attention_backward(dqkv, dattended, attended, lse, qkv, block.heads);
         conv1x1_backward_input(dnormed, dqkv, to_qkv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm, {.residual = dout, .accumulate = block.accumulate});
         beside(conv1x1_backward_weight, to_qkv, dqkv, normed);
@@ -1452,15 +1473,16 @@ struct ResampleBlock : Module {
     }
     void forward() {
         reserve_forward();
-        if (!convolves) {
-            resize(out, x.first);
-        } else if (up) {
+        if (convolves && up) {
             upsample_forward(large, x.first);
-            conv3x3_forward(out, large, conv);
-            return;  // the convolution has left the output's moments
-        } else {
+            conv3x3_forward(out, large, conv);  // which leaves the output's moments
+            return;
+        }
+        if (convolves) {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
+        } else {
+            resize(out, x.first);
         }
         channel_moments(out);
     }
@@ -1473,7 +1495,7 @@ struct ResampleBlock : Module {
     void backward() {
         reserve_backward();
         if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
-        Event weights_done;  // it reads scratch, and dout
+        Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
             upsample_forward(large, x.first);
             weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
@@ -1514,7 +1536,7 @@ struct OutBlock : Module {
     }
     void backward() {
         reserve_backward();
-        Tensor dnormed = dx.first;  // of the same size
+        Tensor dnormed = dx.first;  // has the same size, and is overwritten at the end
         conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm);
         beside(conv3x3_backward_weight, conv, dout, normed, Rows());
@@ -1571,51 +1593,62 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->late};
 }
 
-// Computes the live range of every buffer, in steps of the plan: from its first write to its last read.
-// Computes also the size of a block's output, its moments and its gradient; the others' come from
-// measure_buffers.
-static void time_buffers(Plan* plan, const Config& c) {
-    int n = (int)plan->blocks.size();
-    auto live = [](Buffer* b, int first, int last) { b->first = first, b->last = last; };
-    for (int i = 0; i < n; i++) {
-        Block& b = plan->blocks[i];
-        const bool is_last = i == n - 1;
-        const int back = 2 * n - 1 - i;  // the step of the block's backward
-        const int end = 2 * n;           // beyond the last step: for the caller
-        // Block 0 runs on the side stream, which is still at work when the main stream is at the next blocks.
-        const int kept = plan->training || i == 0 ? back : i;
+static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
 
-        size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
-        live(&b.out, i, is_last ? end : i);
-        if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
-            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
-            live(&b.moments, i, i);
-        }
+// The step at which what block i's forward keeps is read last. Block 0 runs on the side stream, which is still at
+// work when the main stream is at the next blocks.
+static int kept_until(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
+
+// The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
+// itself uses, the steps from the first write to the last read.
+static void time_block(Plan* plan, const Config& c, int i) {
+    const int n = (int)plan->blocks.size();
+    const int back = backward_step(*plan, i), kept = kept_until(*plan, i);
+    const bool is_last = i == n - 1;
+    Block& b = plan->blocks[i];
+    size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
+
+    b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+    b.out.lives(i, is_last ? 2 * n : i);  // the last one's goes beyond the last step, to the caller
+    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
+        b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+        b.moments.lives(i, i);
+    }
+    if (plan->training) {
         // The only weight gradient of the first and of the last convolution reads the output's gradient, and
         // may go on beside the next block's backward.
-        if (plan->training) {
-            b.gradient.bytes = b.out.bytes;
-            live(&b.gradient, back, is_last || i == 1 ? back + 1 : back);
-        }
-        live(&b.hidden, i,
-             kept + (plan->training && b.emb >= 0));  // h becomes dh, which is read as `late` is
-        live(&b.inner, i, kept);
-        live(&b.stats, i, kept);
-        live(&b.scratch_forward, i, i);
-        live(&b.scratch_backward, back, back);
-        live(&b.late, back, back + 1);
+        b.gradient.bytes = b.out.bytes;
+        b.gradient.lives(back, is_last || i == 1 ? back + 1 : back);
+    }
+    // A residual block's h becomes dh, which the side stream reads as it reads `late`.
+    b.hidden.lives(i, plan->training && b.emb >= 0 ? kept + 1 : kept);
+    b.inner.lives(i, kept);
+    b.stats.lives(i, kept);
+    b.scratch_forward.lives(i, i);
+    b.scratch_backward.lives(back, back);
+    b.late.lives(back, back + 1);
+}
 
-        // What the block reads lives as long. Backward reads it again, but for what resampling without
-        // weights reads, and for the embedding where it is only added.
-        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
-            if (source < 0) continue;
-            Block& read = plan->blocks[source];
-            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
-            read.out.last = std::max(read.out.last, again ? kept : i);
-            read.moments.last = i;
-            read.gradient.first = std::min(read.gradient.first, back);
-        }
+// What block i reads lives until it has been read. Backward reads it again, except where the block has no weights,
+// and except for the embedding where it is only added.
+static void keep_inputs(Plan* plan, const Config& c, int i) {
+    const Block& b = plan->blocks[i];
+    for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+        if (source < 0) continue;
+        Block& read = plan->blocks[source];
+        bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+        read.out.last = std::max(read.out.last, again ? kept_until(*plan, i) : i);
+        read.moments.last = i;
+        read.gradient.first = std::min(read.gradient.first, backward_step(*plan, i));
+    }
+}
+
+// Computes the live range of every buffer, in steps of the plan, and the sizes that follow from the plan alone;
+// the others come from measure_buffers.
+static void time_buffers(Plan* plan, const Config& c) {
+    for (int i = 0; i < (int)plan->blocks.size(); i++) {
+        time_block(plan, c, i);
+        keep_inputs(plan, c, i);
     }
 }
 
@@ -1691,14 +1724,14 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     const int levels = list_length(c.channel_mult);
     int width = level_width(c, 0);
     std::vector<int> skips;  // blocks
-    std::string group;       // of blocks, which it numbers
-    int part = 0, outputs = 0;
+    std::string group;       // as files name it; its blocks are numbered
+    int number = 0, outputs = 0;
 
-    auto begin_group = [&](const std::string& name) { group = name, part = 0; };
+    auto begin_group = [&](const std::string& name) { group = name, number = 0; };
     auto last_size = [&] { return plan.blocks.back().out_H; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
-        add_block(&plan, c, text("%s.%d", group.c_str(), part++), block);
+        add_block(&plan, c, text("%s.%d", group.c_str(), number++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -1750,6 +1783,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     place_buffers(&plan);
     return plan;
 }
+
 // ---- forward and backward --------------------------------------------------------------------------------
 // input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
 static void unet_forward(Model* m, int B, int first = 0) {
@@ -1769,7 +1803,8 @@ static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (const Block& block : std::views::reverse(m->plan.blocks)) {
         PROFILE(block.name);
-        m->scratch = arena_of(m, block.scratch_backward), m->late = arena_of(m, block.late);
+        m->scratch = arena_of(m, block.scratch_backward);
+        m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         wait_for(event_before(newest_event));
@@ -1934,16 +1969,20 @@ template <typename T> struct AddNoise {
     size_t items() const { return FourPixels::count(x_t); }
     HOST_DEVICE void operator()(size_t item) const {
         FourPixels four(item, x_t.H * x_t.W);
-        uint32_t s = step ? (uint32_t)*step : 0, sample = first + four.b;
+        const uint32_t number = step ? (uint32_t)*step : 0;
+        const uint32_t sample = first + four.b;
         const Timestep at = schedule[timesteps[four.b]];
-        float offset = step ? offset_noise : 0, shift[4] = {};
-        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, s);
-        Vector<T, MAX_CHANNELS> noised[4] = {};
+
+        float offset = step ? offset_noise : 0;
+        float shift[4] = {};  // by channel
+        if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, number);
+
+        Vector<T, MAX_CHANNELS> noised[4] = {};  // by pixel
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < channels; c++) {
+            uint32_t stream = step ? STREAM_NOISE : STREAM_VAL_NOISE;
             float normal[4];
-            random_normals_at(normal, seed, step ? STREAM_NOISE : STREAM_VAL_NOISE, four.element(c), sample,
-                              s);
+            random_normals_at(normal, seed, stream, four.element(c), sample, number);
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
@@ -1998,10 +2037,13 @@ HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
     bool black = x0 < -0.999f, white = x0 > 0.999f;
-    float away = black ? -error : white ? error : -fabsf(error), precision = expf(-0.5f * log_variance);
-    float upper = (away + 1 / 255.0f) * precision, lower = (away - 1 / 255.0f) * precision;
+    float away = black ? -error : white ? error : -fabsf(error);
+    float precision = expf(-0.5f * log_variance);
+    float upper = (away + 1 / 255.0f) * precision;
+    float lower = (away - 1 / 255.0f) * precision;
     ValueAndSlope within = approx_standard_normal_cdf(upper), below = {0, 0};
     if (!black && !white) below = approx_standard_normal_cdf(lower);
+
     float p = within.value - below.value;
     if (p < 1e-12f) return {logf(1e-12f), 0};
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
@@ -2015,8 +2057,8 @@ template <typename T> struct PredictionLoss {
     BatchLoss batch;
     int first, B;
     const T* out;                   // (B, H, W, PIXEL)
-    const float* target;            // likewise
-    T* dout = nullptr;              // likewise: the loss's gradient; null: not wanted
+    const float* target;            // (B, H, W, PIXEL)
+    T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024, BLOCKS = 1 };
@@ -2061,6 +2103,9 @@ template <typename T> struct PredictionLoss {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
+// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
+// function beside ddim_step, a line in make_sampler, and a name: in the enumeration Sampler and in FLAGS of unet_io.h.
+
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
 // fresh noise. It saves x0 itself, but in the first of Heun's two calls.
 struct SampleUpdate {
@@ -2108,10 +2153,10 @@ static std::vector<int> trailing_timesteps(int T, int count) {
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
-    double most = pow(std::min(noise_ratio(schedule[t]), 80.0), 1.0 / 7);
-    double least = pow(noise_ratio(schedule[0]), 1.0 / 7);
+    double largest = pow(std::min(noise_ratio(schedule[t]), 80.0), 1.0 / 7);
+    double smallest = pow(noise_ratio(schedule[0]), 1.0 / 7);
     for (int i = 1; i < count; i++) {
-        double wanted = 7 * log(most + (least - most) * i / (count - 1));
+        double wanted = 7 * log(largest + (smallest - largest) * i / (count - 1));
         auto distance = [&](int t) { return fabs(log(noise_ratio(schedule[t])) - wanted); };
         int behind = count - 1 - i;  // timesteps that still need a place
         for (t--; t > behind && distance(t - 1) <= distance(t); t--) continue;
@@ -2252,6 +2297,13 @@ template <typename T> struct SampleBatch {
         if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
         return x0;
     }
+    // The fresh noise's standard deviation, which the network chooses where it has learned sigma.
+    HOST_DEVICE float noise_sigma(const SamplerStep& step, size_t at) const {
+        float sigma = step.update.noise;
+        if (step.max_log_sigma_ratio > 0)
+            sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)out[at + channels] + 1));
+        return sigma;
+    }
 };
 
 // A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
@@ -2273,10 +2325,8 @@ template <typename T> struct UpdateSamples {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = batch.predicted_x0(step, at);
-                float x = batch.x[at], saved = batch.saved[at], sigma = update.noise;
-                if (step.max_log_sigma_ratio > 0)
-                    sigma *=
-                        expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
+                float x = batch.x[at], saved = batch.saved[at];
+                float sigma = batch.noise_sigma(step, at);
 
                 float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
@@ -3416,7 +3466,9 @@ static bool first_to_tell() {
     _exit(written ? 1 : 2);
 }
 
-// A thread of rank 0 waits for each rank that this has forked. When one fails, rank 0 ends.
+// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
+// one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
+// them. Nobody is left waiting in the middle of a message, and the last checkpoint stands.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
@@ -4098,7 +4150,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 static void run_program(int argc, char** argv) {
     std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
-    if (config.help) return print_help();
+    if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
     auto typed = [&](const char* name) {
         const GivenFlag* g = was_given(given, name);
         return g && g->origin.empty() ? g : nullptr;
@@ -5922,6 +5974,15 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 }
 
 // ---- weight gradient
+// dw[o, tap, c] = the sum of dout[p, o] x[p + tap, c] over all pixels p, for convolutions of one tap and of nine.
+//
+// Two kernels compute it. weight_gradient_kernel, below, runs on every GPU and in both precisions. On Hopper, in bf16,
+// 3x3 convolutions go to hopper_weight_gradient_kernel of section 12 instead, which is built on wgmma; 1x1
+// convolutions stay with the one below, because their many small blocks find room beside those of other layers:
+// wgmma made them no faster (dev/README.md). gemm_backward_weight, under "launchers", decides.
+//
+// Either kernel works in two passes where the sum over pixels is split: every split leaves partial sums in memory, and
+// weight_reduce_kernel adds them up in a fixed order, so that the bits never depend on which block was first.
 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
@@ -6933,6 +6994,8 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 }
 
 // ---- weight gradient
+// The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
+// is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
 struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;

@@ -1,7 +1,7 @@
 // unet_cpu.h: the layers on a CPU.
 //
 // Namespace cpu::plain is the specification of each layer: short loops that say its equation. The program calls
-// the fast ones behind it, which have the same names; test_unet compares the two, and in a CUDA build the GPU's
+// the fast ones behind it, which have the same names; tests/network.cu compares the two, and tests/kernels.cu the GPU's
 // kernels with the fast ones. Layers of independent elements are written once for both machines, as structs in
 // train_unet.cu, which includes this file behind the declarations of all layers; there stand shapes and sources.
 #pragma once
@@ -1247,7 +1247,7 @@ static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes);
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
 static void backend_wait() {}
 
-#ifndef LATE_SIDE_STREAM  // test_unet.cu has one that does everything as late as it may be done
+#ifndef LATE_SIDE_STREAM  // tests/network.cu has one that does everything as late as it may be done
 static Event on_side_stream(auto launches) {
     launches();
     return {};

@@ -483,7 +483,8 @@ static std::vector<Flag> FLAGS = {
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
     {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
-    {FIELD(help), BOOL, OTHER, FORGOTTEN, "0", "print this text, and exit"},
+    {FIELD(help), CHOICE, OTHER, FORGOTTEN, "none", "print the usual flags, or with all every flag, and exit",
+     "none|usual|all"},
 };
 
 // What guided-diffusion's models of ImageNet share.
@@ -543,7 +544,7 @@ static const auto& named(const auto& table, const std::string& name, const std::
     auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
     for (const auto& entry : table)
         if (name == entry.name) return entry;
-    fail_usage("there is no %s; did you mean %s%s? (--help lists them all)", shown.c_str(), mark,
+    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown.c_str(), mark,
                std::ranges::min_element(table, {}, distance)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
@@ -652,23 +653,38 @@ static Config default_config() {
 }
 
 // ---- flags as they are typed ------------------------------------------------------------------------------
-static void print_help() {
+// The flags that most runs need: `--help` tells these, `--help all` every one.
+static const char* const USUAL_FLAGS[] = {
+    "preset",       "data_file",  "val_file", "model_weights",  "out_dir", "image_size",   "num_channels",
+    "channel_mult", "class_cond", "predict",  "noise_schedule", "flip",    "batch_size",   "microbatch",
+    "steps",        "lr",         "ema_rate", "seed",           "class",   "guidance_scale", "generate",
+    "seeds",        "sampler",    "resume",   "gpus",           "dry_run", "sample_steps"};
+
+static void print_help(bool all) {
     printf(
         "%1$s: trains a %2$s diffusion model on images\n\n"
         "  ./%1$s --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
         "--output_name X.bin)\n"
         "  ./%1$s --resume              continue\n"
-        "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n\n"
-        "Flags are written --name value or --name=value.\n",
-        network.program, network.name);
+        "  ./%1$s --generate 64         draw pictures with the newest checkpoint\n"
+        "  ./%1$s --help all            every flag, and what each preset stands for\n\n"
+        "Flags are written --name value or --name=value.%3$s\n",
+        network.program, network.name, all ? "" : " These are the usual ones:");
+    int group = -1;
     for (const Flag& flag : FLAGS) {
-        if (begins_group(flag)) printf("\n%s\n", GROUP_TITLES[flag.group]);
+        if (!all && !std::ranges::count(USUAL_FLAGS, std::string(flag.name))) continue;
+        if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
+        group = flag.group;
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.limits.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
     printf("\nPresets\n");
-    for (auto [name, flags] : PRESETS) printf("  %s: %s\n", name, flags);
+    for (auto [name, flags] : PRESETS) {
+        if (all) printf("  %s: %s\n", name, flags);
+        else printf("  %s", name);
+    }
+    if (!all) printf("\n");
 }
 
 // A flag that was given. `origin` says where, if it was not typed: "--preset tiny" or "my.txt, line 3".
@@ -788,9 +804,9 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         refuse_moved(name);
         const Flag& flag = flag_named(name);
 
-        // the value may be left out of a flag that says yes or no, such as --flip, and of --resume
-        bool optional = flag.kind == BOOL || name == "resume";
-        std::string value = flag.kind == BOOL ? "1" : "";
+        // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
+        bool optional = flag.kind == BOOL || name == "resume" || name == "help";
+        std::string value = flag.kind == BOOL ? "1" : name == "help" ? "usual" : "";
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
         else if (!optional) fail_usage("--%s needs a value", name.c_str());
@@ -935,7 +951,7 @@ static std::vector<std::string> read_class_names(Reader* in) {
     return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
 }
 
-// The format: FORMATS.md. Images `factor` times as large as image_size are shrunk, others refused.
+// The format: docs/formats.md. Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
     if (!file_exists(path) && file_exists(path + ".gz"))

@@ -11,7 +11,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 7. tensor files               read_tensors, write_tensors
 8. pictures                   to_uint8, picture_format, grid_layout, rows_text, save_grid, save_arrays
 
-All files are little-endian, a header of 256 int32 and then data; FORMATS.md describes them byte by byte.
+All files are little-endian, a header of 256 int32 and then data; docs/formats.md describes them byte by byte.
 Every reader compares the header with the length of the file before it allocates anything, and raises
 UserError, whose text is one sentence for the user, when the file can't be used.
 """

@@ -1,4 +1,4 @@
-// cases.h: what test_unet.cu and dit_layers.cu share, behind the program that either includes: reports and errors,
+// cases.h: what network.cu, readers.cu, kernels.cu and dit_layers.cu share, behind the program that either includes: reports and errors,
 // files of tensors, and a side stream whose calls wait. Comparisons are written so that a NaN fails.
 #include <cstdarg>
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from harness import LONG, ROOT, run, write_toy_images
 
 # These begin first, so that no long one is left to the end.
-LONGEST = ["test_unet_sanitized", "test_layers_of_other_processors", "test_kills", "test_same_bits", "test_unet_alone",
+LONGEST = ["test_sanitized", "test_layers_of_other_processors", "test_kills", "test_same_bits", "test_program",
            "test_official_weights", "test_checkpoints_of_the_authors", "test_profile", "test_summary",
            "test_benchmark_on_a_cpu", "test_closed_terminal", "test_killed_twenty_times"]
 
@@ -24,11 +24,48 @@ ON_A_GPU = ["test_gpu.py", "test_torch_ops.py", "test_dev.py", "test_gpu_"] if s
     "test_torch_ops.py"]
 
 
+# What only `make test ALL=1` runs, besides whole files: what takes long, and further cases of what others show. A name
+# means every case of a test, a name with brackets one.
+ALL_ONLY_FILES = {"test_dev", "test_dit", "test_planted", "test_quality", "test_signals", "test_torch_ops"}
+ALL_ONLY = {
+    "test_command_line": {"test_dry_run", "test_summary", "test_time_of_a_dry_run"},
+    "test_files": {"test_damaged_files_in_python"},
+    "test_flag_values": {"test_ends_of_flags", "test_little_memory", "test_sanitized"},
+    "test_imports": {"test_fractions_of_num_channels", "test_hostile_pt_files"},
+    "test_layers": {"test_default_model", "test_layers_of_other_processors", "test_more_damaged_files", "test_sanitized"},
+    "test_pictures": {"test_grids_that_fit", "test_png", "test_png_is_small"},
+    "test_prepare": {"test_data_dir_of_training", "test_prepare_exact_size", "test_prepare_memory"},
+    "test_ranks": {"test_dry_run", "test_kills", "test_stop_while_drawing"},
+    "test_reference": {"test_compare_quality"},
+    "test_resume": {"test_everything_at_once", "test_killed_twenty_times", "test_stopped"},
+}
+# Of these, `make test` runs the cases that are named here.
+SOME_CASES = {
+    "test_model": {"toy", "scale and shift", "classes", "resampling blocks", "learned variance, eps", "everything"},
+    "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything"},
+}
+
+
+def is_for_all_only(item):
+    """Whether a test runs only with ALL=1."""
+    file, name = item.path.stem, item.originalname
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    if file in ALL_ONLY_FILES or name in ALL_ONLY.get(file, ()):
+        return True
+    return file in ("test_layers", "test_training") and name in SOME_CASES and case not in SOME_CASES[name]
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist's own comes later, and looks at the groups
 def pytest_collection_modifyitems(config, items):
     def rank(item):
         return LONGEST.index(item.originalname) if item.originalname in LONGEST else len(LONGEST)
 
+    # whoever names tests gets them
+    named = config.option.keyword or any(path.endswith(".py") or "::" in path for path in config.args)
+    if not named and not os.environ.get("ALL"):
+        left_out = [item for item in items if is_for_all_only(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_for_all_only(item)]
     items.sort(key=rank)
     for item in items:
         if config.pluginmanager.hasplugin("xdist") and any(name in item.nodeid for name in ON_A_GPU):
@@ -60,7 +97,7 @@ def faults(tmp_path_factory):
 
 @pytest.fixture
 def cpp(record_property):
-    """cpp(binary, *arguments) runs test_unet; its tests count instead of the function that asked for them."""
+    """cpp(binary, *arguments) runs a program of tests; its tests count instead of the function that asked for them."""
     def call(binary, *arguments):
         # detect_stack_use_after_return is g++ 13's default, and not g++ 12's
         environment = dict(os.environ, UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1",

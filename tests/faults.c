@@ -1,4 +1,4 @@
-// A library for LD_PRELOAD that makes calls fail, for tests/test_lost.py. It counts the calls that concern
+// A library for LD_PRELOAD that makes calls fail, for tests/test_signals.py. It counts the calls that concern
 // the files under FAULT_FOLDER, notes them in FAULT_LOG, a line each (number, function, file), and lets those
 // from number FAULT_AT to FAULT_UNTIL go wrong as FAULT_KIND says:
 //

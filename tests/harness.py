@@ -3,7 +3,7 @@
 The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r| against a reference r in
 float64; float32 passes below 1e-5. Comparisons are written so that a NaN fails and one bad element fails.
 The programs under test are those in the folder above; the environment variables TRAIN_UNET, TRAIN_UNET_ASAN,
-TEST_UNET, TEST_UNET_ASAN, TEST_UNET_AVX2, TEST_UNET_NEON, LADDERS and PROFILE name others. TRAIN_UNET is a
+NETWORK, NETWORK_ASAN, NETWORK_AVX2, NETWORK_NEON, READERS, READERS_ASAN, LADDERS and PROFILE name others. TRAIN_UNET is a
 build for the CPU; the tests on a GPU take ./train_unet and build/train_unet_fp32, or TRAIN_UNET_BF16 and
 TRAIN_UNET_FP32.
 """
@@ -33,10 +33,12 @@ from unet_io import Checkpoint, Config, UserError, flags_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TRAIN = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
-TEST = os.environ.get("TEST_UNET", str(ROOT / "test_unet"))
-VARIANTS = {"asan": os.environ.get("TEST_UNET_ASAN", str(ROOT / "build/test_unet_asan")),
-            "avx2": os.environ.get("TEST_UNET_AVX2", str(ROOT / "build/test_unet_avx2")),
-            "neon": os.environ.get("TEST_UNET_NEON", str(ROOT / "build/test_unet_neon")),
+NETWORK = os.environ.get("NETWORK", str(ROOT / "build/network"))
+READERS = os.environ.get("READERS", str(ROOT / "build/readers"))
+VARIANTS = {"network_asan": os.environ.get("NETWORK_ASAN", str(ROOT / "build/network_asan")),
+            "readers_asan": os.environ.get("READERS_ASAN", str(ROOT / "build/readers_asan")),
+            "avx2": os.environ.get("NETWORK_AVX2", str(ROOT / "build/network_avx2")),
+            "neon": os.environ.get("NETWORK_NEON", str(ROOT / "build/network_neon")),
             "train_asan": os.environ.get("TRAIN_UNET_ASAN", str(ROOT / "build/train_unet_asan")),
             "ladders": os.environ.get("LADDERS", str(ROOT / "build/ladders")),
             "profile": os.environ.get("PROFILE", str(ROOT / "dev/bench/profile"))}

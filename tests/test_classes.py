@@ -226,7 +226,7 @@ def write_fruit(path, names, shown=FRUIT, n=12, seed=1):
 
 
 def numbered(path, pixels, classes, names):
-    """An image file as FORMATS.md has it, of these names in this order, be there images of them or not."""
+    """An image file as docs/formats.md has it, of these names in this order, be there images of them or not."""
     text = "".join(f"{name}\n" for name in names).encode()
     labels = np.array([names.index(name) for name in classes], "<i4")
     data = pixels.tobytes() + labels.tobytes() + text

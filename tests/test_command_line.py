@@ -42,14 +42,17 @@ def test_usage(words, says):
 
 
 def test_help():
-    text = run(TRAIN, "--help").stdout
+    text = run(TRAIN, "--help", "all").stdout
     for flag in ("data_file val_file model_weights out_dir resume preset image_size num_channels channel_mult"
                  " num_res_blocks attention_resolutions num_head_channels norm_groups diffusion_steps"
                  " noise_schedule predict batch_size steps lr weight_decay seed log_every save_every"
                  " sample_every generate dry_run config print_config keep keep_every").split():
         assert re.search(rf"^  --{flag}\b", text, re.M), flag
     assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
-    assert run(TRAIN, "-h").stdout == text
+    usual = run(TRAIN, "--help").stdout
+    assert run(TRAIN, "-h").stdout == usual and "--help all" in usual and len(usual.splitlines()) <= 50
+    lines = [line for line in usual.splitlines() if line.startswith("  --")]
+    assert len(lines) == 27 and set(lines) < set(text.splitlines())
 
 
 def completed(*words, program="./train_unet", cwd=ROOT):
@@ -80,7 +83,7 @@ def test_another_processor(tmp_path):
 
 def test_completion(tmp_path):
     """Flags, choices, presets and file names, all from the program's --help."""
-    help = run(TRAIN, "--help").stdout
+    help = run(TRAIN, "--help", "all").stdout
     flags = sorted(re.findall(r"^  (--\w+)", help, re.M))
     assert len(flags) > 30
     for words in (["--"], [""], ["--flip", "--"], ["--steps", 4, "--"], ["--preset", "tiny", ""]):
@@ -349,7 +352,7 @@ def test_config_of_new_run_from_weights(tmp_path, images8):
 def test_summary():
     """The last line of a run of this file counts what passed, failed and was skipped, and says why. A test that runs a
     program of tests counts as these, also in another process."""
-    words = [sys.executable, ROOT / "test_unet.py", "-k", "schedule_by_known_values or gpu_missing or test_ladder[silu]"]
+    words = [sys.executable, ROOT / "tests/run.py", "-k", "schedule_by_known_values or gpu_missing or test_ladder[silu]"]
     lines = [run(*words, *side_by_side, env=dict(os.environ, TRAIN_UNET_BF16="/nowhere/train_unet")).stdout.splitlines()[-1]
              for side_by_side in ([], ["-n", "0"])]
     why = "no GPU on this machine|/nowhere/train_unet is not built"

@@ -539,7 +539,7 @@ def test_files_of_the_other(tmp_path, toy_images):
 
 def test_command_line(tmp_path, toy_images):
     """Help, presets and models, refusals; a run's config.txt makes the same run."""
-    text = run(DIT, "--help").stdout
+    text = run(DIT, "--help", "all").stdout
     assert "train_dit: trains a DiT diffusion model" in text and "--patch_size" in text and "train_unet" not in text
     assert not re.search(r"--(channel_mult|num_channels|norm_groups|conv_resample)\b", text)
     listed = dict(re.findall(r"^  --(\w+) .*?(?:\(default ([^)]*)\))?$", text, re.M))

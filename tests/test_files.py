@@ -14,7 +14,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, SMALL, TEST, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, run,
+    QUICK, RESUMED, SMALL, NETWORK, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, run,
     same_bits, script, start_flags, write_earlier_version)
 from unet_io import Checkpoint, Config, UserError, flags_of
 
@@ -80,12 +80,12 @@ def test_old_weights(cpp, tmp_path):
     result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "old.bin", status=1)
     assert f"generate.py --import {tmp_path / 'old.bin'} --export NEW.bin" in result.stderr
     assert call(generate, "--import", tmp_path / "old.bin", "--export", tmp_path / "out.bin") == ""
-    cpp(TEST, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
+    cpp(NETWORK, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     plain = np.fromfile(tmp_path / "old.bin", np.uint8)[:1024 + 4 * len(weights)]
     plain[:1024].view("<i4")[8:10] = 0
     plain.tofile(tmp_path / "plain.bin")
     assert call(generate, "--model_filename", tmp_path / "plain.bin", "--export", tmp_path / "out.bin") == ""
-    cpp(TEST, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
+    cpp(NETWORK, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     short = plain[:-4]
     short.tofile(tmp_path / "short.bin")
     result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "short.bin", status=1)
@@ -204,7 +204,7 @@ def test_export_import(cpp, tmp_path, ending, images8):
                 config = json.loads(file.metadata()["config"])
         assert set(state) == set(names) and config["seed"] == 2**32 - 1 and config["predict"] == "v"
         assert all(same_bits(state[name], value) for name, value in zip(names, expected))
-    cpp(TEST, "--same", tmp_path / "back0.bin", tmp_path / "run.bin")
+    cpp(NETWORK, "--same", tmp_path / "back0.bin", tmp_path / "run.bin")
     run(TRAIN, "--model_weights", back, "--data_file", images8, "--steps", 0, "--out_dir", tmp_path / "new",
         *QUICK)
     if ending != "bin":  # without --export the .bin lands beside the file, over nothing that is there
@@ -266,9 +266,9 @@ def test_files_for_the_program(cpp, tmp_path, images8):
     assert "./train_unet --model_weights unet_init.bin" in result.stdout
     run(TRAIN, "--model_weights", tmp_path / "unet_init.bin", "--data_file", images8, "--steps", 0,
         "--out_dir", tmp_path / "run", *QUICK)
-    cpp(TEST, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "run", 0))
+    cpp(NETWORK, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "run", 0))
     run(TRAIN, *flags, "--data_file", images8, "--steps", 0, "--out_dir", tmp_path / "own", *QUICK)
-    cpp(TEST, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "own", 0))
+    cpp(NETWORK, "--same", tmp_path / "unet_init.bin", checkpoint_in(tmp_path / "own", 0))
 
 
 @pytest.mark.parametrize("kind, size, factor", [("uint8", 8, 1), ("float32", 8, 1), ("uint8", 64, 2),
@@ -298,7 +298,7 @@ def test_images(cpp, tmp_path, kind, size, factor):
     name = f"images {kind} {size} by {factor}"
     expected = {f"{name}/upright": small, f"{name}/mirrored": small[..., ::-1]}
     unet_io.write_tensors(tmp_path / "t.bin", expected)
-    cpp(TEST, "--images", tmp_path / "x.bin", size // factor, tmp_path / "t.bin")
+    cpp(NETWORK, "--images", tmp_path / "x.bin", size // factor, tmp_path / "t.bin")
 
 
 def mutated_files(folder):

@@ -17,8 +17,8 @@ import test_files
 import test_pictures
 import test_resume
 import test_training
-import test_twin
-import test_values
+import test_flag_values
+import test_reference
 import train_unet
 import unet_io
 from harness import (
@@ -31,7 +31,7 @@ AGAIN = {  # function of which module, and its last arguments; those before them
              (test_resume, "test_stopped", signal.SIGINT), (test_resume, "test_free_on_resume"),
              (test_resume, "test_damaged_checkpoint_is_passed_over"), (test_resume, "test_reader_gone"),
              (test_resume, "test_best_validation_survives"), (test_resume, "test_resume_with_everything"),
-             (test_files, "test_checkpoint_round_trip"), (test_twin, "test_initial_weights", 5),
+             (test_files, "test_checkpoint_round_trip"), (test_reference, "test_initial_weights", 5),
              (test_command_line, "test_run_folders"), (test_command_line, "test_nan_keeps_the_checkpoint"),
              (test_command_line, "test_config_reproduces"), (test_command_line, "test_time_of_a_dry_run")],
     "fp32": [*((test_training, "test_training", name) for name in TRAINING),
@@ -42,7 +42,7 @@ AGAIN = {  # function of which module, and its last arguments; those before them
              *((test_pictures, "test_pictures", name) for name in test_pictures.PICTURES),
              (test_pictures, "test_pictures_from_averaged_weights"), (test_pictures, "test_seeds_and_strips"),
              (test_pictures, "test_interpolation"), (test_pictures, "test_drawing_while_training"),
-             (test_values, "test_pictures_that_are_no_numbers"), (test_values, "test_no_grid")],
+             (test_flag_values, "test_pictures_that_are_no_numbers"), (test_flag_values, "test_no_grid")],
 }
 
 

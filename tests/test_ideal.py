@@ -14,7 +14,7 @@ import torch
 
 import train_unet
 import unet_io
-from harness import SMALL, TEST, ROOT, TRAIN, perturbed_file, run, script, picture
+from harness import SMALL, NETWORK, ROOT, TRAIN, perturbed_file, run, script, picture
 from unet_io import Config
 
 SEEDS, STEPS = range(1000), (1, 2, 3, 5, 10, 25, 50)
@@ -188,7 +188,7 @@ def test_program(cpp, tmp_path):
                                 f"{name}/values": drawn.numpy().reshape(-1), f"{name}/reals": np.array([0.0]),
                                 f"{name}/pictures": pictures().numpy().reshape(-1)}
     unet_io.write_tensors(tmp_path / "ideal.bin", tensors)
-    cpp(TEST, "--twin", tmp_path / "ideal.bin")
+    cpp(NETWORK, "--reference", tmp_path / "ideal.bin")
 
 
 def test_one_step_of_the_programs(tmp_path):

@@ -1,4 +1,4 @@
-"""The program's own tests (test_unet.cu), and its layers and whole model against PyTorch in float64."""
+"""The program's own tests (network.cu and readers.cu), and its layers and whole model against PyTorch in float64."""
 import dataclasses
 import pathlib
 import re
@@ -11,34 +11,40 @@ import torch.nn.functional as F
 
 import train_unet
 import unet_io
-from harness import ADM, SMALL, TEST, TOY, run, variant
+from harness import ADM, NETWORK, READERS, SMALL, TOY, run, variant
 from unet_io import Config
 
 
 # ----------------------------------------------------------------------------------------------------
 # the program's own tests
 
-def test_unet_alone(cpp):
-    cpp(TEST)
+@pytest.mark.parametrize("program", [NETWORK, READERS], ids=["network", "readers"])
+def test_program(cpp, program):
+    cpp(program)
 
 
-def test_unet_without_tests():
-    for name in (["nonsense"], []):
-        result = run(TEST, "--only", *name, status=2)
-        assert re.fullmatch(r"error: .*no test's name contains.*\n", result.stderr) and not result.stdout
+def test_more_damaged_files(cpp):
+    cpp(READERS, "--fuzz", 20000, "--seed", 3)
 
 
-@pytest.mark.parametrize("arguments", [("--only", "plan"), ("--fuzz", 3000, "--seed", 2)])
-def test_unet_sanitized(cpp, arguments):
+def test_usage():
+    for words in (["--only", "nonsense"], ["--only"], ["--fuzz", 3]):
+        assert re.fullmatch(r"error: .*\n", run(NETWORK, *words, status=2).stderr)
+    for words in (["--fuzz"], ["--only", "plan"], ["--fuzz", 3, "--seed"]):
+        assert "usage" in run(READERS, *words, status=2).stderr
+
+
+@pytest.mark.parametrize("name, arguments", [("network_asan", ("--only", "plan")), ("readers_asan", ("--fuzz", 3000, "--seed", 2))])
+def test_sanitized(cpp, name, arguments):
     """Plan and file readers under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    cpp(variant("asan"), *arguments)
+    cpp(variant(name), *arguments)
 
 
 # ----------------------------------------------------------------------------------------------------
 # layers
 
 class Layers:
-    """Collects cases for `test_unet --layers`: inputs in float32, PyTorch's answers in float64."""
+    """Collects cases for `network --layers`: inputs in float32, PyTorch's answers in float64."""
     def __init__(self, seed):
         self.tensors, self.generator = {}, torch.Generator().manual_seed(seed)
 
@@ -242,7 +248,7 @@ def layer_cases():
 
 def test_layers(cpp, tmp_path):
     unet_io.write_tensors(tmp_path / "layers.bin", layer_cases())
-    cpp(TEST, "--layers", tmp_path / "layers.bin")
+    cpp(NETWORK, "--layers", tmp_path / "layers.bin")
 
 
 @pytest.mark.parametrize("vectors", ["avx2", "neon"])
@@ -313,7 +319,7 @@ MODELS = {
 }
 
 
-def check_model(cpp, tmp_path, config, test=(TEST,)):
+def check_model(cpp, tmp_path, config, test=(NETWORK,)):
     train_unet.debug_state(str(tmp_path / "debug"), config)
     cpp(*test, "--model", tmp_path / "debug_weights.bin", tmp_path / "debug_state.bin")
 

@@ -662,7 +662,7 @@ def data_parallel(batch, gpus):
 
 
 def benchmark_ranks():
-    """Measure, print the table and write it into README.md."""
+    """Measure, print the table and write it into docs/guide.md."""
     listed = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     names = listed.stdout.splitlines()
     numbers = [number for number in (2, 4, 8) if number <= len(names)]
@@ -691,7 +691,7 @@ def benchmark_ranks():
         file.write(json.dumps(result) + "\n")
     text = render_ranks(result)
     print("\n" + text)
-    write_between(ROOT / "README.md", {"bench:ranks": text})
+    write_between(ROOT / "docs/guide.md", {"bench:ranks": text})
 
 
 def render_ranks(found):

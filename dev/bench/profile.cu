@@ -325,7 +325,7 @@ static void run_program(int argc, char** argv) {
         (of_calls ? calls : trace) = words[1];
     }
     Config config = given_config(parse_flags(others));
-    if (config.help) return print_help();
+    if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
     backend_init();
     printf("%s on %s, batch %d\n", network.program, backend_name().c_str(), config.batch_size);
     check_config(config);

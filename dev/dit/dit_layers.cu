@@ -83,7 +83,7 @@ static void with_every_product(auto test) {
 #endif
 }
 
-// Attention between tokens and its gradients, each of them done twice, with the same bits. Limits as test_unet.cu
+// Attention between tokens and its gradients, each of them done twice, with the same bits. Limits as kernels.cu
 // has them and says why; errors here are in units of them.
 static void test_attention(LayerCase& c, const char* which) {
     const double limit = sizeof(floatX) == 2 ? 5.2e-3 : 1e-5, backward_limit = sizeof(floatX) == 2 ? 8e-3 : 1e-5;

@@ -1,12 +1,13 @@
 """Tests of train_unet against PyTorch and NumPy, of its files, and of the command lines: those in tests/.
 
     make test                      builds what is tested, sets up Python, runs this
-    python test_unet.py            every test; the last line counts them, those that test_unet runs too
-    python test_unet.py -k resume  those whose name contains "resume"; all of pytest's flags work
-    python test_unet.py -n 0       one after the other, in this process
+    python tests/run.py            the tests; the last line counts them, those that build/network and others run too
+    ALL=1 python tests/run.py      every one, also those that take long: conftest.py names them
+    python tests/run.py -k resume  those whose name contains "resume"; all of pytest's flags work
+    python tests/run.py -n 0       one after the other, in this process
 
-Where pytest-xdist is found, the tests run side by side, one on each core and each with one thread; tests/conftest.py tells
-which of them may not. The programs under test are those in this folder; tests/harness.py tells how to name others.
+Where pytest-xdist is found, the tests run side by side, one on each core and each with one thread; conftest.py tells
+which of them may not. The programs under test are those in the folder above; harness.py tells how to name others.
 """
 import collections
 import importlib.util
@@ -16,11 +17,11 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent
+TESTS = pathlib.Path(__file__).resolve().parent
 
 
 class Counter:
-    """A pytest plugin that counts tests; a function that ran test_unet counts as the tests run there."""
+    """A pytest plugin that counts tests; a function that ran such a program counts as the tests run there."""
     def __init__(self):
         self.passed = self.failed = 0
         self.skipped = collections.Counter()  # by reason
@@ -66,7 +67,7 @@ def side_by_side():
 def main():
     counter = Counter()
     flags = ["-q", "-p", "no:cacheprovider", "--durations=8", "--tb=short", "-rs", *side_by_side()]
-    status = pytest.main([str(ROOT / "tests"), *flags, *sys.argv[1:]], plugins=[counter])
+    status = pytest.main([str(TESTS), *flags, *sys.argv[1:]], plugins=[counter])
     if status != pytest.ExitCode.OK and not counter.failed:
         counter.failed = 1
     print(counter.summary(), flush=True)

@@ -11,7 +11,7 @@ import torch
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, TEST, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
+    QUICK, RESUMED, ROOT, NETWORK, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
     script)
 from unet_io import Config, Stream, flags_of
 
@@ -60,7 +60,7 @@ def respaced_sampler(T, schedule, predict, sampler, count):
 
 
 class Network:
-    """A made-up network, the same in test_unet.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
+    """A made-up network, the same in network.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
     def __init__(self, config):
         self.config = config
         self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule,
@@ -168,9 +168,9 @@ def twin_cases():
     return tensors
 
 
-def test_twin(cpp, tmp_path):
+def test_program(cpp, tmp_path):
     unet_io.write_tensors(tmp_path / "twin.bin", twin_cases())
-    cpp(TEST, "--twin", tmp_path / "twin.bin")
+    cpp(NETWORK, "--reference", tmp_path / "twin.bin")
 
 
 def test_device_twin(images8, tools):
@@ -276,7 +276,7 @@ def test_initial_weights(tmp_path, images8, seed):
 
 def test_flags_of_both_programs(tmp_path):
     """./train_unet --help and unet_io.Config agree on defaults; train_unet.py's file needs no flags again."""
-    text = run(TRAIN, "--help").stdout
+    text = run(TRAIN, "--help", "all").stdout
     listed = dict(re.findall(r"^  --(\w+) .*?(?:\(default ([^)]*)\))?$", text, re.M))
     for field in dataclasses.fields(Config):
         if not field.metadata["help"]:

@@ -86,7 +86,7 @@ HEAVY = {"num_channels", "channel_mult", "steps", "num_samples", "generate", "ba
 def ends_of(program):
     """The smallest and the largest value of every flag that takes a number, as its refusal tells them."""
     ends = {}
-    for name in re.findall(r"^  --(\w+)", run(program, "--help").stdout, re.M):
+    for name in re.findall(r"^  --(\w+)", run(program, "--help", "all").stdout, re.M):
         words = [str(program), f"--{name}", "nan", "--print_config"]
         sentence = subprocess.run(words, capture_output=True, text=True).stderr
         if found := re.search(r" between (\S+) and (\S+), not 'nan'", sentence):
@@ -191,7 +191,7 @@ def test_no_grid(tmp_path, images8):
         out = run(*toy(images8, tmp_path / name, steps, *words)).stdout
         assert "samples:" not in out and "picture in" not in out and not list((tmp_path / name).glob("*.png"))
         assert checkpoint_in(tmp_path / name, steps).exists()
-    assert re.search(r"--num_samples .*0: no grids", run(TRAIN, "--help").stdout)
+    assert re.search(r"--num_samples .*0: no grids", run(TRAIN, "--help", "all").stdout)
 
 
 def test_nothing_is_owed_at_step_0(tmp_path, images8):

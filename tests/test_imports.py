@@ -356,7 +356,7 @@ def test_files_that_are_no_weights(tmp_path):
     """One sentence that names the file and what it is; no code is run, and nothing is written."""
     state = dict(toy_model().state_dict())
     saved = {"runs": ({"state_dict": state, "x": Runs(tmp_path / "ran")}, ["system", "only tensors", "run code"]),
-             "a class": ({"state_dict": state, "callbacks": {"c": Elsewhere()}}, ["test_foreign.Elsewhere", "only tensors"]),
+             "a class": ({"state_dict": state, "callbacks": {"c": Elsewhere()}}, ["test_imports.Elsewhere", "only tensors"]),
              "two models": ({"generator": state, "discriminator": state}, ["generator, discriminator", "more than one"]),
              "two networks": ({f"{part}.{name}": value for part in "ab" for name, value in state.items()},
                               ["more than one network", "'a.', 'b.'"]),
@@ -423,13 +423,13 @@ def test_channel_mult_follows_the_image_size():
 
 
 def test_size_beside_guided_diffusion():
-    """The numbers of FORMATS.md: ours, and with a 3x3 convolution at each change of resolution theirs."""
+    """The numbers of docs/formats.md: ours, and with a 3x3 convolution at each change of resolution theirs."""
     with torch.device("meta"):
         ours, theirs = (sum(p.numel() for p in train_unet.create_model(
             image_size=64, num_channels=64, attention_resolutions="16,8", conv_resample=learned).parameters())
             for learned in (False, True))
     assert (ours, theirs) == (20494211, 22080323)
-    page, lesson = (ROOT / "FORMATS.md").read_text(), train_unet.create_model.__doc__
+    page, lesson = (ROOT / "docs/formats.md").read_text(), train_unet.create_model.__doc__
     assert all(f"{n:,}" in text for n in (ours, theirs) for text in (page, lesson))
 
 

@@ -1,12 +1,14 @@
-"""README.md, FORMATS.md and the pages of dev/ against the code that they describe."""
+"""The documents against the code that they describe."""
+import importlib
 import re
 
 import pytest
 
 import unet_io
-from harness import ROOT, source_of_the_program
+from harness import ROOT, TRAIN, run, source_of_the_program
 
-PAGES = ["README.md", "FORMATS.md", "data/README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "dev").glob("**/*.md"))]
+PAGES = sorted(str(path.relative_to(ROOT)) for folder in (".", "docs", "dev", "data")
+               for path in (ROOT / folder).glob("**/*.md" if folder == "dev" else "*.md"))
 
 
 def anchors(text):
@@ -20,7 +22,7 @@ def test_links(name):
     """Every link and picture within the repository leads somewhere."""
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("http")]
-    assert links
+    assert links, "a page without a link leads nowhere"
     for link in links:
         path, _, anchor = link.partition("#")
         target = (ROOT / name).parent / path if path else ROOT / name
@@ -36,29 +38,30 @@ def test_names():
     assert len(names) > 10
     for name in names:
         assert re.search(rf"^(static [\w<> *]+\b{name}\(|(template <[^>]*> )?struct {name}( : Module)? {{$)", code, re.M), name
-    layout = page.split("These sections follow")[1].split("To follow")[0]
+    layout = page.split("The sections follow")[1].split("To follow")[0]
     sections = [section.upper() for numbers, names in re.findall(r"^\| ([\d, ]+) \| ([^|`]*) \|", layout, re.M)
              for section in (names.split(", ") if "," in numbers else [names])]
     banners = re.findall(r"^// ==== \d+  ([A-Z, ]+?) =+$", code, re.M)
     assert len(sections) > 10 and sections == banners
 
 
-def test_flags_of_readme():
-    """Every flag that README.md names exists in one of the programs."""
-    page = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("name, least", [("README.md", 5), ("docs/guide.md", 80), ("docs/formats.md", 40), ("docs/speed.md", 3)])
+def test_flags(name, least):
+    """Every flag that a page names exists in one of the programs."""
+    page = (ROOT / name).read_text()
     programs = "".join((ROOT / name).read_text() for name in (
         "train_unet.cu", "unet_io.h", "unet_io.py", "train_unet.py", "generate.py", "prepare_data.py",
         "dev/bench/compare_quality.py"))
     page = re.sub(r"^- (torchrun|srun|mpirun)\b.*$", "", page, flags=re.M)  # these have flags of their own
     flags = set(re.findall(r"--(\w+)", page))
-    assert len(flags) > 50
+    assert len(flags) > least
     for flag in flags:
         assert re.search(rf'"(--)?{flag}"|(FIELD|OPTIMISER)\({flag}\)', programs), flag
 
 
 def test_header_of_formats():
-    """Each field of a weights file's header is in FORMATS.md, in the place where unet_io.h and unet_io.py put it."""
-    page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
+    """Each field of a weights file's header is in docs/formats.md, in the place where unet_io.h and unet_io.py put it."""
+    page, code = (ROOT / "docs/formats.md").read_text(), source_of_the_program()
     page = page.split("### Weights and checkpoints, new")[1].split("\n#")[0]
     fields = re.findall(r"\bFIELD_(\w+)", re.search(r"enum HeaderField \{(.*?)\}", code, re.S)[1])
     rows = re.findall(r"^\| (\d+) \| (\d+) \| \w+ \| (.*) \|$", page, re.M)
@@ -71,10 +74,24 @@ def test_header_of_formats():
 
 def test_streams_of_formats():
     """The streams of random numbers, by number."""
-    page, code = (ROOT / "FORMATS.md").read_text(), source_of_the_program()
+    page, code = (ROOT / "docs/formats.md").read_text(), source_of_the_program()
     streams = re.findall(r"STREAM_(\w+)", re.search(r"enum RandomStream \{(.*?)\}", code, re.S)[1])
     table = page.split("## Random numbers")[1].split("Steps count")[0]
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)
     assert len(streams) == 12 and [int(number) for _, number in rows] == list(range(12))
     for stream, (name, _) in zip(streams, rows):
         assert name[:3] == stream[:3].lower()
+
+
+def test_tables_of_flags(monkeypatch, capsys):
+    """The tables of guide.md are made from --help all, and a table that is not is found."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    flags = importlib.import_module("flags")
+    text = run(TRAIN, "--help", "all").stdout
+    page = flags.PAGE.read_text(encoding="utf-8")
+    assert flags.written(page, text) == page
+    assert set(flags.tables(text)) - {"Presets"} == set(re.findall(r"<!-- flags: (\w+) -->", page))
+    assert sorted(re.findall(r"^\| `--(\w+)", "".join(flags.tables(text).values()), re.M)) == sorted(
+        re.findall(r"^  --(\w+)", text, re.M))
+    other = text.replace("learning rate", "rate of learning", 1)
+    assert flags.written(page, other) != page

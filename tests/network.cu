@@ -1,0 +1,1462 @@
+// network.cu: tests of the program on the CPU: random numbers, layers, plan, threads, training and sampling. It includes
+// the program, so that what is tested is what runs.
+//
+//   build/network                        every test that needs no file from outside
+//   build/network --only NAME            those of them whose name contains NAME
+//
+// The Python tests write reference values with PyTorch and NumPy and call:
+//
+//   build/network --layers FILE              each layer, forward and backward
+//   build/network --model W.bin FILE         output, loss and every gradient of the model in W.bin
+//   build/network --reference FILE           random numbers, schedules, samplers, learning rates
+//   build/network --images X.bin SIZE FILE   the images of X.bin as floats
+//   build/network --same A.bin B.bin         the weights of two files, bit for bit
+//
+// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`; the last line counts them, and the exit status is 1
+// where one failed. Comparisons are written so that a NaN fails.
+//
+// -----------------------------------------------------------------------------------------------------------
+// Contents
+//
+//   1  RANDOM NUMBERS, CHECKSUM
+//   2  THE CPU'S MATRIX PRODUCT AND LAYERS
+//   3  GRADIENTS BY FINITE DIFFERENCES
+//   4  PLAN
+//   5  THREADS AND BATCHES
+//   6  AGAINST PYTORCH AND NUMPY
+//   7  MAIN
+
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+#pragma GCC diagnostic ignored "-Wunused-function"  // main's own helpers have no caller here
+#define TESTING
+#define LATE_SIDE_STREAM
+#include "../train_unet.cu"
+
+#include "cases.h"
+#include "harness.h"
+#include "microbatch.h"
+
+static void test_error_measure() {
+    std::vector<double> r(1000, 1.0), zeros(1000, 0.0);
+    std::vector<float> a(1000, 1.0f);
+    bool ok = error_of(a, r) < 1e-5;
+    a[500] = 1.0001f;
+    ok &= !(error_of(a, r) < 1e-5);
+    a[500] = NAN;
+    ok &= !(error_of(a, r) < 1e-5);
+    a[500] = INFINITY;
+    ok &= !(error_of(a, r) < 1e-5);
+    ok &= !(error_of(std::vector<float>(999, 1.0f), r) < 1e-5);
+    ok &= !(error_of(std::vector<float>(1000, 1e-30f), zeros) < 1e-5);
+    ok &= is_sentence("a.bin is damaged: it ends inside its section 2") && !is_sentence("") &&
+          !is_sentence("It is bad. Do something else") && !is_sentence("two\nlines of text");
+    report(ok, "error measure", "a NaN, one bad element and a wrong length fail");
+}
+
+// Columns [first, first + n) of a matrix (rows, width).
+template <typename T>
+static std::vector<T> columns_of(const std::vector<T>& matrix, size_t width, size_t first, size_t n) {
+    std::vector<T> part;
+    for (size_t row = 0; row + width <= matrix.size(); row += width)
+        part.insert(part.end(), matrix.begin() + row + first, matrix.begin() + row + first + n);
+    return part;
+}
+
+// ===========================================================================================================
+// 1  RANDOM NUMBERS, CHECKSUM
+// ===========================================================================================================
+
+// The orders of some epochs, and the image that sample n of a run takes from them.
+struct Orders {
+    std::vector<int> order;
+    BatchSource source = BatchSource();
+    Orders(int count, int epochs, uint32_t seed) : order((size_t)count * epochs) {
+        for (int epoch = 0; epoch < epochs; epoch++)
+            random_permutation(order.data() + (size_t)epoch * count, count, seed, epoch);
+        source.order = order.data(), source.count = count, source.slots = epochs, source.batch = 1,
+        source.seed = seed;
+    }
+    int at(uint64_t n) const {
+        int timestep, image;
+        StepState state = StepState();
+        state.step = (int64_t)n;
+        BeginStep{.state = &state,
+                  .timesteps = &timestep,
+                  .sources = &image,
+                  .labels = nullptr,
+                  .source = source,
+                  .hyper = Config().optimiser}(0);
+        return image;
+    }
+};
+
+static void test_random() {
+    // the vectors published with the generator (Random123's kat_vectors): counter 0, and all bits set
+    Philox zero = philox(0, 0, 0, 0, 0);
+    const uint32_t expected[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+    report(same_bits(zero.word, expected, sizeof expected), "philox zeros", "%08x %08x %08x %08x",
+           zero.word[0], zero.word[1], zero.word[2], zero.word[3]);
+    // the fourth word of our counters is always 0, so the other vectors need the rounds spelled out with it
+    auto rounds = [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+        for (int round = 0; round < 10; round++) {
+            uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
+            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c1 = (uint32_t)p1, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+            c3 = (uint32_t)p0, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        }
+        return Philox{{c0, c1, c2, c3}};
+    };
+    Philox ones = rounds(~0u, ~0u, ~0u, ~0u, ~0u, ~0u);
+    const uint32_t expected_ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
+    bool same = same_bits(ones.word, expected_ones, sizeof expected_ones);
+    Dice dice{5};
+    for (int i = 0; i < 1000; i++) {
+        uint32_t seed = dice.next(), stream = dice.next(), quad = dice.next(), sample = dice.next(),
+                 step = dice.next();
+        Philox ours = philox(seed, stream, quad, sample, step),
+               theirs = rounds(quad, sample, step, 0, seed, stream);
+        same &= same_bits(ours.word, theirs.word, sizeof ours.word);
+    }
+    report(same, "philox ones", "and 1000 random keys and counters against the rounds spelled out");
+
+    bool permutes = true, differs = true;
+    for (int n : {1, 2, 3, 78, 1000}) {
+        std::vector<int> first(n), second(n), again(n), sorted;
+        random_permutation(first.data(), n, 7, 0), random_permutation(second.data(), n, 7, 1);
+        random_permutation(again.data(), n, 7, 0);
+        permutes &= first == again;
+        for (auto* order : {&first, &second}) {
+            sorted = *order;
+            std::sort(sorted.begin(), sorted.end());
+            for (int i = 0; i < n; i++) permutes &= sorted[i] == i;
+        }
+        if (n > 50) differs &= first != second;
+    }
+    report(permutes && differs, "permutation", "holds each image once, and changes with the epoch");
+
+    // Over an epoch of batches each image comes once, batches run across epochs, and going back works.
+    Orders orders(10, 3, 3);
+    std::vector<int> seen(10), order(10);
+    for (uint64_t n = 20; n < 30; n++) seen[orders.at(n)]++;
+    random_permutation(order.data(), 10, 3, 1);
+    bool ok = std::count(seen.begin(), seen.end(), 1) == 10 && orders.at(14) == order[4];
+    report(ok, "order of the images", "an epoch holds each once, a step can be recomputed alone");
+
+    double sum = 0, squares = 0, fourth = 0;
+    std::vector<float> values = normals_of(1, 1 << 18);
+    for (float v : values) sum += v, squares += (double)v * v, fourth += pow(v, 4);
+    double n = (double)values.size();
+    ok = fabs(sum / n) < 0.01 && fabs(squares / n - 1) < 0.02 && fabs(fourth / n - 3) < 0.1;
+    report(ok, "normals", "mean %.4f, variance %.4f, fourth moment %.3f", sum / n, squares / n, fourth / n);
+}
+
+static void test_checksum() {
+    uint32_t whole = crc32("123456789", 9), parts = crc32("6789", 4, crc32("12345", 5));
+    std::vector<float> noise = normals_of(2, 1000);
+    uint32_t slow = ~0u;  // bit by bit
+    for (size_t i = 0; i < 4000; i++) {
+        slow ^= ((const uint8_t*)noise.data())[i];
+        for (int bit = 0; bit < 8; bit++) slow = slow & 1 ? slow >> 1 ^ 0xEDB88320u : slow >> 1;
+    }
+    report(whole == 0xCBF43926 && parts == whole && crc32(noise.data(), 4000) == ~slow, "crc32",
+           "%08x, in parts %08x", whole, parts);
+}
+
+// ===========================================================================================================
+// 2  THE CPU'S MATRIX PRODUCT AND LAYERS
+// ===========================================================================================================
+
+static void test_matmul() {
+    struct Shape {
+        int M, N, K;
+    };
+    const Shape shapes[] = {{1, 1, 1},    {3, 5, 7},      {12, 32, 256},  {13, 33, 257},  {120, 64, 64},
+                            {121, 65, 3}, {7, 513, 31},   {131, 545, 91}, {252, 128, 27}, {64, 17, 600},
+                            {1, 300, 40}, {250, 31, 513}, {5, 1, 1000},   {20, 64, 8192}, {37, 48, 1}};
+    double worst = 0;
+    bool clean = true;
+    int count = 0;
+    for (const Shape& s : shapes)
+        for (int variant = 0; variant < 16; variant++) {
+            bool ta = variant & 1, tb = variant & 2, accumulate = variant & 4;
+            int M = s.M, N = s.N, K = s.K, gap = variant & 8 ? 5 : 0;  // leading dimensions beyond the width
+            int lda = (ta ? M : K) + gap, ldb = (tb ? K : N) + gap, ldc = N + gap;
+            std::vector<float> a = normals_of(variant, (size_t)(ta ? K : M) * lda),
+                               b = normals_of(variant + 100, (size_t)(tb ? N : K) * ldb),
+                               c = normals_of(variant + 200, (size_t)M * ldc), before = c;
+            matmul({M, N, K}, c.data(), ldc, ta ? transposed(a.data(), lda) : Matrix{a.data(), lda},
+                   tb ? transposed(b.data(), ldb) : Matrix{b.data(), ldb}, accumulate);
+            std::vector<double> expected(before.begin(), before.end());
+            for (int m = 0; m < M; m++)
+                for (int n = 0; n < N; n++) {
+                    double sum = accumulate ? before[(size_t)m * ldc + n] : 0;
+                    for (int k = 0; k < K; k++)
+                        sum += (double)a[ta ? (size_t)k * lda + m : (size_t)m * lda + k] *
+                               b[tb ? (size_t)n * ldb + k : (size_t)k * ldb + n];
+                    expected[(size_t)m * ldc + n] = sum;
+                }
+            for (int m = 0; m < M; m++)  // what lies between the rows stays as it was
+                for (int n = N; n < ldc; n++) clean &= c[(size_t)m * ldc + n] == before[(size_t)m * ldc + n];
+            double error = error_of(c, expected);
+            if (worsens(error, worst)) worst = error;
+            count++;
+        }
+    report(worst < 2e-6 && clean, "matmul",
+           "%d products of odd shapes, transposed, strided, accumulated: worst %.2g", count, worst);
+
+    double exponential = 0;
+    for (float x = -86.9f; x < 88.0f; x += 0.00731f)
+        exponential = std::max(exponential, fabs(fast_exp(x) / exp((double)x) - 1));
+    bool edges = std::isnan(fast_exp(NAN)) && fast_exp(-1000.0f) < 1e-37f && fast_exp(1000.0f) > 1e38f &&
+                 sigmoid(-200.0f) < 1e-37f && sigmoid(200.0f) == 1.0f && fast_exp(0.0f) == 1.0f;
+    report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
+}
+
+// ---- the fast layers against their specification ----------------------------------------------------------
+
+struct PlainLayers {
+    static constexpr auto conv3x3_forward = cpu::plain::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::plain::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::plain::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::plain::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::plain::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::plain::conv1x1_backward_weight;
+    static constexpr auto groupnorm_silu_forward = cpu::plain::groupnorm_silu_forward;
+    static constexpr auto groupnorm_silu_backward = cpu::plain::groupnorm_silu_backward;
+    static constexpr auto attention_forward = cpu::plain::attention_forward;
+    static constexpr auto attention_backward = cpu::plain::attention_backward;
+};
+struct FastLayers {
+    static constexpr auto conv3x3_forward = cpu::conv3x3_forward;
+    static constexpr auto conv3x3_backward_input = cpu::conv3x3_backward_input;
+    static constexpr auto conv3x3_backward_weight = cpu::conv3x3_backward_weight;
+    static constexpr auto conv1x1_forward = cpu::conv1x1_forward;
+    static constexpr auto conv1x1_backward_input = cpu::conv1x1_backward_input;
+    static constexpr auto conv1x1_backward_weight = cpu::conv1x1_backward_weight;
+    static constexpr auto attention_forward = cpu::attention_forward;
+    static constexpr auto attention_backward = cpu::attention_backward;
+
+    static void groupnorm_silu_forward(Tensor out, const Norm& norm) {
+        cpu::channel_moments(norm.x.first);
+        if (norm.x.second) cpu::channel_moments(norm.x.second);
+        cpu::groupnorm_forward(out, norm);
+    }
+    static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
+        std::vector<float> dy(dout.count()), normed(dout.count());
+        Tensor dy_tensor = dout, normed_tensor = dout;
+        dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
+        cpu::groupnorm_backward_sums(dy_tensor, dout, norm);
+        if (norm.dmodulation.data) cpu::run(ModulationBackward<float>{norm});
+        cpu::groupnorm_backward(dx, normed_tensor, dy_tensor, norm, options);
+    }
+};
+
+// The tensors that a layer writes, by name.
+typedef std::map<std::string, std::vector<float>> Written;
+static std::vector<float> unwritten(size_t n) { return std::vector<float>(n, NAN); }
+
+// call(layers, written) calls a layer, plain and fast, each over the same numbers. The fast one finds NaN in its
+// workspace.
+static void compare(Verdict* verdict, const std::string& name, const Written& before, auto call) {
+    Written expected = before, found = before;
+    memset(cpu::cpu_workspace, 255, cpu::cpu_workspace_bytes());
+    call(PlainLayers(), expected);
+    call(FastLayers(), found);
+    for (auto& [tensor, values] : expected)
+        if (values.size()) verdict->note(name + " " + tensor, error_of(found[tensor], values));
+}
+
+struct LayerShape {
+    int B, H, W, C, C2, O;  // C2: channels of a second input, or 0
+    std::string name() const { return text("B%d %dx%d C%d+%d O%d", B, H, W, C, C2, O); }
+    std::vector<float> normals(uint32_t seed, int channels) const {
+        return normals_of(seed, (size_t)B * H * W * channels);
+    }
+    Tensor tensor(std::vector<float>& values) const {
+        int channels = (int)(values.size() / ((size_t)B * H * W));
+        return {values.data(), B, H, W, channels};
+    }
+    Concat joined(std::vector<float>& first, std::vector<float>& second) const {
+        return {tensor(first), C2 ? tensor(second) : Tensor()};
+    }
+};
+
+// adds: a row of an embedding, the residual, and to what dx holds
+static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), dout = s.normals(2, s.O), residual = s.normals(3, s.O),
+                       w = normals_of(4, (size_t)s.O * 9 * s.C), bias = normals_of(5, s.O),
+                       emb = normals_of(6, (size_t)s.B * s.O);
+    Conv layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options = {.emb = {emb.data(), s.O}, .residual = s.tensor(residual)};
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_forward(s.tensor(to["out"]), s.tensor(x), layer, options);
+    });
+    compare(verdict, s.name(), {{"dx", adds ? x : unwritten(x.size())}}, [&](auto layers, Written& to) {
+        layers.conv3x3_backward_input(s.tensor(to["dx"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    Written gradients = {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}, {"demb", unwritten(emb.size())}};
+    compare(verdict, s.name(), gradients, [&](auto layers, Written& to) {
+        Conv trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+        layers.conv3x3_backward_weight(trained, s.tensor(dout), s.tensor(x), {to["demb"].data(), s.O});
+    });
+}
+
+static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, s.O),
+                       residual = s.normals(4, s.O), w = normals_of(5, (size_t)s.O * (s.C + s.C2)),
+                       bias = normals_of(6, s.O);
+    Linear layer = {.w = w.data(), .bias = bias.data()};
+    Forward options;
+    if (adds) options.residual = s.tensor(residual);
+
+    compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.conv1x1_forward(s.tensor(to["out"]), s.joined(x, x2), layer, options);
+    });
+    Written dx = {{"dx", adds ? x : unwritten(x.size())}, {"dx2", adds ? x2 : unwritten(x2.size())}};
+    compare(verdict, s.name(), dx, [&](auto layers, Written& to) {
+        layers.conv1x1_backward_input(s.joined(to["dx"], to["dx2"]), s.tensor(dout), layer, {.accumulate = adds});
+    });
+    compare(verdict, s.name(), {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}},
+            [&](auto layers, Written& to) {
+                Linear trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+                layers.conv1x1_backward_weight(trained, s.tensor(dout), s.joined(x, x2));
+            });
+}
+
+// adds: modulated, to what dx holds, and where the norm has one input the gradient of a branch around it
+static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool silu, bool adds) {
+    const int C = s.C + s.C2;
+    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, C),
+                       branch = s.normals(4, s.C), w = normals_of(5, C), bias = normals_of(6, C),
+                       modulation = normals_of(7, (size_t)s.B * 2 * C);
+    for (float& value : x) value += 3;
+    std::vector<GroupStatistics> statistics((size_t)s.B * C);
+    std::vector<ScaleShift> half_scale_shift(statistics.size());
+    std::vector<NormSums> sums(statistics.size() * norm_tiles(s.H * s.W));
+    std::vector<Moments> moments(sums.size()), moments2(sums.size());
+    Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
+    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
+    norm.statistics = statistics.data(), norm.half_scale_shift = half_scale_shift.data();
+    norm.sums = sums.data();
+    if (adds) norm.modulation = {modulation.data(), 2 * C};
+    std::string name = s.name() + text(" G%d%s%s", groups, silu ? " SiLU" : "", adds ? " adds" : "");
+
+    compare(verdict, name, {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
+        layers.groupnorm_silu_forward(s.tensor(to["out"]), norm);
+    });
+    Written gradients = {{"dx", adds ? x : unwritten(x.size())},
+                         {"dx2", adds ? x2 : unwritten(x2.size())},
+                         {"dw", unwritten(C)},
+                         {"dbias", unwritten(C)},
+                         {"dmodulation", unwritten(adds ? modulation.size() : 0)}};
+    Backward options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
+    compare(verdict, name, gradients, [&](auto layers, Written& to) {
+        Norm trained = norm;
+        trained.dw = to["dw"].data(), trained.dbias = to["dbias"].data();
+        if (adds) trained.dmodulation = {to["dmodulation"].data(), 2 * C};
+        layers.groupnorm_silu_backward(s.joined(to["dx"], to["dx2"]), s.tensor(dout), trained, options);
+    });
+}
+
+static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
+    std::vector<float> qkv = s.normals(1, 3 * s.C), dout = s.normals(2, s.C), out = unwritten(dout.size()),
+                       lse = unwritten((size_t)s.B * heads * s.H * s.W);
+    cpu::plain::attention_forward(s.tensor(out), lse.data(), s.tensor(qkv), heads);
+    std::string name = s.name() + text(" heads %d", heads);
+
+    Written forward = {{"out", unwritten(out.size())}, {"lse", unwritten(lse.size())}};
+    compare(verdict, name, forward, [&](auto layers, Written& to) {
+        layers.attention_forward(s.tensor(to["out"]), to["lse"].data(), s.tensor(qkv), heads);
+    });
+    compare(verdict, name, {{"dqkv", unwritten(qkv.size())}}, [&](auto layers, Written& to) {
+        layers.attention_backward(s.tensor(to["dqkv"]), s.tensor(dout), s.tensor(out), lse.data(), s.tensor(qkv),
+                                  heads);
+    });
+}
+
+static void test_plain_layers() {
+    Verdict conv3x3(5e-6), conv1x1(1e-6), groupnorm(2e-6), attention(3e-6);
+    // the last shapes need two passes, tasks of many outputs and of many tiles, and a norm's second tile
+    const LayerShape shapes[] = {{1, 1, 1, 1, 0, 1},    {2, 1, 5, 3, 5, 2},    {1, 7, 2, 8, 16, 40},
+                                 {3, 5, 3, 40, 24, 17}, {2, 9, 11, 32, 64, 8}, {1, 3, 3, 520, 8, 24},
+                                 {1, 4, 5, 24, 0, 150}, {5, 15, 17, 16, 8, 8}};
+    for (const LayerShape& s : shapes)
+        for (bool adds : {false, true}) {
+            compare_conv3x3(&conv3x3, s, adds);
+            compare_conv1x1(&conv1x1, s, adds);
+        }
+    for (bool silu : {false, true})
+        for (bool adds : {false, true}) {
+            compare_groupnorm(&groupnorm, {1, 1, 3, 8, 0, 0}, 1, silu, adds);
+            compare_groupnorm(&groupnorm, {2, 5, 3, 24, 0, 0}, 3, silu, adds);
+            compare_groupnorm(&groupnorm, {3, 15, 17, 40, 56, 0}, 2, silu, adds);
+            compare_groupnorm(&groupnorm, {1, 16, 16, 136, 0, 0}, 34, silu, adds);
+        }
+    compare_attention(&attention, {1, 1, 1, 8, 0, 0}, 1);
+    compare_attention(&attention, {2, 3, 5, 40, 0, 0}, 5);
+    compare_attention(&attention, {1, 9, 9, 48, 0, 0}, 2);
+    compare_attention(&attention, {1, 64, 65, 4, 0, 0}, 1);
+    conv3x3.line("conv3x3, plain and fast");
+    conv1x1.line("conv1x1, plain and fast");
+    groupnorm.line("groupnorm_silu, plain and fast");
+    attention.line("attention, plain and fast");
+}
+
+// ===========================================================================================================
+// 3  GRADIENTS BY FINITE DIFFERENCES
+// ===========================================================================================================
+
+// The derivative of the loss along `direction` by central differences, with the h^2 term removed.
+static double slope_along(Model* m, int B, const std::vector<float>& weights,
+                          const std::vector<float>& direction, double h) {
+    std::vector<float> moved(weights.size());
+    auto loss_at = [&](double distance) {
+        for (size_t i = 0; i < weights.size(); i++) moved[i] = (float)(weights[i] + distance * direction[i]);
+        backend_upload(m->master, moved.data(), moved.size() * sizeof(float));
+        return forward_loss(m, B);
+    };
+    double near = (loss_at(h) - loss_at(-h)) / (2 * h), far = (loss_at(2 * h) - loss_at(-2 * h)) / (4 * h);
+    backend_upload(m->master, weights.data(), weights.size() * sizeof(float));
+    return (4 * near - far) / 3;
+}
+
+static void test_finite_differences() {
+    const int B = 2;
+    set_threads(1);  // so small a network only waits for more
+    Model m = Model();
+    build_model(&m, config_of(toy_flags()), B, true);
+    perturbed_weights(&m, 11);
+    random_batch(&m, B, 12);
+    size_t P = m.plan.num_floats;
+    std::vector<float> weights = downloaded(m.master, P), direction(P);
+    backend_zero(m.gradients, P * sizeof(float));
+    forward_loss(&m, B);
+    unet_backward(&m, B, m.gradients);
+    std::vector<float> gradient = gradients_of(&m);
+
+    double worst = 0, norm = 0;
+    for (float g : gradient) norm += (double)g * g;
+    norm = sqrt(norm);
+    for (int k = 0; k < 10; k++) {  // random directions, each with a share of the gradient so that it slopes
+        std::vector<float> random = normals_of(100 + k, P);
+        double expected = 0;
+        for (size_t i = 0; i < P; i++) {
+            direction[i] = (float)(random[i] / sqrt((double)P) + 0.5 * gradient[i] / norm);
+            expected += (double)direction[i] * gradient[i];
+        }
+        double error = fabs(slope_along(&m, B, weights, direction, 0.02) / expected - 1);
+        if (worsens(error, worst)) worst = error;
+    }
+    report(worst < 1e-3, "finite differences, all weights", "10 random directions, worst relative error %.2g",
+           worst);
+
+    // Each tensor along its own gradient, and two of its elements: the largest and one picked at random.
+    worst = 0;
+    double worst_element = 0;
+    std::string where, where_element;
+    Dice dice{9};
+    for (const Parameter& t : m.plan.tensors) {
+        double length = 0, largest = 0;
+        size_t top = t.offset, picked = t.offset;
+        for (size_t i = t.offset; i < t.offset + t.count; i++) {
+            length += (double)gradient[i] * gradient[i];
+            if (fabs(gradient[i]) > largest) largest = fabs(gradient[i]), top = i;
+        }
+        length = sqrt(length);
+        if (!(length > 1e-6 * norm)) {
+            where = t.name, worst = NAN;  // a tensor without a gradient: the test would prove nothing
+            continue;
+        }
+        std::fill(direction.begin(), direction.end(), 0.0f);
+        for (size_t i = t.offset; i < t.offset + t.count; i++) direction[i] = (float)(gradient[i] / length);
+        double expected = 0;
+        for (size_t i = t.offset; i < t.offset + t.count; i++) expected += (double)direction[i] * gradient[i];
+        double h = std::min(0.05, 0.01 / length),
+               error = fabs(slope_along(&m, B, weights, direction, h) / expected - 1);
+        if (worsens(error, worst)) worst = error, where = t.name;
+
+        for (int attempt = 0; attempt < 100 && !(fabs(gradient[picked]) > 0.1 * largest); attempt++)
+            picked = t.offset + dice.below((uint32_t)t.count);
+        if (!(fabs(gradient[picked]) > 0.1 * largest)) picked = top;
+        for (size_t i : {top, picked}) {
+            std::fill(direction.begin(), direction.end(), 0.0f);
+            direction[i] = 1;
+            double slope = slope_along(&m, B, weights, direction, 0.05);
+            error = fabs(slope - gradient[i]) / std::max(largest, 1e-3 * norm);
+            if (worsens(error, worst_element)) worst_element = error, where_element = t.name;
+        }
+    }
+    report(worst < 5e-3, "finite differences, each tensor", "%zu tensors, worst relative error %.2g (%s)",
+           m.plan.tensors.size(), worst, where.c_str());
+    report(worst_element < 1e-2, "finite differences, elements",
+           "2 of each tensor, worst error %.2g of its largest gradient (%s)", worst_element,
+           where_element.c_str());
+    set_threads(TEST_THREADS);
+}
+
+// ===========================================================================================================
+// 4  PLAN
+// ===========================================================================================================
+
+// The first two of a plan's buffers that share memory at some moment, or one that leaves the arena.
+static std::string collision(Plan* plan) {
+    std::vector<std::pair<Buffer*, std::string>> buffers;
+    static const char* const NAMES[] = {"out",      "hidden",  "inner",        "moments", "stats",
+                                        "gradient", "scratch", "scratch back", "late"};
+    for (Block& block : plan->blocks) {
+        std::vector<Buffer*> of_block = buffers_of(&block);
+        for (size_t k = 0; k < of_block.size(); k++)
+            if (of_block[k]->bytes) buffers.push_back({of_block[k], text("%s %s", block.name, NAMES[k])});
+    }
+    for (size_t i = 0; i < buffers.size(); i++) {
+        const Buffer& a = *buffers[i].first;
+        if (a.offset + a.bytes > plan->arena_bytes || a.first > a.last) return buffers[i].second;
+        for (size_t j = 0; j < i; j++) {
+            const Buffer& b = *buffers[j].first;
+            if (a.first <= b.last && b.first <= a.last && a.offset < b.offset + b.bytes &&
+                b.offset < a.offset + a.bytes)
+                return buffers[i].second + " and " + buffers[j].second;
+        }
+    }
+    return "";
+}
+static void test_plan() {
+    Plan plan = make_plan(default_config(), 32, true);
+    bool chained = true;
+    size_t offset = 0;
+    std::vector<std::string> names;
+    std::vector<Parameter> tensors = plan.tensors;
+    std::sort(tensors.begin(), tensors.end(),
+              [](const Parameter& a, const Parameter& b) { return a.offset < b.offset; });
+    for (const Parameter& t : tensors) {
+        chained &= t.offset == offset && t.count > 0 && t.size >= t.count;
+        offset += t.size;
+        names.push_back(t.name);
+    }
+    std::sort(names.begin(), names.end());
+    chained &= offset == plan.num_floats && std::unique(names.begin(), names.end()) == names.end();
+    report(plan.num_parameters == 20494211 && chained, "plan of the default model",
+           "%zu parameters in %zu tensors, without gaps, each name once", plan.num_parameters,
+           plan.tensors.size());
+
+    // Buffers in use at the same moment lie apart and within the arena; the check finds one that does not.
+    Config small = default_config(), wide = default_config();
+    small.image_size = 8, wide.image_size = 256;
+    for (const Config& config : {default_config(), small, wide})
+        for (bool training : {true, false}) {
+            Plan p = make_plan(config, 3, training);
+            std::string where = collision(&p);
+            report(where.empty(), "places of the buffers", "image size %d, %s: %s in the arena%s%s",
+                   config.image_size, training ? "training" : "drawing",
+                   human_bytes((double)p.arena_bytes).c_str(), where.empty() ? "" : "; ", where.c_str());
+            Block &last = p.blocks[p.blocks.size() - 1], &before = p.blocks[p.blocks.size() - 2];
+            last.out.offset = before.out.offset + before.out.bytes / 2;
+            report(!collision(&p).empty(), "a planted collision of buffers", "is found");
+        }
+}
+
+// Runs one step of many configurations at tiny sizes. take() stops the program where the scratch that the
+// plan counted does not suffice; poisoned arenas show that nothing is read before it is written.
+static void test_configurations() {
+    std::vector<Flags> list = {
+        {{"image_size", "4"}, {"channel_mult", "1"}},
+        {{"image_size", "8"}, {"channel_mult", "2,1"}},
+        {{"image_size", "8"}, {"channel_mult", "1,1,2"}, {"attention_resolutions", "8,4,2"}},
+        {{"image_size", "8"}, {"channel_mult", "1,3"}, {"attention_resolutions", "0"}},
+        {{"image_size", "12"}, {"channel_mult", "1,2"}, {"attention_resolutions", "6"}},
+        {{"image_size", "16"}, {"channel_mult", "1,1,1,1"}, {"num_res_blocks", "1"}},
+        {{"image_size", "8"}, {"channel_mult", "1,2"}, {"num_res_blocks", "3"}},
+        {{"image_size", "8"}, {"channel_mult", "4,1"}, {"norm_groups", "1"}},
+        {{"image_size", "8"},
+         {"channel_mult", "2,3"},
+         {"norm_groups", "32"},
+         {"num_head_channels", "96"},
+         {"attention_resolutions", "4"}},
+        {{"image_size", "6"}, {"channel_mult", "3,2"}, {"norm_groups", "16"}, {"num_head_channels", "1"}},
+        {{"num_channels", "64"}, {"image_size", "8"}, {"channel_mult", "0.5,1.5"}},
+    };
+    Dice dice{4};
+    for (int i = 0; i < 14; i++) {
+        static const char* const mults[] = {"1", "2", "1,2", "2,1", "1,1,2", "3,1,2", "1,2,3"};
+        static const char* const groups[] = {"1", "2", "4", "8", "16"};
+        static const char* const heads[] = {"4", "8", "16", "32"};
+        static const char* const sizes[] = {"4", "8", "12", "16"};
+        static const char* const attention[] = {"0", "16,8,4,2", "4", "8"};
+        list.push_back({{"image_size", sizes[dice.below(4)]},
+                        {"channel_mult", mults[dice.below(7)]},
+                        {"norm_groups", groups[dice.below(5)]},
+                        {"num_head_channels", heads[dice.below(4)]},
+                        {"attention_resolutions", attention[dice.below(4)]},
+                        {"num_res_blocks", text("%d", 1 + dice.below(3))}});
+        for (const char* option : {"resblock_updown", "conv_resample", "use_scale_shift_norm", "learn_sigma"})
+            list.back().push_back({option, text("%d", dice.below(2))});
+    }
+    set_threads(1);
+    int runs = 0, found[2] = {};
+    std::string bad;
+    for (size_t i = 0; i < list.size(); i++) {
+        Flags flags = with({{"num_channels", "32"},
+                            {"norm_groups", "8"},
+                            {"num_res_blocks", "1"},
+                            {"num_head_channels", "16"}},
+                           list[i]);
+        Config config = config_of(flags);
+        std::string described;
+        for (auto& [name, value] : list[i]) described += text(" --%s %s", name.c_str(), value.c_str());
+        std::string refused = refusal([&] { check_config(config); });
+        if (!refused.empty()) {
+            bad = described + ": " + refused;
+            continue;
+        }
+        int batch = 1 + (int)(i % 4), used = std::max(1, batch - 1);
+        Model exact = Model(), roomy = Model(), inference = Model();
+        build_model(&exact, config, used, true);
+        build_model(&roomy, config, batch, true);  // B may be less than the plan's batch
+        build_model(&inference, config, used, false);
+        std::vector<float> output[3], gradient[2];
+        Model* models[] = {&exact, &roomy, &inference};
+        for (int k = 0; k < 3; k++) {
+            Model* m = models[k];
+            perturbed_weights(m, 3);
+            random_batch(m, used, 4);
+            if (k) poison(m);
+            double loss = forward_loss(m, used);
+            output[k] = output_values(m, used);
+            if (!std::isfinite(loss)) bad = described + ": forward";
+            if (k == 2) continue;
+            memset(m->gradients, k ? 255 : 0,
+                   m->plan.num_floats * sizeof(float));  // what is there is overwritten
+            unet_backward(m, used, m->gradients);
+            gradient[k] = gradients_of(m);
+            double sum = 0;
+            for (float g : gradient[k]) sum += fabs(g);
+            if (!(sum > 0 && std::isfinite(sum))) bad = described + ": backward";
+        }
+        if (output[0] != output[1] || gradient[0] != gradient[1])
+            bad = described + ": poisoned memory or a larger plan changes the result";
+        if (output[0] != output[2]) bad = described + ": an inference plan changes the output";
+        // What the side stream reads late is still there; not so where the plan forgets that it does.
+        auto same_with = [&](SideStream when) {
+            poison(&exact);
+            backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
+            side_stream = when;
+            forward_loss(&exact, used);
+            unet_backward(&exact, used, exact.gradients);
+            side_stream = AT_ONCE;
+            return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
+        };
+        if (!same_with(LATE) || !same_with(ANY_TIME))
+            bad = described + ": a late side stream changes the result";
+        for (bool hidden : {true, false}) {  // first those of h alone, then also what comes late
+            for (Block& block : exact.plan.blocks) {
+                (hidden ? block.hidden : block.late).last -= !hidden || block.kind == BLOCK_RES;
+                for (Buffer* buffer : buffers_of(&block)) buffer->offset = 0;
+            }
+            place_buffers(&exact.plan);
+            found[hidden] += !same_with(LATE);
+        }
+        for (Model* m : models) *m = Model();
+        runs++;
+    }
+    report(bad.empty(), "configurations", "%d run forward and backward in poisoned memory%s", runs,
+           bad.empty() ? "" : (", but" + bad).c_str());
+    report(found[0] == runs && found[1] > runs / 3, "planted lifetimes",
+           "that end too early are found in %d of %d, those of h alone in %d", found[0], runs, found[1]);
+    set_threads(TEST_THREADS);
+}
+
+static void test_refusals() {
+    const struct {
+        Flags flags;
+        const char* says;
+    } list[] = {
+        {{{"num_channels", "48"}}, "multiple of 32"},
+        {{{"image_size", "36"}}, "halved"},
+        {{{"image_size", "64"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}, "halved"},
+        {{{"num_channels", "32"}}, "use 8"},
+        {{{"num_channels", "32"}, {"norm_groups", "5"}}, "must divide"},
+        {{{"norm_groups", "64"}}, "time embedding"},
+        {{{"num_head_channels", "40"}}, "--num_head_channels 40"},
+        {{{"attention_resolutions", "32"}, {"num_head_channels", "256"}}, "32x32"},
+        {{{"num_channels", "1024"}, {"channel_mult", "1,2,3,9"}}, "8192"},
+        {{{"image_size", "1024"}, {"attention_resolutions", "1024"}},
+         "attention"},  // more than a thread holds
+        {{{"image_size", "736"}, {"channel_mult", "1"}}, "attention"},
+        {{{"sample_steps", "1001"}}, "--diffusion_steps 1000"},
+        {{{"num_channels", "64.5"}}, "whole number"},
+        {{{"num_channels", "0"}}, "between"},
+        {{{"num_channels", "999999999999"}}, "between"},
+        {{{"lr", "fast"}}, "a number"},
+        {{{"lr", "nan"}}, "a number"},
+        {{{"lr", ""}}, "a number"},
+        {{{"lr", "1e-4x"}}, "a number"},
+        {{{"lr", "1e-60"}}, "(a float)"},
+        {{{"lr", "-1e-39"}}, "(a float)"},
+        {{{"lr", "1e60"}}, "between"},
+        {{{"ema_rate", "0.9,1e-40"}}, "(a float)"},
+        {{{"adam_eps", "0"}}, "between 1e-20"},
+        {{{"adam_eps", "1e-21"}}, "between 1e-20"},
+        {{{"diffusion_steps", "20"}}, "use 21 or more, or cosine"},
+        {{{"beta1", "1"}}, "between"},
+        {{{"seed", "-1"}}, "between"},
+        {{{"seed", "4294967296"}}, "between"},
+        {{{"channel_mult", "1,,2"}}, "a number"},
+        {{{"channel_mult", "0.1"}}, "between 0.125"},
+        {{{"channel_mult", "nan"}}, "between 0.125"},
+        {{{"channel_mult", "0.3"}}, "--num_channels 64 is no multiple of 32"},
+        {{{"channel_mult", "0.25,1"}}, "--num_channels 64 is no multiple of 32"},
+        {{{"num_heads_upsample", "2"}}, "without --num_heads"},
+        {{{"channel_mult", "0"}}, "between"},
+        {{{"channel_mult", ""}}, "a number"},
+        {{{"channel_mult", "1,1,1,1,1,1,1,1,1"}}, "at most 8"},
+        {{{"attention_resolutions", "16;8"}}, "whole number"},
+        {{{"predict", "x1"}}, "eps|v|x0"},
+        {{{"zero_terminal_snr", "1"}}, "--predict v or x0"},
+        {{{"offset_noise", "-0.1"}}, "between"},
+        {{{"noise_schedule", ""}}, "linear|cosine"},
+        {{{"flip", "maybe"}}, "0 or 1"},
+        {{{"ema_rate", "0.9,fast"}}, "a number"},
+        {{{"ema_rate", "1"}}, "between"},
+        {{{"ema_rate", "0.9,0,0.99"}}, "0 stands alone"},
+        {{{"ema_rate", "0.9,0.9,0.9,0.9,0.9"}}, "at most 4"},
+        {{{"ema_rate", "0.9,0.99"}, {"use_ema", "3"}}, "makes 2"},
+        {{{"use_ema", "5"}}, "between"},
+        {{{"final_lr_fraction", "1.5"}}, "between"},
+        {{{"skip_outliers", "-1"}}, "between"},
+        {{{"out_dir", std::string(5000, 'a')}}, "longer"},
+        {{{"preset", std::string(5000, 'a')}}, "longer"},
+        {{{"data_file", " a.bin"}}, "blank"},
+        {{{"data_file", "a.bin\t"}}, "blank"},
+        {{{"data_file", "\"a.bin\""}}, "quote"},
+    };
+    int refused = 0;
+    std::string bad;
+    for (auto& entry : list) {
+        std::string message = refusal([&] { check_config(config_of(entry.flags)); });
+        bool ok = is_sentence(message) && message.find(entry.says) != std::string::npos;
+        if (ok) refused++;
+        else
+            bad += text(" --%s %s: '%s'", entry.flags.back().first.c_str(),
+                        entry.flags.back().second.substr(0, 30).c_str(), message.c_str());
+    }
+    report(bad.empty(), "refusals", "%d configurations, each with one sentence%s", refused, bad.c_str());
+
+    bool good = true;  // and nothing that works is refused
+    for (const Flags& flags :
+         {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
+          Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}}, Flags{{"ema_rate", "0"}},
+          Flags{{"lr", "1.2e-38"}}, Flags{{"adam_eps", "1e-20"}}, Flags{{"diffusion_steps", "21"}},
+          Flags{{"num_samples", "0"}}, Flags{{"diffusion_steps", "2"}, {"noise_schedule", "cosine"}},
+          Flags{{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
+          Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
+        good &= refusal([&] { check_config(config_of(flags)); }).empty();
+    for (const Preset& preset : PRESETS) {
+        Config config = given_config(parse_flags({"--preset", preset.name}));
+        good &= refusal([&] { check_config(config); }).empty();
+    }
+    report(good, "presets", "and other sound configurations are let through");
+
+    // Random words as a command line: an answer or one sentence, and what is let through has a plan.
+    Dice dice{21};
+    int accepted = 0, rejected = 0;
+    std::string wrong;
+    static const char* const values[] = {"0",
+                                         "1",
+                                         "-1",
+                                         "8",
+                                         "32",
+                                         "64",
+                                         "1e9",
+                                         "1e-9",
+                                         "2147483648",
+                                         "x",
+                                         "",
+                                         "1,2",
+                                         "1,2,3,4",
+                                         ",",
+                                         "eps",
+                                         "v",
+                                         "nan",
+                                         "inf",
+                                         "--",
+                                         "0x10",
+                                         "cosine",
+                                         "999999999999999999999",
+                                         "1,1,1,1,1,1,1,1",
+                                         "4"};
+    for (int i = 0; i < 20000; i++) {
+        std::vector<std::string> words;
+        for (int k = 1 + dice.below(3); k > 0; k--) {
+            std::string flag = FLAGS[dice.below((uint32_t)std::size(FLAGS))].name;
+            if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
+            std::string value = values[dice.below(sizeof values / sizeof *values)];
+            if (dice.one_in(2)) words.push_back("--" + flag + "=" + value);
+            else words.push_back("--" + flag), words.push_back(value);
+        }
+        std::string message = refusal([&] {
+            Config config = given_config(parse_flags(words));
+            check_config(config);
+            Plan plan = make_plan(config, config.batch_size, true);
+            if (plan.blocks.empty() || !plan.num_parameters) fail("!! no plan");
+            make_sampler(config);
+        });
+        message.empty() ? accepted++ : rejected++;
+        std::string printable = message;  // what the user typed may be any bytes
+        for (char& c : printable) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
+        if (!message.empty() && !is_sentence(printable)) wrong = message;
+    }
+    report(wrong.empty() && accepted > 1000 && rejected > 1000, "random command lines",
+           "%d accepted, %d refused with one sentence each%s", accepted, rejected, wrong.c_str());
+}
+
+// ===========================================================================================================
+// 5  THREADS AND BATCHES
+// ===========================================================================================================
+
+static Dataset random_images(int count, int size, uint32_t seed) {
+    Dataset data;
+    data.count = count;
+    data.bytes.resize((size_t)count * 3 * size * size);
+    for (size_t i = 0; i < data.bytes.size(); i++) data.bytes[i] = random_word(seed, 1003, i, 0, 0) >> 24;
+    return data;
+}
+
+static void test_threads() {
+    std::vector<std::vector<float>> weights;
+    std::vector<double> losses;
+    const int counts[] = {1, 2, 3, 4};
+    for (int threads : counts) {
+        set_threads(threads);
+        Trainer t;
+        // large enough for every sum to be formed in several blocks
+        Config config = config_of(
+            with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
+        build_model(&t.model, config, config.batch_size, true);
+        perturbed_weights(&t.model, 1);
+        t.images = random_images(7, 16, 5);
+        prepare_steps(&t);
+        double sum = 0;
+        for (int step = 0; step < 3; step++) {
+            StepState result = train_step(&t);
+            sum += (double)result.loss + result.norm;
+        }
+        losses.push_back(sum);
+        weights.push_back(downloaded(t.model.master, t.model.plan.num_floats));
+        std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_floats);
+        weights.back().insert(weights.back().end(), ema.begin(), ema.end());
+    }
+    set_threads(TEST_THREADS);
+    bool same = std::isfinite(losses[0]);
+    for (size_t i = 1; i < weights.size(); i++)
+        same &= losses[i] == losses[0] &&
+                same_bits(weights[i].data(), weights[0].data(), weights[0].size() * sizeof(float));
+    report(same, "threads", "3 training steps with 1, 2, 3 and 4 threads give the same bits");
+}
+
+static void test_batches() {
+    const int B = 5;
+    Config config = config_of(toy_flags());
+    Model m = Model();
+    build_model(&m, config, B, true);
+    perturbed_weights(&m, 8);
+    size_t image = (size_t)PIXEL * 8 * 8, P = m.plan.num_floats;
+    std::vector<float> input = random_pixels(31, B * 64, 3), dout = random_pixels(32, B * 64, 3);
+    std::vector<int> timesteps = {0, 999, 17, 500, 250};
+    // images [first, first + n) forward and backward
+    auto run = [&](int first, int n) {
+        backend_upload(m.input, &input[first * image], n * image * sizeof(float));
+        backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
+        unet_forward(&m, n);
+        backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
+                       n * image * sizeof(float));
+        unet_backward(&m, n, m.gradients);
+        return output_values(&m, n);
+    };
+    std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
+    for (auto [first, n] : {std::pair<int, int>{0, 2}, {2, 1}, {3, 2}}) {
+        std::vector<float> part = run(first, n), more = gradients_of(&m);
+        parts.insert(parts.end(), part.begin(), part.end());
+        for (size_t i = 0; i < P; i++) sum[i] += more[i];
+    }
+    double outputs = error_of(parts, whole), gradients = error_of(sum, gradient);
+    report(outputs < 1e-6 && gradients < 2e-6, "micro-batches",
+           "2 + 1 + 2 images instead of 5: outputs differ by %.2g, sums of the gradients by %.2g", outputs,
+           gradients);
+    std::vector<float> changed = input;  // no image sees another
+    for (size_t i = 2 * image; i < 3 * image; i++) changed[i] += 1;
+    std::swap(input, changed);
+    std::vector<float> other = run(0, B);
+    bool apart = same_bits(&other[0], &whole[0], 2 * image * sizeof(float)) &&
+                 same_bits(&other[3 * image], &whole[3 * image], 2 * image * sizeof(float)) &&
+                 !same_bits(&other[2 * image], &whole[2 * image], image * sizeof(float));
+    report(apart, "images of a batch", "changing one leaves the others' outputs as they were, to the bit");
+}
+
+// Images drawn alone and in batches are the same, whatever their number.
+static void test_sampling() {
+    bool same = true;
+    double worst = 0;
+    for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
+                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
+        Config config = config_of(
+            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
+        std::vector<std::vector<float>> drawn;
+        size_t n = (size_t)PIXEL * 8 * 8;
+        for (int batch : {1, 3}) {
+            Model m = Model();
+            build_model(&m, config, batch, false);
+            perturbed_weights(&m, 2);
+            std::vector<float> pictures, one;
+            same &= sample(&m, &pictures, specs_of({100, 5, 102, 7}), false) &&
+                    sample(&m, &one, specs_of({102}), false);
+            double error =
+                error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
+            if (worsens(error, worst)) worst = error;
+            for (float value : pictures) same &= value >= -3 && value <= 3;
+            drawn.push_back(pictures);
+        }
+        double error = error_of(drawn[0], drawn[1]);
+        if (worsens(error, worst)) worst = error;
+        same &= !same_bits(&drawn[0][0], &drawn[0][n], n * sizeof(float));
+    }
+    report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from any seeds: %.2g apart", worst);
+}
+
+// ===========================================================================================================
+// 6  AGAINST PYTORCH AND NUMPY
+// ===========================================================================================================
+
+// A buffer that a layer is to overwrite: NaN where it does not.
+static std::vector<float> blank(size_t n) { return std::vector<float>(n, NAN); }
+static float* pointer(std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
+
+// A view of some floats; none of an empty vector.
+static Tensor tensor_of(std::vector<float>& values, int B, int H, int W, int C) {
+    return {pointer(values), B, H, W, C};
+}
+
+static void linear_case(const Case& c, Verdict* v) {
+    int M = c.arg(0), C = c.arg(1), C2 = c.arg(2), O = c.arg(3);
+    bool accumulate = c.arg(4), wants_dx = c.has("dx");
+    std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = blank(w.size()),
+                       db = blank(b.size()), out = blank((size_t)M * O),
+                       dx = accumulate ? c.floats("dx0") : blank((size_t)M * C),
+                       dx2 = accumulate ? c.floats("dx20") : blank((size_t)M * C2);
+    Concat joined = {tensor_of(x, M, 1, 1, C), tensor_of(x2, M, 1, 1, C2)},
+           gradient = {tensor_of(dx, M, 1, 1, C), tensor_of(dx2, M, 1, 1, C2)};
+    Tensor upstream = tensor_of(dout, M, 1, 1, O);
+    Linear layer = {w.data(), b.data(), dw.data(), db.data()};
+    conv1x1_forward(tensor_of(out, M, 1, 1, O), joined, layer, {.residual = tensor_of(residual, M, 1, 1, O)});
+    conv1x1_backward_weight(layer, upstream, joined);
+    if (wants_dx) conv1x1_backward_input(gradient, upstream, layer, {.accumulate = accumulate});
+    v->compare("out", out, c.at("out"));
+    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
+    if (wants_dx) v->compare("dx", dx, c.at("dx"));
+    if (wants_dx && C2) v->compare("dx2", dx2, c.at("dx2"));
+}
+
+static void conv_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), H = c.arg(1), W = c.arg(2), C = c.arg(3), O = c.arg(4);
+    bool in_place = c.arg(5), wants_dx = c.has("dx"), wants_demb = c.has("demb");
+    std::vector<float> x = c.floats("x"), w = c.floats("w"), b = c.floats("b"), emb = c.floats("emb"),
+                       residual = c.floats("residual"), dout = c.floats("dout"), dw = blank(w.size()),
+                       db = blank(b.size()), out = in_place ? residual : blank((size_t)B * H * W * O),
+                       dx = blank((size_t)B * H * W * C), demb = blank((size_t)B * O);
+    Conv layer = {w.data(), b.data(), dw.data(), db.data()};
+    Tensor input = tensor_of(x, B, H, W, C), output = tensor_of(out, B, H, W, O),
+           upstream = tensor_of(dout, B, H, W, O);
+    conv3x3_forward(
+        output, input, layer,
+        {.emb = {pointer(emb), O}, .residual = in_place ? output : tensor_of(residual, B, H, W, O)});
+    conv3x3_backward_weight(layer, upstream, input, {wants_demb ? demb.data() : nullptr, O});
+    if (wants_dx) conv3x3_backward_input(tensor_of(dx, B, H, W, C), upstream, layer);
+    v->compare("out", out, c.at("out"));
+    v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db"));
+    if (wants_dx) v->compare("dx", dx, c.at("dx"));
+    if (wants_demb) v->compare("demb", demb, c.at("demb"));
+}
+
+static void norm_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), T = c.arg(1), C = c.arg(2), C2 = c.arg(3), G = c.arg(4);
+    bool silu = c.arg(5), accumulate = c.arg(6);
+    std::vector<float> x = c.floats("x"), x2 = c.floats("x2"), w = c.floats("w"), b = c.floats("b"),
+                       dout = c.floats("dout"), dresidual = c.floats("dresidual"),
+                       out = blank((size_t)B * T * (C + C2));
+    std::vector<NormSums> sums((size_t)B * norm_tiles(T) * (C + C2), {NAN, NAN});
+    std::vector<Moments> moments(sums.size(), {NAN, NAN}), moments2 = moments;
+    std::vector<GroupStatistics> statistics((size_t)B * (C + C2), {NAN, NAN});
+    std::vector<ScaleShift> half_scale_shift(statistics.size(), {NAN, NAN});
+    Norm norm = {.x = {tensor_of(x, B, 1, T, C), tensor_of(x2, B, 1, T, C2)}, .groups = G, .silu = silu};
+    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
+    norm.w = w.data(), norm.bias = b.data();
+    norm.statistics = statistics.data(), norm.half_scale_shift = half_scale_shift.data();
+    norm.sums = sums.data();
+    channel_moments(norm.x.first), channel_moments(norm.x.second);
+    groupnorm_forward(tensor_of(out, B, 1, T, C + C2), norm);
+    v->compare("out", out, c.at("out"));
+    auto column = [](const auto& of, auto member) {
+        std::vector<float> values;
+        for (const auto& pair : of) values.push_back(pair.*member);
+        return values;
+    };
+    v->compare("mean", column(statistics, &GroupStatistics::mean), c.at("mean"));
+    v->compare("rstd", column(statistics, &GroupStatistics::rstd), c.at("rstd"));
+    v->compare("scale", column(half_scale_shift, &ScaleShift::scale), c.at("scale"));
+    v->compare("shift", column(half_scale_shift, &ScaleShift::shift), c.at("shift"));
+    for (bool over_dy : {false, true}) {  // where what was normed is written again
+        std::vector<float> dw = blank(w.size()), db = blank(b.size()), dy = blank(out.size()), apart = dy,
+                           dx = accumulate ? c.floats("dx0") : blank((size_t)B * T * C),
+                           dx2 = accumulate ? c.floats("dx20") : blank((size_t)B * T * C2),
+                           &normed = over_dy ? dy : apart;
+        Tensor gradient = tensor_of(dy, B, 1, T, C + C2);
+        norm.dw = dw.data(), norm.dbias = db.data();
+        groupnorm_backward_sums(gradient, tensor_of(dout, B, 1, T, C + C2), norm);
+        groupnorm_backward({tensor_of(dx, B, 1, T, C), tensor_of(dx2, B, 1, T, C2)},
+                           tensor_of(normed, B, 1, T, C + C2), gradient, norm,
+                           {.residual = tensor_of(dresidual, B, 1, T, C), .accumulate = accumulate});
+        v->compare("made again", normed, c.at("out"));
+        v->compare("dw", dw, c.at("dw")), v->compare("db", db, c.at("db")), v->compare("dx", dx, c.at("dx"));
+        if (C2) v->compare("dx2", dx2, c.at("dx2"));
+    }
+}
+
+static void attention_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), T = c.arg(1), C = c.arg(2), heads = c.arg(3);
+    std::vector<float> qkv = c.floats("qkv"), dout = c.floats("dout"), out = blank((size_t)B * T * C),
+                       lse = blank((size_t)B * heads * T), dqkv = blank((size_t)B * T * 3 * C);
+    Tensor input = tensor_of(qkv, B, 1, T, 3 * C), output = tensor_of(out, B, 1, T, C);
+    attention_forward(output, lse.data(), input, heads);
+    attention_backward(tensor_of(dqkv, B, 1, T, 3 * C), tensor_of(dout, B, 1, T, C), output, lse.data(),
+                       input, heads);
+    v->compare("out", out, c.at("out")), v->compare("lse", lse, c.at("lse"));
+    double scale = largest_of(c.at("dqkv"));
+    for (int third = 0; third < 3; third++) {
+        std::vector<double> r = columns_of(c.at("dqkv"), 3 * C, third * C, C);
+        std::vector<float> a = columns_of(dqkv, 3 * C, third * C, C);
+        std::string name = std::string("d") + "qkv"[third];
+        if (largest_of(r) < 1e-12 * scale)  // with one pixel the softmax is 1 whatever q and k are
+            v->compare_zero(name, a, scale);
+        else v->compare(name, a, r);
+    }
+}
+
+static void resample_case(const Case& c, Verdict* v) {
+    int B = c.arg(0), H = c.arg(1), W = c.arg(2), C = c.arg(3);
+    bool accumulate = c.arg(4);
+    std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(c.at("out").size()),
+                       dx = accumulate ? c.floats("dx0") : blank(x.size());
+    Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
+    if (c.is("upsample")) {
+        Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
+        upsample_forward(to, from);
+        upsample_backward(gradient, upstream, accumulate);
+    } else {
+        Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
+        downsample_forward(to, from);
+        downsample_backward(gradient, upstream, accumulate);
+    }
+    v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
+}
+
+static void pointwise_case(const Case& c, Verdict* v) {
+    if (c.is("embedding")) {
+        std::vector<int> t(c.at("t").begin(), c.at("t").end());
+        std::vector<float> out = blank(t.size() * c.arg(0));
+        Tensor sinusoids = tensor_of(out, (int)t.size(), 1, 1, c.arg(0));
+        cpu::run(TimestepEmbedding<float>{.out = sinusoids, .timesteps = t.data(), .max_period = c.arg(1)});
+        v->compare("out", out, c.at("out"));
+        return;
+    }
+    std::vector<float> x = c.floats("x"), dout = c.floats("dout"), out = blank(x.size()), dx = out;
+    if (c.is("silu")) {
+        auto row = [](std::vector<float>& values) { return tensor_of(values, 1, 1, 1, (int)values.size()); };
+        cpu::run(SiluForward<float>{.out = row(out), .x = row(x)});
+        cpu::run(SiluBackward<float>{.dx = row(dx), .dout = row(dout), .x = row(x)});
+        v->compare("out", out, c.at("out"));
+    } else {  // mse; args: B, elements of a sample, timesteps
+        int B = c.arg(0), n = c.arg(1), T = c.arg(2);
+        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n / PIXEL)),
+                           no_norm = {0};
+        std::vector<int> t(c.at("t").begin(), c.at("t").end());
+        std::vector<Timestep> chain;
+        for (float weight : c.floats("weights")) {
+            chain.push_back({});
+            chain.back().weight = weight;
+        }
+        BatchLoss loss = {losses.data(), t.data(), chain.data(), B, n / PIXEL, PIXEL, T};
+        cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
+        StepState state = StepState();
+        cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
+        v->compare("loss", {state.loss}, c.at("loss"));
+        const float* sums = state.quartile_sums;
+        v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
+        for (int q = 0; q < 4; q++)
+            v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
+        std::vector<float> only = blank(losses.size());
+        loss.parts = only.data();
+        for (int b = 0; b < B; b++)  // a sample at a time
+            cpu::run(
+                PredictionLoss<float>{loss, b, 1, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
+        v->note("loss without gradient", only == losses ? 0 : INFINITY);
+    }
+    v->compare("dx", dx, c.at("dx"));
+}
+
+static void test_layers(const char* path) {
+    const struct {
+        const char* kind;
+        void (*run)(const Case&, Verdict*);
+    } kinds[] = {{"embedding", pointwise_case}, {"silu", pointwise_case},    {"mse", pointwise_case},
+                 {"linear", linear_case},       {"conv3x3", conv_case},      {"groupnorm", norm_case},
+                 {"attention", attention_case}, {"upsample", resample_case}, {"downsample", resample_case}};
+    for (const Case& c : read_cases(path)) {
+        Verdict verdict(1e-5);
+        running = c.name;
+        for (auto& kind : kinds)
+            if (c.is(kind.kind)) kind.run(c, &verdict);
+        verdict.line(c.name);
+    }
+}
+
+// Output, loss and gradients of the model in `weights`, a file of train_unet.py's debug_state beside it.
+static void test_model(const char* weights, const char* state) {
+    WeightsFile file = open_weights(weights);
+    Case c = read_cases(state).at(0);
+    for (Case& other : read_cases(state)) c.tensors[other.name] = other.tensors.begin()->second;
+    int B = (int)c.at("t").size(), H = file.config.image_size;
+    size_t n = (size_t)B * H * H * PIXEL;
+    Model m = Model();
+    build_model(&m, file.config, B, true);
+    read_parameters(m, m.master, file, "weights");
+    start_from_master(&m);
+    poison(&m);
+    auto interleaved = [&](const std::string& what) {  // (B, C, H, W) -> (B, H, W, PIXEL)
+        std::vector<double> to(n);
+        const std::vector<double>& from = c.at(what);
+        int C = (int)(from.size() / B / H / H);  // with --learn_sigma twice as many come out
+        for (size_t i = 0; i < from.size(); i++)
+            to[(i / (C * H * H) * H * H + i % (H * H)) * PIXEL + i / (H * H) % C] = from[i];
+        return to;
+    };
+    std::vector<double> x = interleaved("x"), target = interleaved("target");
+    std::vector<float> input(x.begin(), x.end()), wanted(target.begin(), target.end());
+    std::vector<int> t(c.at("t").begin(), c.at("t").end());
+    backend_upload(m.input, input.data(), n * sizeof(float));
+    backend_upload(m.target, wanted.data(), n * sizeof(float));
+    backend_upload(m.timesteps, t.data(), B * sizeof(int));
+    std::vector<float> x0(c.at("x0").begin(), c.at("x0").end());
+    backend_upload(m.images, x0.data(), x0.size() * sizeof(float));
+    if (m.labels) {
+        std::vector<int> labels(c.at("y").begin(), c.at("y").end());
+        backend_upload(m.labels, labels.data(), B * sizeof(int));
+    }
+    double loss = forward_loss(&m, B);
+    backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
+    unet_backward(&m, B, m.gradients);
+
+    Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
+    output.compare("out", output_values(&m, B), interleaved("out"));
+    output.line("output");
+    scalar.note("loss", fabs(loss / c.at("loss")[0] - 1));
+    scalar.line("loss");
+    std::vector<float> flat = gradients_of(&m);
+    double largest = 0;
+    size_t stored = 0;
+    for (const Parameter& tensor : m.plan.tensors)
+        largest = std::max(largest, largest_of(c.at("grad." + tensor.name)));
+    for (const Parameter& tensor : m.plan.tensors) {
+        std::string name = tensor.name;
+        const std::vector<double>& r = c.at("grad." + name);
+        std::vector<float> a = reordered({&flat[tensor.offset], tensor.size}, tensor, false);
+        stored += r.size();
+        bool is_qkv = name.find(".qkv.") != std::string::npos;
+        for (int third = 0; third < (is_qkv ? 3 : 1); third++) {
+            size_t part = is_qkv ? r.size() / 3 : r.size(), first = third * part;
+            if (r.size() != tensor.count) {
+                gradient.note(name + ", whose length is wrong", INFINITY);
+                continue;
+            }
+            std::vector<double> expected(r.begin() + first, r.begin() + first + part);
+            std::vector<float> got(a.begin() + first, a.begin() + first + part);
+            std::string what = is_qkv ? name + " " + "qkv"[third] : name;
+            // adding the same to every key changes no softmax
+            if (is_qkv && third == 1 && tensor.shape.size() == 1) gradient.compare_zero(what, got, largest);
+            else gradient.compare(what, got, expected);
+        }
+    }
+    gradient.line("gradients, one by one");
+    report(stored == m.plan.num_parameters, "every parameter", "%zu of %zu have a reference", stored,
+           m.plan.num_parameters);
+}
+
+// Networks that are formulas of x and of how much of the picture and of the noise there is in it, alpha and
+// sigma, and that predict the picture. This one takes x for noise on a picture 1.6 tanh(x + t / 2T).
+static std::vector<double> made_up_x0(const std::vector<float>& x, double t, double T) {
+    std::vector<double> x0;
+    for (float value : x) x0.push_back(1.6 * tanh(value + t / T / 2));
+    return x0;
+}
+
+// The ideal denoiser of a few pictures: the mean of them all, each weighed by how likely x comes of it. x (B, P,
+// PIXEL), pictures (n, 3, P).
+static std::vector<double> ideal_x0(const std::vector<float>& x, double alpha, double sigma, int B,
+                                    const std::vector<double>& pictures) {
+    int P = (int)x.size() / B / PIXEL, elements = 3 * P, n = (int)pictures.size() / elements;
+    std::vector<double> x0(x.size());
+    auto place = [&](int b, int e) { return ((size_t)b * P + e % P) * PIXEL + e / P; };
+    for (int b = 0; b < B; b++) {
+        std::vector<double> weights;
+        for (int i = 0; i < n; i++) {
+            double squares = 0;
+            for (int e = 0; e < elements; e++)
+                squares += pow(x[place(b, e)] - alpha * pictures[(size_t)i * elements + e], 2);
+            weights.push_back(-squares / (2 * sigma * sigma));
+        }
+        double most = std::ranges::max(weights), sum = 0;
+        for (double& weight : weights) sum += weight = exp(weight - most);
+        for (int i = 0; i < n; i++)
+            for (int e = 0; e < elements; e++)
+                x0[place(b, e)] += weights[i] / sum * pictures[(size_t)i * elements + e];
+    }
+    return x0;
+}
+
+static void twin_case(const Case& c, Verdict* v) {
+    size_t n = c.at("values").size();
+    const std::vector<double>& values = c.at("values");
+    double wrong = 0;
+    auto differ = [&](double ours, double theirs) { wrong += !(ours == theirs); };
+    if (c.is("words")) {  // args: seed, stream, sample, step
+        for (size_t e = 0; e < n; e++)
+            differ((int32_t)random_word(c.word(0), c.word(1), (uint32_t)e, c.word(2), c.word(3)), values[e]);
+    } else if (c.is("normals")) {
+        for (size_t e = 0; e < n; e++) {
+            float four[4];
+            random_normals(four, c.word(0), c.word(1), (uint32_t)e / 4, c.word(2), c.word(3));
+            wrong += !(fabs(four[e % 4] - values[e]) < 2e-6);
+        }
+    } else if (c.is("timesteps")) {  // args: seed, stream, step, T
+        for (size_t b = 0; b < n; b++)
+            differ(random_below(c.arg(3), c.word(0), c.word(1), 0, (uint32_t)b, c.word(2)), values[b]);
+    } else if (c.is("permutation")) {  // args: seed, epoch
+        std::vector<int> order(n);
+        random_permutation(order.data(), (int)n, c.word(0), c.word(1));
+        for (size_t i = 0; i < n; i++) differ(order[i], values[i]);
+    } else if (c.is("batches")) {  // args: seed, images
+        Orders orders(c.arg(1), (int)(n / c.arg(1)) + 1, c.word(0));
+        for (size_t i = 0; i < n; i++) differ(orders.at(i), values[i]);
+    } else if (c.is("abar")) {  // args: T, schedule, zero terminal SNR
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        config.zero_terminal_snr = c.arg(2);
+        std::vector<NoiseLevel> schedule = make_schedule(config);
+        for (size_t t = 0; t < n; t++) {
+            double abar = pow(schedule.at(t).alpha, 2), rest = pow(schedule.at(t).sigma, 2);
+            v->note(text("t = %zu", t), values[t] ? fabs(abar / values[t] - 1) : abar);
+            v->note(text("t = %zu, sigma", t), fabs(rest - (1 - values[t])));
+        }
+        wrong = schedule.size() != n;
+    } else if (c.is("weights")) {  // args: T, schedule, predict; reals: gamma
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        config.predict = c.arg(2), config.min_snr_gamma = (float)c.at("reals")[0];
+        std::vector<Timestep> chain = make_timesteps(config);
+        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(chain.at(t).weight / values[t] - 1));
+    } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);
+        config.sampler = c.arg(3), config.sample_steps = c.arg(4);
+        std::vector<SamplerStep> steps = make_sampler(config);
+        steps.erase(steps.begin());  // the start, which calls no network
+        wrong = steps.size() * 6 != n;
+        for (size_t i = 0; i < steps.size() && !wrong; i++) {
+            const SamplerStep& s = steps[i];
+            const double* r = &values[6 * i];
+            differ(s.timestep, r[0]);
+            const float ours[] = {s.x0_from_x, s.x0_from_out, s.update.x0, s.update.x, s.update.noise};
+            for (int k = 0; k < 5; k++)
+                v->note(text("step %zu, number %d", i, k),
+                        fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
+        }
+    } else if (c.is("chain")) {
+        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, spacing, two seeds; reals:
+        // eta; values (2, 3, H, H): what is drawn by a made-up network, or an ideal one of `pictures`
+        Config config = default_config();
+        config.predict = c.arg(0), config.noise_schedule = c.arg(1), config.zero_terminal_snr = c.arg(2);
+        config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
+        config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
+        int B = 2, H = c.arg(7), image = PIXEL * H * H;
+        std::vector<NoiseLevel> schedule = make_schedule(config);
+        config.spacing = c.arg(8);
+        std::vector<SampleSpec> begins = specs_of({c.word(9), c.word(10)});
+        std::vector<float> x(B * image), input(x), out(x), saved(x);
+        SamplerState state = {};
+        SampleBatch<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
+                                      .out = out.data(),
+                                      .channels = 3,
+                                      .clamps = config.threshold == THRESHOLD_CLAMP,
+                                      .guidance = 1,
+                                      .x = x.data(),
+                                      .saved = saved.data(),
+                                      .specs = begins.data(),
+                                      .state = &state};
+        for (const SamplerStep& s : make_sampler(config)) {
+            int t = std::max(0, s.timestep);  // the start tells none
+            auto [a, b] = schedule[t];
+            std::vector<double> x0 = c.has("pictures") ? ideal_x0(input, a, b, B, c.at("pictures"))
+                                                       : made_up_x0(input, t, config.diffusion_steps);
+            for (size_t i = 0; i < x.size(); i++) {
+                double eps = (input[i] - a * x0[i]) / b;
+                out[i] = (float)(config.predict == PREDICT_EPS ? eps
+                                 : config.predict == PREDICT_V ? a * eps - b * x0[i]
+                                                               : x0[i]);
+            }
+            state.step = s;
+            cpu::run(UpdateSamples<float>{drawing});
+        }
+        wrong = n != (size_t)B * 3 * H * H;
+        for (size_t i = 0; i < n && !wrong; i++) {
+            size_t b = i / (3 * H * H), channel = i / (H * H) % 3, pixel = i % (H * H);
+            v->note(text("value %zu", i), fabs(x[b * image + pixel * PIXEL + channel] - values[i]));
+        }
+    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped; reals: lr, last fraction, rates
+        const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
+        Config config = default_config();
+        config.optimiser.lr_schedule = c.arg(0), config.optimiser.warmup_steps = c.arg(1),
+        config.optimiser.lr_steps = c.arg(2);
+        config.optimiser.lr = (float)reals[0], config.optimiser.final_lr_fraction = (float)reals[1];
+        config.optimiser.ema_rate[0] = (float)reals[2], config.optimiser.ema_rate[1] = (float)reals[3];
+        for (size_t i = 0; i < c.at("at").size(); i++) {
+            double s = c.at("at")[i];
+            AdamW a = adamw_at(config.optimiser, (long)s, (long)s - c.arg(3));
+            v->note(text("lr at %g", s), fabs(a.lr - values[3 * i]) / (double)config.optimiser.lr);
+            for (int k = 0; k < 2; k++)
+                v->note(text("ema %d at %g", k + 1, s), fabs(a.ema_weight[k] / values[3 * i + 1 + k] - 1));
+        }
+    } else {
+        wrong = 1;
+    }
+    v->note(wrong ? text("%g values are wrong", wrong) : "integers", wrong ? INFINITY : 0);
+}
+
+static void test_reference(const char* path) {
+    for (const Case& c : read_cases(path)) {
+        Verdict verdict(c.is("abar") ? 1e-10 : c.is("chain") ? 5e-5 : 2e-6);  // chain: hundreds of steps
+        running = c.name;
+        twin_case(c, &verdict);
+        verdict.line(c.name);
+    }
+}
+
+// Files are read to the same floats in NumPy, bit for bit, upright and mirrored.
+static void test_images(const char* path, int size, const char* expected) {
+    Case c = read_cases(expected).at(0);
+    Config config = {};
+    config.image_size = size, config.in_channels = 3;
+    Dataset data = read_images(path, config);
+    const std::vector<double>&upright = c.at("upright"), &mirrored = c.at("mirrored");
+    size_t elements = (size_t)3 * size * size, wrong = 0;
+    std::vector<float> image(elements);
+    BatchSource source = BatchSource();
+    source.bytes = data.bytes.empty() ? nullptr : data.bytes.data(), source.floats = data.floats.data();
+    source.batch = 1, source.size = size, source.channels = 3;
+    bool ok = upright.size() == data.count * elements && mirrored.size() == upright.size();
+    for (int i = 0; ok && i < data.count; i++)
+        for (bool flipped : {false, true}) {
+            int chosen = flipped ? -1 - i : i;
+            cpu::run(LoadImages{.images = image.data(), .sources = &chosen, .source = source, .B = 1});
+            for (size_t e = 0; e < elements; e++)
+                wrong += !(image[e] == (flipped ? mirrored : upright)[i * elements + e]);
+        }
+    report(ok && !wrong, c.name, "%d images of %dx%d, %zu values differ", data.count, size, size, wrong);
+}
+
+static void test_same_weights(const char* first, const char* second) {
+    WeightsFile a = open_weights(first), b = open_weights(second);
+    Model one = plan_model(a.config, 1, false), two = plan_model(b.config, 1, false);
+    const Plan &plan = one.plan, &other = two.plan;
+    std::vector<float> x(plan.num_floats), y(other.num_floats);
+    read_parameters(one, x.data(), a, "weights"), read_parameters(two, y.data(), b, "weights");
+    bool named = plan.tensors.size() == other.tensors.size();
+    for (size_t i = 0; named && i < plan.tensors.size(); i++)
+        named = plan.tensors[i].name == other.tensors[i].name;
+    bool model = true;
+    for (const Flag& flag : FLAGS)
+        if (flag.group == MODEL) model &= flag_text(a.config, flag) == flag_text(b.config, flag);
+    report(named && model && x.size() == y.size() && same_bits(x.data(), y.data(), x.size() * sizeof(float)),
+           "same weights", "%zu parameters of %s and %s", x.size(), first, second);
+}
+
+// ===========================================================================================================
+// 7  MAIN
+// ===========================================================================================================
+
+static const struct {
+    const char* name;
+    void (*run)();
+} TESTS[] = {{"measure", test_error_measure},
+             {"random", test_random},
+             {"checksum", test_checksum},
+             {"matmul", test_matmul},
+             {"plain layers", test_plain_layers},
+             {"differences", test_finite_differences},
+             {"plan", test_plan},
+             {"plan configurations", test_configurations},
+             {"plan refusals", test_refusals},
+             {"threads", test_threads},
+             {"batches", test_batches},
+             {"microbatch", [] { test_microbatch(1e-5); }},
+             {"sampling", test_sampling}};
+
+static int run_tests(int argc, char** argv) {
+    std::string mode = argc > 1 ? argv[1] : "";
+    auto argument = [&](int i) { return argc > i ? argv[i] : (char*)"(no file named)"; };
+    begin_tests();
+
+    if (mode == "--layers") {
+        test_layers(argument(2));
+    } else if (mode == "--model") {
+        test_model(argument(2), argument(3));
+    } else if (mode == "--reference") {
+        test_reference(argument(2));
+    } else if (mode == "--images") {
+        test_images(argument(2), atoi(argument(3)), argument(4));
+    } else if (mode == "--same") {
+        test_same_weights(argument(2), argument(3));
+    } else if (mode == "" || mode == "--only") {
+        std::string wanted = mode == "--only" ? argument(2) : "";
+        if (argc > 3 || (argc == 2 && mode == "--only")) fail_usage("usage: network [--only NAME]");
+        for (auto& test : TESTS) {
+            if (!strstr(test.name, wanted.c_str())) continue;
+            running = test.name;
+            test.run();
+        }
+        if (!passed && !failed) fail_usage("network --only: no test's name contains %s", wanted.c_str());
+    } else {
+        fail_usage("network knows no %s; the first lines of network.cu tell what it knows", mode.c_str());
+    }
+    return summary();
+}
+
+int main(int argc, char** argv) {
+    return guarded([&] { return run_tests(argc, argv); });
+}
