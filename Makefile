@@ -172,22 +172,27 @@ side_by_side = $(MAKE) -j $$(nproc) --output-sync=target --no-print-directory
 all_archs:
 	@+$(if $(NVCC),$(side_by_side) $(TRAIN_OBJECTS) $(TEST_OBJECTS) $(LADDER_OBJECTS) $(PROFILE_OBJECTS) $(OPS_OBJECTS) $(DIT_OBJECTS) $(DIT_TEST_OBJECTS) $(BUILD)/one_gpu_nccl.so,echo "no nvcc: the CUDA build is not compiled")
 
-# ---- the ladders of dev/: a program each, and all in one for the tests --------------------------------------
+# ---- the ladders of dev/: each alone, each with the program, and all in one for the tests -------------------
 
 # A ladder is a .cu with a .py of the same name.
 LADDERS := $(filter $(patsubst dev/%.cu,%,$(wildcard dev/*.cu)),$(patsubst dev/%.py,%,$(wildcard dev/*.py)))
-# What a ladder includes is the whole program, of which it uses a part; attention's first versions call cuBLAS.
+# Alone a ladder compiles in seconds. dev/X_program also has the program's version of X, and includes all of the program,
+# of which it uses a part; the ladders of the two blocks always do. Some first versions call cuBLAS.
 ifeq ($(DEVICE),cuda)
-build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $< -o $@ -lcublas
+build_ladder = $(NVCC) $(call nvcctestflags,$(GPU_ARCH),$(PRECISION)) $(1) $< -o $@ -lcublas
 else
 build_ladder = $(for_cpu) $(if $(call compiles,int main() {},-fopenmp),-fopenmp)
 endif
-$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(wildcard dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
-	$(build_ladder)
-$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
-	$(build_ladder)
+LADDER_SOURCES := $(wildcard dev/*.h) dev/bench/work.h
+$(addprefix dev/,$(LADDERS)): dev/%: dev/%.cu $(LADDER_SOURCES) $(BUILD)/settings | report
+	$(call build_ladder)
+dev/resblock dev/attention_block: dev/dit/gelu.h $(PROGRAM_SOURCES)
+$(LADDERS:%=dev/%_program): dev/%_program: dev/%.cu $(LADDER_SOURCES) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings | report
+	$(call build_ladder,-DPROGRAM)
+$(BUILD)/ladders: dev/all.cu $(wildcard dev/*.cu) $(LADDER_SOURCES) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+	$(call build_ladder)
 LADDER_OBJECTS := $(BUILD)/ladders_80_bf16.o $(BUILD)/ladders_90_bf16.o $(BUILD)/ladders_80_fp32.o
-$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu dev/*.h) dev/bench/work.h dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
+$(LADDER_OBJECTS): $(BUILD)/ladders_%.o: dev/all.cu $(wildcard dev/*.cu) $(LADDER_SOURCES) dev/dit/gelu.h $(PROGRAM_SOURCES) $(BUILD)/settings
 	$(call object,nvcctestflags)
 # PyTorch's numbers; on a GPU its times too.
 $(BUILD)/dev/%.bin: dev/%.py dev/common.py dev/blocks.py | python
@@ -291,4 +296,4 @@ check_toc:
 	@python3 dev/bench/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin
+	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) $(LADDERS:%=%_program) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin

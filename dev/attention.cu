@@ -3,8 +3,8 @@
 //   make attention && ./attention        every version: against PyTorch, then timed
 //   ./attention 2                        version 2 alone
 //
-//   0  the program's CPU function: the specification; without a GPU this is version 3, behind
-//      1  CPU: the definition, query by query
+//   0  CPU: the definition, query by query; and the program's function there. Without a GPU these are versions 1 and 3,
+//      and between them is
 //      2  CPU: a block of keys for all queries, online softmax
 //   1  fp32: heads copied apart, batched products by cuBLAS, softmax kernels, heads copied together
 //   2  fp32: heads read where they lie; row maxima and sums in the blocks of the first product, normalisation
@@ -36,80 +36,86 @@ static AttentionShape attention_shape(const Problem& p) {
     return {p.dim("B"), p.dim("T"), p.dim("heads") * p.dim("d"), p.dim("heads"), p.dim("d")};
 }
 
-// ---- 0 ----------------------------------------------------------------------------------------------------
+// ---- 0, on a CPU 1: the definition, query by query ----------------------------------------------------------
 
-static void attention_forward0(Problem& p) {
-    cpu::attention_forward(p.tensor_out<float>("out"), p.out<float>("lse"), p.tensor_in<float>("qkv"),
-                           p.dim("heads"));
-}
-static void attention_backward0(Problem& p) {
-    cpu::attention_backward(p.tensor_out<float>("dqkv"), p.tensor_in<float>("dout"),
-                            p.tensor_in<float>("out"), p.in<float>("lse"), p.tensor_in<float>("qkv"),
-                            p.dim("heads"));
-}
-
-#ifndef __CUDACC__
-// ---- 1 on a CPU: the definition, query by query -----------------------------------------------------------
-
-static float attention_dot1(const float* a, const float* b, int d) {
+static float attention_dot0(const float* a, const float* b, int d) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int c = 0; c < d; c++) sum += a[c] * b[c];
     return sum;
 }
-static void attention_add1(float* to, float factor, const float* from, int d) {
-    SIMD_FOR (int c = 0; c < d; c++) to[c] += factor * from[c];
+static void attention_add0(float* to, float factor, const float* from, int d) {
+#pragma omp simd
+    for (int c = 0; c < d; c++) to[c] += factor * from[c];
 }
 // q, k and v of a head, or one of the three, become zero.
-static void attention_clear1(float* rows, int parts, const AttentionShape& s) {
+static void attention_clear0(float* rows, int parts, const AttentionShape& s) {
     for (int i = 0; i < parts * s.T; i++) std::fill_n(rows + (size_t)i * s.C, s.d, 0.0f);
 }
-static void attention_forward1(Problem& p) {
+static void attention_forward0(Problem& p) {
     AttentionShape s = attention_shape(p);
     float *out = p.out<float>("out"), *lse = p.out<float>("lse"), scale = 1 / sqrtf((float)s.d);
     const float* qkv = p.in<float>("qkv");
-    cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
-        float* scores = cpu::thread_floats();  // (T)
+#pragma omp parallel for
+    for (int i = 0; i < s.B * s.heads; i++) {
+        int b = i / s.heads, head = i % s.heads;
+        std::vector<float> scores(s.T);
         const float *q = qkv + (size_t)b * s.T * 3 * s.C + head * s.d, *k = q + s.C, *v = k + s.C;
         for (int t = 0; t < s.T; t++, q += 3 * s.C) {
             float* row = out + ((size_t)b * s.T + t) * s.C + head * s.d;
             float top = -FLT_MAX, sum = 0;
             for (int u = 0; u < s.T; u++) {
-                scores[u] = scale * attention_dot1(q, k + (size_t)u * 3 * s.C, s.d);
+                scores[u] = scale * attention_dot0(q, k + (size_t)u * 3 * s.C, s.d);
                 top = std::max(top, scores[u]);
             }
             for (int u = 0; u < s.T; u++) sum += scores[u] = expf(scores[u] - top);
             std::fill_n(row, s.d, 0.0f);
-            for (int u = 0; u < s.T; u++) attention_add1(row, scores[u] / sum, v + (size_t)u * 3 * s.C, s.d);
+            for (int u = 0; u < s.T; u++) attention_add0(row, scores[u] / sum, v + (size_t)u * 3 * s.C, s.d);
             lse[((size_t)b * s.heads + head) * s.T + t] = top + logf(sum);
         }
-    });
+    }
 }
-static void attention_backward1(Problem& p) {
+static void attention_backward0(Problem& p) {
     AttentionShape s = attention_shape(p);
     float *dqkv = p.out<float>("dqkv"), scale = 1 / sqrtf((float)s.d);
     const float *dout = p.in<float>("dout"), *out = p.in<float>("out");
     const float *lse = p.in<float>("lse"), *qkv = p.in<float>("qkv");
-    cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
+#pragma omp parallel for
+    for (int i = 0; i < s.B * s.heads; i++) {
+        int b = i / s.heads, head = i % s.heads;
         size_t first = (size_t)b * s.T * 3 * s.C + head * s.d;
-        attention_clear1(dqkv + first, 3, s);
+        attention_clear0(dqkv + first, 3, s);
         for (int t = 0; t < s.T; t++) {
             size_t at = first + (size_t)t * 3 * s.C, of_out = ((size_t)b * s.T + t) * s.C + head * s.d;
             const float *upstream = dout + of_out, *q = qkv + at;
-            float D = attention_dot1(upstream, out + of_out, s.d);
+            float D = attention_dot0(upstream, out + of_out, s.d);
             for (int u = 0; u < s.T; u++) {
                 size_t of_k = first + (size_t)(3 * u + 1) * s.C, of_v = of_k + s.C;
-                float probability = expf(scale * attention_dot1(q, qkv + of_k, s.d) -
+                float probability = expf(scale * attention_dot0(q, qkv + of_k, s.d) -
                                          lse[((size_t)b * s.heads + head) * s.T + t]);
-                float ds = scale * probability * (attention_dot1(upstream, qkv + of_v, s.d) - D);
-                attention_add1(dqkv + at, ds, qkv + of_k, s.d);
-                attention_add1(dqkv + of_k, ds, q, s.d);
-                attention_add1(dqkv + of_v, probability, upstream, s.d);
+                float ds = scale * probability * (attention_dot0(upstream, qkv + of_v, s.d) - D);
+                attention_add0(dqkv + at, ds, qkv + of_k, s.d);
+                attention_add0(dqkv + of_k, ds, q, s.d);
+                attention_add0(dqkv + of_v, probability, upstream, s.d);
             }
         }
-    });
+    }
 }
 
+#ifdef PROGRAM
+static void attention_forward_cpu(Problem& p) {
+    cpu::attention_forward(p.tensor_out<float>("out"), p.out<float>("lse"), p.tensor_in<float>("qkv"),
+                           p.dim("heads"));
+}
+static void attention_backward_cpu(Problem& p) {
+    cpu::attention_backward(p.tensor_out<float>("dqkv"), p.tensor_in<float>("dout"),
+                            p.tensor_in<float>("out"), p.in<float>("lse"), p.tensor_in<float>("qkv"),
+                            p.dim("heads"));
+}
+#endif
+
+#ifndef __CUDACC__
+#ifdef PROGRAM
 // ---- 2 on a CPU: online softmax, a block of keys for all queries ------------------------------------------
 
 // turned (d, ATTENTION_KEYS): n keys or values of a head, zeros behind them, so that a vector has as many
@@ -134,7 +140,7 @@ static void attention_forward2(Problem& p) {
     cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
         float *keys = cpu::thread_floats(), *top = keys + s.d * ATTENTION_KEYS, *sum = top + s.T;
         const float *q = qkv + (size_t)b * s.T * 3 * s.C + head * s.d, *k = q + s.C, *v = k + s.C;
-        attention_clear1(out + (size_t)b * s.T * s.C + head * s.d, 1, s);
+        attention_clear0(out + (size_t)b * s.T * s.C + head * s.d, 1, s);
         std::fill_n(top, s.T, -FLT_MAX), std::fill_n(sum, s.T, 0.0f);
         for (int u0 = 0; u0 < s.T; u0 += ATTENTION_KEYS) {
             int n = std::min((int)ATTENTION_KEYS, s.T - u0);
@@ -150,7 +156,7 @@ static void attention_forward2(Problem& p) {
                 float rescale = fast_exp(scale * (top[t] - highest));  // sums so far are of a lower maximum
                 SIMD_FOR (int c = 0; c < s.d; c++) row[c] *= rescale;
                 for (int j = 0; j < n; j++)
-                    attention_add1(row, scores[j], v + (size_t)(u0 + j) * 3 * s.C, s.d);
+                    attention_add0(row, scores[j], v + (size_t)(u0 + j) * 3 * s.C, s.d);
                 top[t] = highest, sum[t] = rescale * sum[t] + total;
             }
         }
@@ -169,7 +175,7 @@ static void attention_backward2(Problem& p) {
     cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
         size_t first = (size_t)b * s.T * 3 * s.C + head * s.d;
         float *keys = cpu::thread_floats(), *values = keys + s.d * ATTENTION_KEYS;
-        attention_clear1(dqkv + first, 3, s);
+        attention_clear0(dqkv + first, 3, s);
         for (int u0 = 0; u0 < s.T; u0 += ATTENTION_KEYS) {
             int n = std::min((int)ATTENTION_KEYS, s.T - u0);
             size_t of_k = first + (size_t)(3 * u0 + 1) * s.C, of_v = of_k + s.C;
@@ -179,7 +185,7 @@ static void attention_backward2(Problem& p) {
                 size_t at = first + (size_t)t * 3 * s.C, of_out = ((size_t)b * s.T + t) * s.C + head * s.d;
                 const float *upstream = dout + of_out, *q = qkv + at;
                 float probability[ATTENTION_KEYS], ds[ATTENTION_KEYS];
-                float D = attention_dot1(upstream, out + of_out, s.d);
+                float D = attention_dot0(upstream, out + of_out, s.d);
                 float normaliser = lse[((size_t)b * s.heads + head) * s.T + t];
                 attention_scores2(probability, q, keys, s.d);
                 attention_scores2(ds, upstream, values, s.d);
@@ -189,14 +195,15 @@ static void attention_backward2(Problem& p) {
                 }
                 for (int j = 0; j < n; j++) {
                     size_t row = (size_t)j * 3 * s.C;
-                    attention_add1(dqkv + at, ds[j], qkv + of_k + row, s.d);
-                    attention_add1(dqkv + of_k + row, ds[j], q, s.d);
-                    attention_add1(dqkv + of_v + row, probability[j], upstream, s.d);
+                    attention_add0(dqkv + at, ds[j], qkv + of_k + row, s.d);
+                    attention_add0(dqkv + of_k + row, ds[j], q, s.d);
+                    attention_add0(dqkv + of_v + row, probability[j], upstream, s.d);
                 }
             }
         }
     });
 }
+#endif
 #else
 #include "cublas.h"
 
@@ -636,6 +643,7 @@ static void attention_backward3(Problem& p) {
 
 // ---- 4: the program's -------------------------------------------------------------------------------------
 
+#ifdef PROGRAM
 static void attention_forward4(Problem& p) {
     attention_forward(p.tensor_out<floatX>("out"), p.out<float>("lse"), p.tensor_in<floatX>("qkv"),
                       p.dim("heads"));
@@ -644,6 +652,7 @@ static void attention_backward4(Problem& p) {
     attention_backward(p.tensor_out<floatX>("dqkv"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("out"),
                        p.in<float>("lse"), p.tensor_in<floatX>("qkv"), p.dim("heads"));
 }
+#endif
 #endif
 
 // `products` of T x T x d a head; `tensors` of B x T x C go in or out.
@@ -658,15 +667,21 @@ static const Ladder attention_ladder = {
      {"backward", {"dqkv/3"}, [](const Problem& p) { return attention_work(p, 5, 8); }}},
     {
 #ifndef __CUDACC__
-        {1, "forward", NHWC, CPU_FP32, "the definition", attention_forward1},
-        {1, "backward", NHWC, CPU_FP32, "the definition", attention_backward1},
+        {1, "forward", NHWC, CPU_FP32, "the definition", attention_forward0},
+        {1, "backward", NHWC, CPU_FP32, "the definition", attention_backward0},
+#ifdef PROGRAM
         {2, "forward", NHWC, CPU_FP32, "online softmax, a block of keys at a time", attention_forward2},
         {2, "backward", NHWC, CPU_FP32, "a block of keys at a time", attention_backward2},
-        {3, "forward", NHWC, CPU_FP32, "train_unet.cu", attention_forward0},
-        {3, "backward", NHWC, CPU_FP32, "train_unet.cu", attention_backward0},
+        {3, "forward", NHWC, CPU_FP32, "train_unet.cu", attention_forward_cpu},
+        {3, "backward", NHWC, CPU_FP32, "train_unet.cu", attention_backward_cpu},
+#endif
 #else
-        {0, "forward", NHWC, CPU_FP32, "the specification", attention_forward0},
-        {0, "backward", NHWC, CPU_FP32, "the specification", attention_backward0},
+        {0, "forward", NHWC, CPU_FP32, "the definition", attention_forward0},
+        {0, "backward", NHWC, CPU_FP32, "the definition", attention_backward0},
+#ifdef PROGRAM
+        {0, "forward", NHWC, CPU_FP32, "train_unet.cu on a CPU", attention_forward_cpu},
+        {0, "backward", NHWC, CPU_FP32, "train_unet.cu on a CPU", attention_backward_cpu},
+#endif
         {1, "forward", NHWC, FP32, "heads copied apart, cuBLAS, softmax, copied together",
          attention_forward1},
         {1, "backward", NHWC, FP32, "heads copied apart, cuBLAS, softmax, copied together",
@@ -675,8 +690,10 @@ static const Ladder attention_ladder = {
         {2, "backward", NHWC, FP32, "no copies; the softmax within the products", attention_backward2},
         {3, "forward", NHWC, FLOATX, "tiles on the chip, a thread a row", attention_forward3},
         {3, "backward", NHWC, FLOATX, "probabilities made again, a thread a row", attention_backward3},
+#ifdef PROGRAM
         {4, "forward", NHWC, FLOATX, "tensor cores: the program's", attention_forward4},
         {4, "backward", NHWC, FLOATX, "tensor cores: the program's", attention_backward4},
+#endif
 #endif
     }};
 LADDER_MAIN(attention_ladder)

@@ -1,5 +1,7 @@
 // The attention block, forward and backward: out = x + projection(attention(qkv(GN(x)))).
 //
+// This ladder is about the program's block, and is always built with the program.
+//
 //   make attention_block && ./attention_block    every version: against PyTorch, then timed
 //   ./attention_block 4                          version 4 alone
 //
@@ -20,6 +22,9 @@
 // behind qkv takes the norm's sums and the norm's pass adds the branch around the block: 36 us and 91. These
 // are small tensors, so that what is saved is launches as much as bytes. A tenth of the floor is what is
 // reached: attention itself is the longest part, and runs on mma.sync, not on Hopper's wider instruction.
+#ifndef PROGRAM
+#define PROGRAM
+#endif
 #include "blocks.h"
 
 namespace attentionblock {  // the program has a function attention_block

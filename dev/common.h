@@ -1,17 +1,18 @@
 // What every ladder of dev/ shares: reading the file of PyTorch's numbers, running a version, checking and
-// timing it, and the table. A ladder includes this file, which includes the whole program, so that the last
-// version of a ladder is the program's own function and not a copy of it.
+// timing it, and the table. A ladder by itself takes what it needs from standalone.h. With PROGRAM defined it
+// includes the whole program instead, and its last version is the program's own function, not a copy of it.
 //
 // A ladder X is dev/X.cu and dev/X.py:
 //
 //   python X.py              writes ../build/dev/X.bin: inputs, outputs and gradients from a seed, computed
 //                            by PyTorch in float64; also large cases, of which most need a GPU, and
 //                            PyTorch's own times there
+//   make X                   builds the ladder by itself, in seconds; make X_program with the program's version
 //   ./X                      checks and times every version of every case
 //   ./X 3                    version 3 alone
 //   ./X 3 64x64              and this case alone
 //
-// X.cu lists its passes (what is computed: outputs, work) and its versions (how); see silu.cu, the smallest.
+// X.cu lists its passes (what is computed: outputs, work) and its versions (how); see gelu.cu, a small one.
 //
 // Timing      Cold caches: every launch takes the next of several copies of inputs and outputs, which
 //             together are more than twice the second-level cache. A CUDA graph of many launches is replayed,
@@ -24,7 +25,9 @@
 //             What a version overwrites is NaN before; what it adds to holds half of the expected before.
 //             A second run must give the same bits, but for versions that are marked ATOMICS.
 #pragma once
-#ifndef TESTING
+#ifndef PROGRAM
+#define STANDALONE
+#elif !defined(TESTING)
 #define TESTING
 #endif
 #include "bench/work.h"
@@ -154,6 +157,7 @@ struct Problem {
         return get<T>(name, SCRATCH, {}, count);
     }
 
+#ifdef PROGRAM
     // The same as values that the program's layers take. What a layer reads is not const there, but it stays
     // as it is.
     template <typename Real>
@@ -181,6 +185,7 @@ struct Problem {
         shape.resize(4, 1);
         return {data, shape[0], shape[2], shape[3], shape[1]};
     }
+#endif
 
     const Reference& find(const std::string& name) const {
         auto found = data->find(name);
@@ -284,6 +289,7 @@ struct Pass {
     // "dx2?": where the case has it; "dqkv/3": three parts, each its own; "mean|statistics": what is written
     std::vector<const char*> outputs;
     std::function<Work(const Problem&)> work;
+    const char* of = "";  // the cases that it is for: those whose name begins so
 };
 enum Type { CPU_FP32, FP32, BF16 };
 static const Type FLOATX = sizeof(floatX) == 2 ? BF16 : FP32;  // the program's precision
@@ -329,16 +335,21 @@ struct Measured {
     double error, limit;
     bool good() const { return error <= limit; }
 };
+// One call. The program's layers may have work on its second stream and partial sums in workspaces, which hold
+// NaN before.
+static void call_version(Problem* p, const Version& version) {
+    version.function(*p);
+#ifdef PROGRAM
+    wait_for(newest_event);
+#endif
+}
 static void run_version(Problem* p, const Version& version) {
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && defined(PROGRAM)
     for (const Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaMemsetAsync(each->workspace.base, 255, GPU_WORKSPACE_BYTES, main_stream.handle));
 #endif
-    version.function(*p);
-    wait_for(newest_event);
-#ifdef __CUDACC__
-    CUDA_CHECK(cudaStreamSynchronize(main_stream.handle));
-#endif
+    call_version(p, version);
+    backend_wait();
 }
 // Runs the version once; of its outputs the error that is nearest to its limit, or past it.
 static Measured measure(Problem* p, const Version& version, const Pass& pass) {
@@ -408,10 +419,7 @@ static double time_version(Problem* p, const Version& version) {
     }
     p->frozen = true;
     auto all = [&] {
-        for (p->turn = 0; p->turn < launches; p->turn++) {
-            version.function(*p);
-            wait_for(newest_event);
-        }
+        for (p->turn = 0; p->turn < launches; p->turn++) call_version(p, version);
     };
     double us = 0;
     if (p->on_cpu) {  // twice at least, half a second at most
@@ -471,14 +479,18 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
     if (argc > 1 && wanted == 0 && strcmp(argv[1], "0") != 0 && strcmp(argv[1], "all") != 0)
         fail_usage("usage: ./%s [version|all] [case]", ladder.stem);
     backend_init();
+#ifdef PROGRAM
     allocate_workspace(), cpu::allocate_cpu_workspace();
+#endif
     const char* folder = getenv("DEV_DATA");  // where X.py writes
     auto cases =
         read_cases(std::string(folder ? folder : "../build/dev") + "/" + ladder.stem + ".bin", ladder.stem);
     double bandwidth = 0, peak = 0;
     std::string names;
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && defined(PROGRAM)
     kernels_await_inputs = false;  // those of the ladders don't
+#endif
+#ifdef __CUDACC__
     bandwidth = copy_bandwidth(), peak = backend_peak();
 #endif
     printf("%s on %s\n", ladder.stem, backend_name().c_str());
@@ -492,9 +504,13 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
         bool timed = data.count("timed") != 0;      // large: not for the CPU's version beside kernels
         bool last_only = data.count("model") != 0;  // one of the model's many shapes: for the program's alone
         for (const Pass& pass : ladder.passes) {
+            if (name.compare(0, strlen(pass.of), pass.of)) continue;
             std::vector<Row> rows;
             Work work = {};
             int last = 0;
+            const Case* shown = nullptr;  // without a GPU: the last of its cases
+            for (auto& [other, of_other] : cases)
+                if (!other.compare(0, strlen(pass.of), pass.of)) shown = &of_other;
             for (const Version& version : ladder.versions)
                 if (!strcmp(version.pass, pass.name)) last = version.number;
             for (const Version& version : ladder.versions) {
@@ -515,7 +531,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                        ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit,
                        same ? "" : ", other bits in a second run");
                 fflush(stdout);
-                bool time = good && (timed || &data == &cases.back().second || !wanted_case.empty());
+                bool time = good && (timed || &data == shown || !wanted_case.empty());
                 rows.push_back({text("%d", version.number), version.layout == NCHW ? "NCHW" : "NHWC",
                                 on_cpu                 ? "CPU fp32"
                                 : version.type == BF16 ? "bf16"
@@ -523,7 +539,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
                                 text("%.0e", measured.error), version.idea,
                                 time ? time_version(&p, version) : 0});
             }
-            if (rows.empty() || !(timed || &data == &cases.back().second || !wanted_case.empty())) continue;
+            if (rows.empty() || !(timed || &data == shown || !wanted_case.empty())) continue;
             std::string theirs = std::string("PyTorch ") + pass.name;
             for (auto& [key, tensor] : data)  // what X.py measured here: "PyTorch forward, bf16 ..."
                 if (key.compare(0, theirs.size(), theirs) == 0)

@@ -14,6 +14,7 @@ import statistics
 import struct
 import sys
 import time
+from typing import Callable, NamedTuple, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import unet_io  # first, because it explains a missing package
@@ -219,8 +220,8 @@ def time_convolution(t, padding, together=False):
     return times
 
 
-def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
-    """Writes the ladder's file.
+class Layer(NamedTuple):
+    """What a ladder's file holds of a layer.
 
     cases       {name: sizes}; those with timed=1 are made only on a GPU; with model=1, too, for the program's
                 version alone: at every shape of the default model a whole ladder would take too long; with cpu=1
@@ -229,31 +230,54 @@ def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
     forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
     gradients   names of the inputs whose gradients ("d" + name) are written, where the case has them
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in PRECISION
+    name        of one of several layers in a file: its cases begin with it, and its passes
     """
+    cases: dict
+    inputs: Callable
+    forward: Callable
+    gradients: Sequence = ()
+    timings: Callable | None = None
+    name: str = ""
+
+
+def write_case(file, layer, name, marked, seed):
+    """Write the tensors of a case: inputs, outputs, gradients, times of PyTorch."""
+    sizes = {key: value for key, value in marked.items() if key not in ("timed", "model", "cpu")}
+    timed = len(sizes) < len(marked)
+    marks = {"timed": 1} | ({"model": 1} if "model" in marked else {}) if timed else {}
+    tensors = sizes | marks | layer.inputs(Random(seed, "cuda" if timed and ON_GPU else "cpu"), **sizes)
+    leaves = [name for name in layer.gradients if name in tensors]
+    outputs, found = gradients_of(layer.forward, tensors, leaves)
+    everything = tensors | outputs | found
+    if timed:
+        del outputs, found
+        times = layer.timings(tensors) if layer.timings else {
+            f"{which}, eager, {PRECISION}, channels_last": us
+            for which, us in time_pytorch(layer.forward, tensors, leaves).items()}
+        of = f"PyTorch {layer.name}".strip()
+        everything |= {f"{of} {which}".replace(" ,", ","): us for which, us in times.items()}
+    for key, value in everything.items():
+        write_tensor(file, f"{name}/{key}", value)
+
+
+def write_ladder(stem, layers, seed=1):
+    """Write the ladder's file."""
     folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
     folder.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     path, made = folder / f"{stem}.bin", []
     with open(f"{path}.tmp", "wb") as file:
         file.write(struct.pack("<i", MAGIC))
-        for name, marked in cases.items():
-            sizes = {key: value for key, value in marked.items() if key not in ("timed", "model", "cpu")}
-            timed = len(sizes) < len(marked)
-            if timed and ON_GPU == ("cpu" in marked):
-                continue
-            made.append(name)
-            marks = {"timed": 1} | ({"model": 1} if "model" in marked else {}) if timed else {}
-            tensors = sizes | marks | inputs(Random(seed, "cuda" if timed and ON_GPU else "cpu"), **sizes)
-            leaves = [name for name in gradients if name in tensors]
-            outputs, found = gradients_of(forward, tensors, leaves)
-            everything = tensors | outputs | found
-            if timed:
-                del outputs, found
-                times = timings(tensors) if timings else {
-                    f"{which}, eager, {PRECISION}, channels_last": us
-                    for which, us in time_pytorch(forward, tensors, leaves).items()}
-                everything |= {f"PyTorch {which}": us for which, us in times.items()}
-            for key, value in everything.items():
-                write_tensor(file, f"{name}/{key}", value)
+        for layer in layers:
+            for case, marked in layer.cases.items():
+                elsewhere = "cpu" in marked if ON_GPU else {"timed", "model"} & set(marked)
+                if not elsewhere:
+                    made.append(f"{layer.name}-{case}" if layer.name else case)
+                    write_case(file, layer, made[-1], marked, seed)
     os.replace(f"{path}.tmp", path)
     print(f"{path}: {', '.join(made)}")
+
+
+def main(stem, cases, inputs, forward, gradients=(), timings=None, seed=1):
+    """Write the file of a ladder of one layer."""
+    write_ladder(stem, [Layer(cases, inputs, forward, gradients, timings)], seed)

@@ -89,6 +89,7 @@ static void conv1x1_weight_gradient_kernel1(Problem&, float* dw, const float* do
 }
 
 #ifndef __CUDACC__
+#ifdef PROGRAM
 // ---- 2 on a CPU: four rows by four rows at a time ---------------------------------------------------------
 
 // out (N, T) = w (N, K) x (K, T) + bias, an image after the other: what is loaded of x serves four rows of
@@ -141,6 +142,7 @@ static void conv1x1_weight_gradient2(Problem&, float* dw, const float* dout, con
         for (int i = 0; i < 16; i++) dw[(o + i / 4) * s.C + c + i % 4] += (float)total[i];
     });
 }
+#endif
 #else
 // to += from, where a product could not add by itself.
 __global__ void conv1x1_add_kernel(float* to, const float* from, int parts, size_t n) {
@@ -322,6 +324,7 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
 
 // ---- the program's: 5, on a CPU 3 -------------------------------------------------------------------------
 
+#ifdef PROGRAM
 static void conv1x1_program_forward(Problem& p) {
     conv1x1_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                     {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
@@ -334,6 +337,7 @@ static void conv1x1_program_weight_gradient(Problem& p) {
     float* dbias = ON_GPU ? nullptr : p.scratch<float>("dbias", dout.C);  // on a CPU it comes with dw
     conv1x1_backward_weight({.dw = p.out<float>("dw"), .dbias = dbias}, dout, p.tensor_in<floatX>("x"));
 }
+#endif
 
 static Work work_of(const Problem& p, bool weight_gradient) {
     Shape s = Shape::of(p);
@@ -371,10 +375,12 @@ static const Ladder conv1x1_ladder = {
             {4, in, NCHW, FP32, "direct", input_gradient<float>(conv1x1_input_gradient4)},
             {4, weights, NCHW, FP32, "direct, partial sums", weight_gradient<float>(conv1x1_weight_gradient4),
              LONG_SUM},
+#ifdef PROGRAM
             {5, "forward", NHWC, FLOATX, "train_unet.cu", conv1x1_program_forward},
             {5, in, NHWC, FLOATX, "train_unet.cu", conv1x1_program_input_gradient},
             {5, weights, NHWC, FLOATX, "train_unet.cu", conv1x1_program_weight_gradient},
-#else
+#endif
+#elif defined(PROGRAM)
             {2, "forward", NCHW, CPU_FP32, "4 x 4 rows at a time", forward<float>(conv1x1_forward2)},
             {2, in, NCHW, CPU_FP32, "4 x 4 rows at a time", input_gradient<float>(conv1x1_input_gradient2)},
             {2, weights, NCHW, CPU_FP32, "4 x 4 rows at a time",

@@ -75,7 +75,7 @@
 #include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
-#else
+#elif defined(PROGRAM)
 #include "conv3x3_cpu.h"
 #endif
 
@@ -669,11 +669,13 @@ static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const float
 
 #endif
 
+#ifdef PROGRAM
 // 9: production, train_unet.cu's own.
 static void conv3x3_forward9(Problem& p) {
     conv3x3_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                     {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
+#endif
 
 #endif  // __CUDACC__
 
@@ -722,10 +724,12 @@ static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forw
     launch(conv3x3_flip_kernel<T, NHWC>, ceil_div(n, 256), 256, 0, flipped, p.in<T>("w"), s.O, s.C);
     forward(p, p.out<T>("dx"), p.in<T>("dout"), flipped, nullptr, swapped(s));
 }
+#ifdef PROGRAM
 // 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
 static void conv3x3_input_gradient9(Problem& p) {
     conv3x3_backward_input(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
+#endif
 
 #endif  // __CUDACC__
 
@@ -1065,6 +1069,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 }
 #endif
 
+#ifdef PROGRAM
 // 9: production.
 static void conv3x3_weight_gradient9(Problem& p) {
     conv3x3_backward_weight({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
@@ -1210,6 +1215,7 @@ static void conv3x3_backward9(Problem& p) {
     on_side_stream_deferred([=] { conv3x3_backward_weight(gradients, dout, x); });
     conv3x3_input_gradient9(p);
 }
+#endif  // PROGRAM
 #endif  // __CUDACC__
 
 static Work work_of(const Problem& p, bool weight_gradient) {
@@ -1240,7 +1246,7 @@ static const Ladder conv3x3_ladder = {
             {1, weights, NCHW, CPU_FP32, "the definition",
              weight_gradient<float>(conv3x3_weight_gradient_kernel1)},
         };
-#ifndef __CUDACC__
+#if !defined(__CUDACC__) && defined(PROGRAM)
         auto forward_by = [](auto f) {
             return [f](Problem& p) {
                 f(p.tensor_out<float>("out"), p.tensor_in<float>("x"), p.in<float>("w"), p.in<float>("bias"));
@@ -1282,7 +1288,7 @@ static const Ladder conv3x3_ladder = {
         for (Version& version : versions)
             if (version.number > 1)
                 version.suits = [](const Problem& p) { return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0; };
-#else
+#elif defined(__CUDACC__)
         struct Idea {
             int number;
             const char* idea;
@@ -1331,14 +1337,18 @@ static const Ladder conv3x3_ladder = {
              {8, in, NHWC, BF16, "implicit GEMM, mma.sync",
               [](Problem& p) { conv3x3_input_gradient_by<floatX, true>(p, conv3x3_forward8); }},
              {8, weights, NHWC, BF16, "implicit GEMM, mma.sync",
-              weight_gradient<floatX>(conv3x3_weight_gradient8)},
-             {8, "backward", NHWC, BF16, "one kernel for both, mma.sync", conv3x3_backward8}});
+              weight_gradient<floatX>(conv3x3_weight_gradient8)}});
+#endif
+#ifdef PROGRAM
+#ifndef PRECISION_FP32
+        versions.push_back({8, "backward", NHWC, BF16, "one kernel for both, mma.sync", conv3x3_backward8});
 #endif
         versions.insert(versions.end(),
                         {{9, "forward", NHWC, FLOATX, "train_unet.cu", conv3x3_forward9},
                          {9, in, NHWC, FLOATX, "train_unet.cu", conv3x3_input_gradient9},
                          {9, weights, NHWC, FLOATX, "train_unet.cu", conv3x3_weight_gradient9},
                          {9, "backward", NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9}});
+#endif
         for (Version& version : versions)
             if (version.number >= 4)
                 version.suits = [any_width = version.number == 9](const Problem& p) {

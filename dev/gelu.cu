@@ -19,7 +19,19 @@
 // PyTorch.
 #include "common.h"
 
+#ifdef PROGRAM
 #include "dit/gelu.h"
+#endif
+
+// With u = sqrt(2 / pi) (x + 0.044715 x^3): x / 2 (1 + tanh u), and its derivative.
+static const float TANH_SCALE = 0.7978845608f, TANH_CUBE = 0.044715f;
+HOST_DEVICE static inline float gelu_of(float x) {
+    return 0.5f * x * (1 + tanhf(TANH_SCALE * (x + TANH_CUBE * x * x * x)));
+}
+HOST_DEVICE static inline float gelu_slope(float x) {
+    float t = tanhf(TANH_SCALE * (x + TANH_CUBE * x * x * x));
+    return 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * TANH_SCALE * (1 + 3 * TANH_CUBE * x * x);
+}
 
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
@@ -27,13 +39,13 @@ static void gelu_forward0(Problem& p) {
     size_t n = p.find("x").values.size();
     float* out = p.out<float>("out");
     const float* x = p.in<float>("x");
-    for (size_t i = 0; i < n; i++) out[i] = gelu(x[i]);
+    for (size_t i = 0; i < n; i++) out[i] = gelu_of(x[i]);
 }
 static void gelu_backward0(Problem& p) {
     size_t n = p.find("x").values.size();
     float* dx = p.out<float>("dx");
     const float *x = p.in<float>("x"), *dout = p.in<float>("dout");
-    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * gelu_gradient(x[i]);
+    for (size_t i = 0; i < n; i++) dx[i] = dout[i] * gelu_slope(x[i]);
 }
 
 #ifdef __CUDACC__
@@ -59,8 +71,8 @@ struct GeluChain {
     void tangent(float* t, const float* x) {  // tanh(sqrt(2 / pi) (x + 0.044715 x^3))
         (*this)(GELU_PRODUCT, t, x, x);
         (*this)(GELU_PRODUCT, t, t, x);
-        (*this)(GELU_SCALED_SUM, t, x, t, GELU_CUBE);
-        (*this)(GELU_AFFINE, t, t, nullptr, GELU_ROOT);
+        (*this)(GELU_SCALED_SUM, t, x, t, TANH_CUBE);
+        (*this)(GELU_AFFINE, t, t, nullptr, TANH_SCALE);
         (*this)(GELU_TANH, t, t, nullptr);
     }
 };
@@ -79,11 +91,11 @@ static void gelu_backward1(Problem& p) {
           *u = p.scratch<float>("u", chain.n);
     chain.tangent(t, x);
     chain(GELU_PRODUCT, slope, t, t);
-    chain(GELU_AFFINE, slope, slope, nullptr, -0.5f * GELU_ROOT,
-          0.5f * GELU_ROOT);  // sqrt(2 / pi) / 2 (1 - t^2)
+    chain(GELU_AFFINE, slope, slope, nullptr, -0.5f * TANH_SCALE,
+          0.5f * TANH_SCALE);  // sqrt(2 / pi) / 2 (1 - t^2)
     chain(GELU_PRODUCT, slope, slope, x);
     chain(GELU_PRODUCT, u, x, x);
-    chain(GELU_AFFINE, u, u, nullptr, 3 * GELU_CUBE, 1);
+    chain(GELU_AFFINE, u, u, nullptr, 3 * TANH_CUBE, 1);
     chain(GELU_PRODUCT, slope, slope, u);
     chain(GELU_AFFINE, t, t, nullptr, 0.5f, 0.5f);
     chain(GELU_SCALED_SUM, t, t, slope);
@@ -94,7 +106,7 @@ static void gelu_backward1(Problem& p) {
 
 __global__ void gelu_forward_kernel2(float* out, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = gelu(x[i]);
+    if (i < n) out[i] = gelu_of(x[i]);
 }
 static void gelu_forward2(Problem& p) {
     size_t n = p.find("x").values.size();
@@ -102,7 +114,7 @@ static void gelu_forward2(Problem& p) {
 }
 __global__ void gelu_backward_kernel2(float* dx, const float* dout, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) dx[i] = dout[i] * gelu_gradient(x[i]);
+    if (i < n) dx[i] = dout[i] * gelu_slope(x[i]);
 }
 static void gelu_backward2(Problem& p) {
     size_t n = p.find("x").values.size();
@@ -112,12 +124,14 @@ static void gelu_backward2(Problem& p) {
 
 // ---- 3: 16 bytes a thread ---------------------------------------------------------------------------------
 
+#ifdef PROGRAM
 static void gelu_forward3(Problem& p) {
     run(GeluForward<floatX>{p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x")});
 }
 static void gelu_backward3(Problem& p) {
     run(GeluBackward<floatX>{p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x")});
 }
+#endif
 #endif
 
 static Work gelu_work(const Problem& p, int tensors) {
@@ -136,8 +150,10 @@ static const Ladder gelu_ladder = {
         {1, "backward", NCHW, FP32, "a kernel an operation", gelu_backward1},
         {2, "forward", NCHW, FP32, "one pass", gelu_forward2},
         {2, "backward", NCHW, FP32, "one pass", gelu_backward2},
+#ifdef PROGRAM
         {3, "forward", NHWC, FLOATX, "one pass, 16 bytes a thread", gelu_forward3},
         {3, "backward", NHWC, FLOATX, "one pass, 16 bytes a thread", gelu_backward3},
+#endif
 #endif
     }};
 LADDER_MAIN(gelu_ladder)

@@ -4,8 +4,8 @@
 //   make groupnorm && ./groupnorm        every version: against PyTorch, then timed
 //   ./groupnorm 3                        version 3 alone
 //
-//   0  the program's CPU function: the specification; without a GPU this is version 3, behind
-//      1  CPU, NCHW: the definition, a group after the other
+//   0  CPU, NCHW: the definition, a group after the other; and the program's function there. Without a GPU these are
+//      versions 1 and 3, and between them is
 //      2  CPU, NHWC: all channels of a pixel at a time, twice over an image
 //   1  fp32, NCHW, a thread a group
 //   2  fp32, NCHW, a block a group
@@ -37,6 +37,7 @@
 #include "common.h"
 
 enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
+static const float GROUPNORM_EPS = 1e-5f;
 
 struct GroupnormShape {
     int B, C, T, G;
@@ -45,6 +46,7 @@ static GroupnormShape groupnorm_shape(const Problem& p) {
     return {p.dim("B"), p.dim("C"), p.dim("H") * p.dim("W"), GROUPNORM_GROUPS};
 }
 
+#ifdef PROGRAM
 // The norm as the program's layers take it: to measure, its statistics to be written; trained, with these and
 // the gradients of its parameters.
 template <typename Real>
@@ -69,21 +71,21 @@ static NormOf<Real> groupnorm_trained(Problem& p) {
     return norm;
 }
 
-// ---- 0 ----------------------------------------------------------------------------------------------------
-
-static void groupnorm_forward0(Problem& p) {
+// On a CPU.
+static void groupnorm_forward_cpu(Problem& p) {
     cpu::Norm norm = groupnorm_to_measure<float>(p);
     norm.x.first.moments = p.scratch_sums<Moments>("moments", norm.x.first);
     cpu::channel_moments(norm.x.first);
     cpu::groupnorm_forward(p.tensor_out<float>("out"), norm);
 }
-static void groupnorm_backward0(Problem& p) {
+static void groupnorm_backward_cpu(Problem& p) {
     cpu::Norm norm = groupnorm_trained<float>(p);
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
     norm.sums = p.scratch_sums<NormSums>("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
     cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::Backward());
 }
+#endif
 
 // The gradient at the norm's output before the SiLU.
 HOST_DEVICE static inline float groupnorm_dy(float dout, float normed, float w, float bias) {
@@ -91,7 +93,8 @@ HOST_DEVICE static inline float groupnorm_dy(float dout, float normed, float w, 
     return dout * s * (1 + y * (1 - s));
 }
 
-#ifndef __CUDACC__
+// ---- 0, on a CPU 1: the definition --------------------------------------------------------------------------
+
 // dw, dbias (C): sums (B, C), of dy x^ and of dy, over the images.
 static void groupnorm_weights(Problem& p, const float2* sums) {
     GroupnormShape s = groupnorm_shape(p);
@@ -103,10 +106,8 @@ static void groupnorm_weights(Problem& p, const float2* sums) {
     }
 }
 
-// ---- 1 on a CPU: the definition ---------------------------------------------------------------------------
-
 // x, out (B, C, T): group g of image b is the run of T C / G floats that begins at (b G + g) T C / G.
-static void groupnorm_forward1(Problem& p) {
+static void groupnorm_forward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     float *out = p.out<float>("out"), *mean = p.out<float>("mean"), *rstd = p.out<float>("rstd");
     const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
@@ -118,7 +119,7 @@ static void groupnorm_forward1(Problem& p) {
         for (int i = 0; i < n; i++) sum += row[i];
         double m = sum / n;
         for (int i = 0; i < n; i++) squares += (row[i] - m) * (row[i] - m);
-        mean[group] = (float)m, rstd[group] = (float)(1 / sqrt(squares / n + NORM_EPS));
+        mean[group] = (float)m, rstd[group] = (float)(1 / sqrt(squares / n + GROUPNORM_EPS));
         for (int i = 0; i < n; i++) {
             int c = group % s.G * width + i / s.T;
             float y = (row[i] - mean[group]) * rstd[group] * w[c] + bias[c];
@@ -126,7 +127,7 @@ static void groupnorm_forward1(Problem& p) {
         }
     }
 }
-static void groupnorm_backward1(Problem& p) {
+static void groupnorm_backward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     float *dx = p.out<float>("dx"), *out = p.out<float>("out");
     const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
@@ -158,6 +159,8 @@ static void groupnorm_backward1(Problem& p) {
     groupnorm_weights(p, sums);
 }
 
+#ifndef __CUDACC__
+#ifdef PROGRAM
 // ---- 2 on a CPU: NHWC, all channels of a pixel at a time, an image a thread -------------------------------
 
 // y sigmoid(y). With the program's sigmoid version 2 takes seven times as long: g++ 12 multiplies y by what
@@ -180,7 +183,7 @@ static void groupnorm_forward2(Problem& p) {
         for (int g = 0; g < s.G; g++) {
             double n = (double)s.T * width, total = 0, total_squares = 0;
             for (int c = g * width; c < (g + 1) * width; c++) total += sum[c], total_squares += squares[c];
-            double m = total / n, r = 1 / sqrt(total_squares / n - m * m + NORM_EPS);
+            double m = total / n, r = 1 / sqrt(total_squares / n - m * m + GROUPNORM_EPS);
             mean[b * s.G + g] = (float)m, rstd[b * s.G + g] = (float)r;
             for (int c = g * width; c < (g + 1) * width; c++)
                 scale[c] = (float)(r * w[c]), shift[c] = (float)(bias[c] - m * r * w[c]);
@@ -232,6 +235,7 @@ static void groupnorm_backward2(Problem& p) {
     }
     groupnorm_weights(p, sums);
 }
+#endif
 #else
 
 // ---- 1: a thread a group ----------------------------------------------------------------------------------
@@ -247,7 +251,7 @@ __global__ void groupnorm_forward_kernel1(float* out, float* mean, float* rstd, 
     for (int i = 0; i < n; i++) sum += row[i];
     float m = sum / n;
     for (int i = 0; i < n; i++) squares += (row[i] - m) * (row[i] - m);
-    float r = 1 / sqrtf(squares / n + NORM_EPS);
+    float r = 1 / sqrtf(squares / n + GROUPNORM_EPS);
     for (int i = 0; i < n; i++) {
         int c = group % G * (C / G) + i / T;
         float y = (row[i] - m) * r * w[c] + bias[c];
@@ -319,7 +323,7 @@ __global__ void groupnorm_forward_kernel2(float* out, float* mean, float* rstd, 
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += row[i];
     float m = team_sum(sum) / n;
     for (int i = threadIdx.x; i < n; i += blockDim.x) squares += (row[i] - m) * (row[i] - m);
-    float r = 1 / sqrtf(team_sum(squares) / n + NORM_EPS);
+    float r = 1 / sqrtf(team_sum(squares) / n + GROUPNORM_EPS);
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         int c = group % G * (C / G) + i / T;
         float y = (row[i] - m) * r * w[c] + bias[c];
@@ -398,7 +402,7 @@ __global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd,
         Unpacked value = unpack(row[i]);
         for (int k = 0; k < VEC; k++) squares += (value[k] - m) * (value[k] - m);
     }
-    float r = 1 / sqrtf(team_sum(squares) / n + NORM_EPS);
+    float r = 1 / sqrtf(team_sum(squares) / n + GROUPNORM_EPS);
     for (int i = threadIdx.x; i < n / VEC; i += blockDim.x) {
         int c = group % G * (C / G) + i * VEC / T;
         float scale = r * (float)w[c], shift = (float)bias[c] - m * scale;
@@ -568,7 +572,7 @@ __global__ void groupnorm_combine_kernel4(float* mean, float* rstd, const float*
                                   __shfl_down_sync(~0u, all.m2, step)};
         all = groupnorm_merge(all, other);
     }
-    if (threadIdx.x == 0) mean[b * G + g] = all.mean, rstd[b * G + g] = 1 / sqrtf(all.m2 / all.n + NORM_EPS);
+    if (threadIdx.x == 0) mean[b * G + g] = all.mean, rstd[b * G + g] = 1 / sqrtf(all.m2 / all.n + GROUPNORM_EPS);
 }
 __global__ void groupnorm_forward_kernel4(floatX* out, const float* mean, const float* rstd, const floatX* x,
                                           const floatX* w, const floatX* bias, int T, int C, int G) {
@@ -708,6 +712,7 @@ static void groupnorm_backward4(Problem& p) {
 
 // ---- 5, 6: the program's ----------------------------------------------------------------------------------
 
+#ifdef PROGRAM
 // 5: alone, the program's norm measures its input first; backward, it takes the gradient through the SiLU and
 // sums that.
 static void groupnorm_forward5(Problem& p) {
@@ -737,6 +742,7 @@ static void groupnorm_backward6(Problem& p) {
                        norm);
 }
 #endif
+#endif
 
 static Work groupnorm_work(const Problem& p, int tensors) {
     return {0, (double)tensors * sizeof(floatX) * (double)p.find("x").values.size()};
@@ -750,15 +756,21 @@ static const Ladder groupnorm_ladder = {
      {"backward", {"dx", "out", "dw", "dbias"}, [](const Problem& p) { return groupnorm_work(p, 4); }}},
     {
 #ifndef __CUDACC__
-        {1, "forward", NCHW, CPU_FP32, "the definition", groupnorm_forward1},
-        {1, "backward", NCHW, CPU_FP32, "the definition", groupnorm_backward1},
+        {1, "forward", NCHW, CPU_FP32, "the definition", groupnorm_forward0},
+        {1, "backward", NCHW, CPU_FP32, "the definition", groupnorm_backward0},
+#ifdef PROGRAM
         {2, "forward", NHWC, CPU_FP32, "by pixels, all channels at a time", groupnorm_forward2},
         {2, "backward", NHWC, CPU_FP32, "by pixels, all channels at a time", groupnorm_backward2},
-        {3, "forward", NHWC, CPU_FP32, "train_unet.cu", groupnorm_forward0},
-        {3, "backward", NHWC, CPU_FP32, "train_unet.cu", groupnorm_backward0},
+        {3, "forward", NHWC, CPU_FP32, "train_unet.cu", groupnorm_forward_cpu},
+        {3, "backward", NHWC, CPU_FP32, "train_unet.cu", groupnorm_backward_cpu},
+#endif
 #else
-        {0, "forward", NHWC, CPU_FP32, "the specification", groupnorm_forward0},
-        {0, "backward", NHWC, CPU_FP32, "the specification", groupnorm_backward0},
+        {0, "forward", NCHW, CPU_FP32, "the definition", groupnorm_forward0},
+        {0, "backward", NCHW, CPU_FP32, "the definition", groupnorm_backward0},
+#ifdef PROGRAM
+        {0, "forward", NHWC, CPU_FP32, "train_unet.cu on a CPU", groupnorm_forward_cpu},
+        {0, "backward", NHWC, CPU_FP32, "train_unet.cu on a CPU", groupnorm_backward_cpu},
+#endif
         {1, "forward", NCHW, FP32, "a thread a group", groupnorm_forward1,
          1e-4},  // one float sums 16384 numbers
         {1, "backward", NCHW, FP32, "a thread a group, a thread a channel", groupnorm_backward1, 1e-3},
@@ -768,10 +780,12 @@ static const Ladder groupnorm_ladder = {
         {3, "backward", NCHW, FLOATX, "16-byte loads", groupnorm_backward3},
         {4, "forward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_forward4},
         {4, "backward", NHWC, FLOATX, "NHWC: sums of tiles, then of groups", groupnorm_backward4},
+#ifdef PROGRAM
         {5, "forward", NHWC, FLOATX, "the program's, alone", groupnorm_forward5},
         {5, "backward", NHWC, FLOATX, "the program's, alone", groupnorm_backward5},
         {6, "forward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_forward6},
         {6, "backward", NHWC, FLOATX, "the program's, sums from the producer", groupnorm_backward6},
+#endif
 #endif
     }};
 LADDER_MAIN(groupnorm_ladder)

@@ -4,7 +4,7 @@
 //   make linear && ./linear          every version: against PyTorch, then timed
 //   ./linear 2                       version 2 alone
 //
-//   0  the program's CPU function: the specification
+//   0  plain loops on the CPU: the specification; and the program's function there
 //   1  fp32, a thread an output
 //   2  fp32, tiles of 64 x 64 in shared memory, a thread 4 x 4
 //   3  the program's: tensor cores, the sum split over blocks where outputs are few
@@ -25,15 +25,45 @@ static LinearShape linear_shape(const Problem& p) { return {p.dim("M"), p.dim("C
 // ---- 0 ----------------------------------------------------------------------------------------------------
 
 static void linear_forward0(Problem& p) {
+    LinearShape s = linear_shape(p);
+    float* out = p.out<float>("out");
+    const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
+    for (int m = 0; m < s.M; m++)
+        for (int o = 0; o < s.O; o++) {
+            double sum = bias[o];
+            for (int c = 0; c < s.C; c++) sum += x[(size_t)m * s.C + c] * w[(size_t)o * s.C + c];
+            out[(size_t)m * s.O + o] = (float)sum;
+        }
+}
+// dx = dout w, dw += dout^T x, dbias += the column sums of dout.
+static void linear_backward0(Problem& p) {
+    LinearShape s = linear_shape(p);
+    float *dx = p.out<float>("dx"), *dw = p.sum<float>("dw"), *dbias = p.sum<float>("dbias");
+    const float *dout = p.in<float>("dout"), *x = p.in<float>("x"), *w = p.in<float>("w");
+    std::fill_n(dx, (size_t)s.M * s.C, 0.0f);
+    for (int m = 0; m < s.M; m++)
+        for (int o = 0; o < s.O; o++) {
+            float d = dout[(size_t)m * s.O + o];
+            dbias[o] += d;
+            for (int c = 0; c < s.C; c++) {
+                dx[(size_t)m * s.C + c] += d * w[(size_t)o * s.C + c];
+                dw[(size_t)o * s.C + c] += d * x[(size_t)m * s.C + c];
+            }
+        }
+}
+
+#ifdef PROGRAM
+static void linear_forward_cpu(Problem& p) {
     cpu::linear_forward(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
                         {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::Forward());
 }
-static void linear_backward0(Problem& p) {
+static void linear_backward_cpu(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
     cpu::linear_backward_weight({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
                                 p.tensor_in<float>("x"));
     cpu::linear_backward_input(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")});
 }
+#endif
 
 #ifdef __CUDACC__
 // ---- 1: a thread an output --------------------------------------------------------------------------------
@@ -151,6 +181,7 @@ static void linear_backward2(Problem& p) {
 
 // ---- 3: the program's -------------------------------------------------------------------------------------
 
+#ifdef PROGRAM
 static void linear_forward3(Problem& p) {
     linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
@@ -162,6 +193,7 @@ static void linear_backward3(Problem& p) {
     on_side_stream_deferred([=] { linear_backward_weight(gradients, dout, x); });
     linear_backward_input(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
+#endif
 #endif
 
 static Work linear_work(const Problem& p, bool backward) {
@@ -179,13 +211,19 @@ static const Ladder linear_ladder = {
     {
         {0, "forward", NHWC, CPU_FP32, "the specification", linear_forward0},
         {0, "backward", NHWC, CPU_FP32, "the specification", linear_backward0},
+#ifdef PROGRAM
+        {0, "forward", NHWC, CPU_FP32, "train_unet.cu on a CPU", linear_forward_cpu},
+        {0, "backward", NHWC, CPU_FP32, "train_unet.cu on a CPU", linear_backward_cpu},
+#endif
 #ifdef __CUDACC__
         {1, "forward", NHWC, FP32, "a thread an output", linear_forward1},
         {1, "backward", NHWC, FP32, "a thread an output", linear_backward1},
         {2, "forward", NHWC, FP32, "tiles in shared memory", linear_forward2},
         {2, "backward", NHWC, FP32, "tiles in shared memory", linear_backward2},
+#ifdef PROGRAM
         {3, "forward", NHWC, FLOATX, "tensor cores: the program's", linear_forward3},
         {3, "backward", NHWC, FLOATX, "tensor cores: the program's", linear_backward3},
+#endif
 #endif
     }};
 LADDER_MAIN(linear_ladder)

@@ -61,7 +61,8 @@ def test_ladders_cover_the_model(tmp_path, monkeypatch):
             wanted[kind + "sample"].add((K, H))
     monkeypatch.syspath_prepend(ROOT / "dev")
     for stem, shapes in wanted.items():
-        cases = [case for case in runpy.run_path(str(ROOT / f"dev/{stem}.py"))["CASES"].values()
+        file, cases = ("elementwise", f"{stem.upper()}_CASES") if stem.endswith("sample") else (stem, "CASES")
+        cases = [case for case in runpy.run_path(str(ROOT / f"dev/{file}.py"))[cases].values()
                  if case["B"] == 32 and {"timed", "model"} & set(case)]
         timed = {(case["heads"] * case["d"], round(case["T"]**0.5)) if stem == "attention" else
                  tuple(case[size] for size in "COH" if size in case) for case in cases}
@@ -288,8 +289,8 @@ def test_ladder_pages(tools):
             ("forward", "small (B=32 C=16 H=8 W=8)",
              [program, "| PyTorch | | | | 1.0 | 99 | 99.0% | eager |\n"]),
             ("apply", "small (B=32 C=16 H=8 W=8)", [program])):
-        output += f"upsample {which}, {case}: floor 1 us\n\n{columns}{''.join(rows)}\n"
-    section = ladders.section("upsample", ladders.tables_of("upsample", output))
+        output += f"gelu {which}, {case}: floor 1 us\n\n{columns}{''.join(rows)}\n"
+    section = ladders.section("gelu", ladders.tables_of("gelu", output))
     before, folded = section.split("<details>")
     assert "| plain |" in before and "the shapes of the default model" not in before
     def cells(line):
@@ -302,9 +303,9 @@ def test_ladder_pages(tools):
     overview = ladders.overview(section, "results-X.md").splitlines()
     assert len(overview) == 3
     assert cells(overview[2]) == [
-        "[upsample](bench/results-X.md#upsample)", "forward", "8, 64x64", "2", "8.0", "2.0", "3.0"]
+        "[gelu](bench/results-X.md#gelu)", "forward", "8, 64x64", "2", "8.0", "2.0", "3.0"]
     with pytest.raises(UserError, match="without a GPU"):
-        ladders.tables_of("upsample", "version 1 ok\n")
+        ladders.tables_of("gelu", "version 1 ok\n")
     page, worklog = (ROOT / GPU_PAGE).read_text(), (ROOT / "dev/README.md").read_text()
     assert ladders.overview(page, "results-H100.md") == tools("common").text_between(worklog, "ladders:overview")
     assert len(worklog.splitlines()) <= 300
@@ -431,9 +432,9 @@ def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     ladders = tools("ladders")
     (tmp_path / "build/dev").mkdir(parents=True)
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
-    (tmp_path / "build/dev/silu.txt").write_text("silu on one G")
+    (tmp_path / "build/dev/linear.txt").write_text("linear on one G")
     monkeypatch.setattr(ladders, "DEV", tmp_path / "dev")
-    with pytest.raises(UserError, match="names no device.*: silu$"):
+    with pytest.raises(UserError, match="names no device.*: linear$"):
         ladders.main()
 
 

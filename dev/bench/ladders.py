@@ -18,8 +18,8 @@ from unet_io import UserError
 
 HERE = pathlib.Path(__file__).resolve().parent
 DEV = HERE.parent
-ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "upsample", "downsample", "timestep_embedding",
-         "silu", "gelu", "mse", "adamw", "resblock", "attention_block"]
+ORDER = ["conv3x3", "conv1x1", "groupnorm", "attention", "linear", "elementwise", "gelu", "adamw", "resblock",
+         "attention_block"]
 
 
 @dataclasses.dataclass

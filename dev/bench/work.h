@@ -1,5 +1,5 @@
 // The program, and what its work is measured against: the operations and bytes of a layer, and the rate of a
-// copy. The ladders and profile.cu include this file.
+// copy. profile.cu includes this file, and so do the ladders, which need not have the program.
 #pragma once
 #include <cstddef>
 
@@ -13,7 +13,9 @@ struct Work {
 static Work convolution_work(double M, int taps, int C, int O);
 static Work convolution_work(double M, int taps, int C, int O, size_t weight);
 
-#ifdef DIT
+#if defined(STANDALONE)
+#include "../standalone.h"
+#elif defined(DIT)
 #include "../dit/train_dit.cu"
 #else
 #include "../../train_unet.cu"

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/DeviceGuard.h>
 #ifdef WITH_CUDA

@@ -1,0 +1,148 @@
+"""Five small passes in PyTorch: SiLU, up-sampling, down-sampling, the timestep embedding and the loss."""
+import math
+
+import torch
+import torch.nn.functional as F
+
+import blocks
+import common
+
+# ----------------------------------------------------------------------------------------------------
+# SiLU: alone, and behind a group norm, where the network has it
+
+GROUPS = 32
+SILU_CASES = {"7x5": dict(B=3, C=96, H=7, W=5),
+              "64x64": dict(B=32, C=128, H=64, W=64, timed=1)}
+
+
+def silu_inputs(random, B, C, H, W):
+    t = {"x": random(B, C, H, W), "dout": random(B, C, H, W),
+         "w": random(C, scale=0.5, mean=1), "bias": random(C, scale=0.5)}
+    return t | blocks.moments_of(t)
+
+
+def silu(t):
+    return {"out": F.silu(t["x"])}
+
+
+def silu_behind_norm(t):
+    """SiLU, then group norm with its statistics and SiLU."""
+    normed = F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))
+    return silu(t) | {"normed": normed} | blocks.statistics(t["x"], GROUPS, t["w"], t["bias"])
+
+
+def silu_timings(t):
+    alone = common.time_pytorch(silu, t, ["x"])
+    norm = common.time_pytorch(lambda t: {"out": F.silu(F.group_norm(t["x"], GROUPS, t["w"], t["bias"]))},
+                               t, [])
+    return {"forward, F.silu in bf16": alone["forward"], "backward, of F.silu in bf16": alone["backward"],
+            "norm, F.silu(F.group_norm()) in bf16 with the statistics": norm["forward"]}
+
+
+# ----------------------------------------------------------------------------------------------------
+# up-sampling to the nearest neighbour, down-sampling by averages of 2 x 2 pixels
+
+# Those with model=1 are (C, H = W) of train_unet's default model, whose first stands above them.
+UPSAMPLE_CASES = {"3x5": dict(B=3, C=96, H=3, W=5),
+                  "32x32": dict(B=32, C=128, H=32, W=32, timed=1)}
+UPSAMPLE_CASES |= {f"{C}-{H}x{H}": dict(B=32, C=C, H=H, W=H, model=1) for C, H in [(192, 16), (256, 8)]}
+DOWNSAMPLE_CASES = {"6x10": dict(B=3, C=96, H=6, W=10),
+                    "64x64": dict(B=32, C=64, H=64, W=64, timed=1)}
+DOWNSAMPLE_CASES |= {f"{C}-{H}x{H}": dict(B=32, C=C, H=H, W=H, model=1) for C, H in [(128, 32), (192, 16)]}
+
+
+def upsample_inputs(random, B, C, H, W):
+    return {"x": random(B, C, H, W), "dout": random(B, C, 2 * H, 2 * W)}
+
+
+def upsample(t):
+    return {"out": F.interpolate(t["x"], scale_factor=2, mode="nearest")}
+
+
+def downsample_inputs(random, B, C, H, W):
+    return {"x": random(B, C, H, W), "dout": random(B, C, H // 2, W // 2)}
+
+
+def downsample(t):
+    return {"out": F.avg_pool2d(t["x"], 2)}
+
+
+# ----------------------------------------------------------------------------------------------------
+# the sinusoids of the timestep: cos and sin of t / 10000^(i / half), each sample with its own t
+
+MAX_PERIOD = 10000
+# 32 timesteps on 32 frequencies: a wrong broadcast has the right shape there and must have the wrong numbers
+TIMESTEP_CASES = {"32x64": dict(B=32, C=64),
+                  "3x32": dict(B=3, C=32),
+                  "256x64": dict(B=256, C=64, timed=1)}
+
+
+def timestep_inputs(random, B, C):
+    return {"t": random.integers(0, 1000, (B,)).double()}
+
+
+def timestep(t):
+    half = t["C"] // 2
+    frequencies = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=t["t"].device).double() / half)
+    angles = t["t"][:, None] * frequencies
+    return {"out": torch.cat([angles.cos(), angles.sin()], 1)}
+
+
+def timestep_timings(t):
+    def make():
+        copy = t | {"t": t["t"].float()}
+        frequencies = torch.exp(-math.log(MAX_PERIOD) * torch.arange(t["C"] // 2, device="cuda") / (t["C"] // 2))
+
+        def embed():
+            angles = copy["t"][:, None] * frequencies
+            return torch.cat([angles.cos(), angles.sin()], 1).bfloat16()
+        return embed, 4 * t["B"] + 2 * t["B"] * t["C"]
+    return {", in fp32 with the frequencies given, then bf16": common.microseconds(make)}
+
+
+# ----------------------------------------------------------------------------------------------------
+# the loss: the squared error, each sample weighted by its timestep, and its gradient; of the sums of squares, the parts
+# that the program adds up later
+
+PART = 4096
+MSE_CASES = {"3x3336": dict(B=3, n=3336),
+             "2x10008": dict(B=2, n=10008),
+             "32x3x64x64": dict(B=32, n=3 * 64 * 64, timed=1),
+             "256x3x64x64": dict(B=256, n=3 * 64 * 64, timed=1)}
+
+
+def mse_inputs(random, B, n):
+    return {"x": random(B, n), "target": random(B, n), "t": random.integers(0, 1000, (B,)).double(),
+            "chain": random(1000, 8, scale=0.1, mean=1.0)}
+
+
+def weighted_loss(x, t):
+    return (t["chain"][t["t"].long(), 4] * (x - t["target"]).square().mean(1)).mean()
+
+
+def mse(t):
+    x = t["x"].detach().requires_grad_()
+    squares = (t["x"] - t["target"]).square()
+    parts = [part.sum() for sample in squares for part in sample.split(PART)]
+    return {"losses": torch.stack(parts), "dx": torch.autograd.grad(weighted_loss(x, t), x)[0]}
+
+
+def mse_timings(t):
+    def make():
+        copy = {name: t[name].float() for name in ("target", "t", "chain")}
+        x = t["x"].bfloat16().requires_grad_()
+
+        def step():
+            loss = weighted_loss(x.float(), copy)
+            return loss, torch.autograd.grad(loss, x)[0]
+        return step, common.bytes_of(copy | {"x": x})
+    return {", the weighted loss and its gradient": common.microseconds(make)}
+
+
+if __name__ == "__main__":
+    common.write_ladder("elementwise", [
+        common.Layer(SILU_CASES, silu_inputs, silu_behind_norm, ["x"], silu_timings, name="silu"),
+        common.Layer(UPSAMPLE_CASES, upsample_inputs, upsample, ["x"], name="upsample"),
+        common.Layer(DOWNSAMPLE_CASES, downsample_inputs, downsample, ["x"], name="downsample"),
+        common.Layer(TIMESTEP_CASES, timestep_inputs, timestep, timings=timestep_timings, name="timestep"),
+        common.Layer(MSE_CASES, mse_inputs, mse, timings=mse_timings, name="mse")])

@@ -1,0 +1,269 @@
+// What a ladder by itself takes from the program, so that it compiles in seconds: errors, memory, launches, and the few
+// device functions that its rungs call. With PROGRAM defined the program itself stands in its place.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <cfloat>
+#include <chrono>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_pipeline_primitives.h>
+#include <cuda_runtime.h>
+#define HOST_DEVICE __host__ __device__
+#else
+#define HOST_DEVICE
+struct float2 {  // as CUDA's
+    float x, y;
+};
+#endif
+
+// The precision of activations and weights: bf16 on a GPU, unless PRECISION_FP32 is defined.
+#if defined(__CUDACC__) && !defined(PRECISION_FP32)
+typedef __nv_bfloat16 floatX;
+#else
+typedef float floatX;
+#endif
+
+HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b - 1) / b); }
+
+// ---- sentences, errors, time ------------------------------------------------------------------------------
+
+__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+    char buffer[4096];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof buffer, format, args);
+    va_end(args);
+    return buffer;
+}
+// A sentence for the user, and the exit status: 1, or 2 where the command line is wrong.
+struct Failure {
+    int status;
+    std::string sentence;
+};
+#define fail(...) throw Failure({1, text(__VA_ARGS__)})
+#define fail_usage(...) throw Failure({2, text(__VA_ARGS__)})
+
+template <typename Program>
+static int guarded(Program program) {
+    try {
+        return program();
+    } catch (const Failure& failure) {
+        fflush(stdout);
+        fprintf(stderr, "error: %s\n", failure.sentence.c_str());
+        return failure.status;
+    }
+}
+static double seconds_now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---- files ------------------------------------------------------------------------------------------------
+
+static bool file_exists(const std::string& path) {
+    FILE* file = fopen(path.c_str(), "rb");
+    if (file) fclose(file);
+    return file;
+}
+struct Reader {
+    std::unique_ptr<FILE, int (*)(FILE*)> file;
+    std::string path;
+    size_t size = 0;
+    explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
+        if (!file) fail("can't open %s", name.c_str());
+        fseeko(file.get(), 0, SEEK_END);
+        size = (size_t)ftello(file.get());
+        rewind(file.get());
+    }
+    void read(void* to, size_t bytes) {
+        if (bytes && fread(to, 1, bytes, file.get()) != bytes) fail("could not read %s", path.c_str());
+    }
+};
+
+// ---- the machine ------------------------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+enum { STEPS_IN_FLIGHT = 3 };  // runs that warm up; the second is recorded
+
+#define CUDA_CHECK(call) cuda_check((call), #call, __FILE__, __LINE__)
+static void cuda_check(cudaError_t status, const char* expression, const char* file, int line) {
+    if (status != cudaSuccess)
+        fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
+}
+
+static struct Stream {
+    cudaStream_t handle;
+} main_stream;
+static cudaDeviceProp gpu_properties;
+static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
+
+static void backend_init() {
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, 0));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&main_stream.handle, cudaStreamNonBlocking));
+}
+static std::string backend_name() {
+    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? "bf16" : "fp32");
+}
+static void* backend_allocate(size_t bytes, bool on_host = false) {
+    void* memory = nullptr;
+    CUDA_CHECK(on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes));
+    return memory;
+}
+static void backend_free(void* memory, bool on_host = false) {
+    on_host ? cudaFreeHost(memory) : cudaFree(memory);
+}
+static void backend_zero(void* memory, size_t bytes) {
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream.handle));
+}
+static void backend_copy(void* to, const void* from, size_t bytes) {
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, main_stream.handle));
+}
+static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
+
+// TFLOP/s at the most, dense, in bf16 or fp32; 0: not known. As the program counts them: what a multiprocessor does in a
+// clock, times the multiprocessors and the clock, which of an H100 is the one behind its data sheet.
+static double backend_peak() {
+    static const std::map<int, std::pair<double, double>> RATES = {
+        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};  // in bf16, in fp32
+    auto rate = RATES.find(10 * gpu_properties.major + gpu_properties.minor);
+    if (rate == RATES.end()) return 0;
+    bool tensor = sizeof(floatX) == 2;
+    int khz = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+    if (tensor && rate->first == 90) khz = std::min(khz, 1830000);
+    return 1e-9 * khz * gpu_multiprocessors * (tensor ? rate->second.first : rate->second.second);
+}
+
+// A sequence of launches: done as it is at first, recorded the second time, and then replayed.
+struct Graph {
+    std::shared_ptr<void> executable;
+    int runs = 0;
+};
+template <typename Launches>
+static void launch_graph(Graph* graph, Launches launches) {
+    graph->runs++;
+    if (graph->runs == 1) return launches();
+
+    if (graph->runs == 2) {
+        cudaGraph_t captured;
+        cudaGraphExec_t executable;
+        CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
+        launches();
+        CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
+        CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
+        CUDA_CHECK(cudaGraphDestroy(captured));
+        graph->executable = {executable, cudaGraphExecDestroy};
+    }
+    CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)graph->executable.get(), main_stream.handle));
+}
+
+// kernel<<<grid, threads, shared>>>(args...)
+template <typename... Parameters, typename... Arguments>
+static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
+    if (shared > 48 * 1024)
+        CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    kernel<<<grid, threads, shared, main_stream.handle>>>(Parameters(args)...);
+    CUDA_CHECK(cudaGetLastError());
+}
+#else
+enum { STEPS_IN_FLIGHT = 1 };
+static void backend_init() {}
+static std::string backend_name() { return "the CPU: fp32"; }
+static void* backend_allocate(size_t bytes, bool = false) { return aligned_alloc(256, (bytes + 255) / 256 * 256); }
+static void backend_free(void* memory, bool = false) { free(memory); }
+static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
+static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
+static void backend_wait() {}
+struct Graph {};
+template <typename Launches>
+static void launch_graph(Graph*, Launches launches) {
+    launches();
+}
+#endif
+
+static void backend_upload(void* to, const void* from, size_t bytes) { backend_copy(to, from, bytes), backend_wait(); }
+static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
+
+// ---- what rungs call on the device ------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+// 1 / (1 + e^-x), and the derivative of SiLU, x sigmoid(x).
+__device__ static inline float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+__device__ static inline float silu_gradient(float x) {
+    float s = sigmoid(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+
+// The sum of a block's values, in all its threads, in a fixed order. At most 1024 threads, whole warps.
+__device__ static inline float team_sum(float value) {
+    __shared__ float parts[32];
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    __syncthreads();  // those of the sum before have been read
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+}
+
+// 16 bytes of memory and their elements as floats: 8 in bf16, 4 in fp32.
+enum { VEC = 16 / (int)sizeof(floatX) };
+struct Unpacked {
+    float of[VEC];
+    __device__ float& operator[](int e) { return of[e]; }
+};
+__device__ static inline Unpacked unpack(uint4 bits) {
+    Unpacked value;
+    for (int e = 0; e < VEC; e++) value[e] = (float)((const floatX*)&bits)[e];
+    return value;
+}
+__device__ static inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
+__device__ static inline uint4 pack(Unpacked value) {
+    uint4 bits;
+    for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
+    return bits;
+}
+__device__ static inline uint32_t pack_bf16(float low, float high) {
+    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *(uint32_t*)&pair;
+}
+
+// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
+__device__ static inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ static inline void copy_async(uint32_t to, const void* from, bool valid = true) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// Loads four 8x8 matrices of bf16. Lane l gives the address of row l % 8 of matrix l / 8.
+__device__ static inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ static inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+// c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
+__device__ static inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
