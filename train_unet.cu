@@ -2491,7 +2491,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t whole = m->ranks * microbatches_of(m) * B;  // of which B may be a part
+    size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
@@ -2511,13 +2511,13 @@ static size_t lay_out_model(Model* m, char* memory) {
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
-    place(whole, m->timesteps, m->sources);
-    if (label_rows(c)) place(whole, m->labels);
+    place(batch, m->timesteps, m->sources);
+    if (label_rows(c)) place(batch, m->labels);
     place(1, m->state, m->sampler_state);
     place(world.size, m->stops);
     place(c.diffusion_steps, m->schedule);
-    place(whole * loss_parts((int)pixels), m->losses);
-    if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
+    place(batch * loss_parts((int)pixels), m->losses);
+    if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
     place(B, m->specs);
     return arena.used;
@@ -2526,7 +2526,8 @@ static size_t lay_out_model(Model* m, char* memory) {
 // A model that has sizes and no memory yet.
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
-    m.config = config, m.plan = network.make_plan(config, batch, training);
+    m.config = config;
+    m.plan = network.make_plan(config, batch, training);
     shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
@@ -2542,39 +2543,52 @@ static int most_images(const Config& c) {
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
-// Refuses a model or a grid of pictures that header and kernels can't count, or memory or one PNG can't hold.
-static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
+static bool fits_memory(const Model& m) {
+    size_t available = backend_memory_available();
+    return !available || memory_of(m) <= available;
+}
+
+// Refuses a model that a file's header can't count, or whose run the memory can't hold; and names a batch that fits.
+static void check_memory(const Model& m) {
+    const Config& c = m.config;
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
-    size_t available = backend_memory_available();
-    auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
-    int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
-    if (!has_memory(m) || fits < batch) {
-        std::string why = text("%d images of %d x %d at a time are too many", batch, H, H);
-        if (!has_memory(m))
-            why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
-                       human_bytes(available).c_str());
-        auto would_fit = [&](int batch_size, int at_a_time) {  // micro-batches' gradients need memory, too
-            Config other = m.config;
-            other.batch_size = batch_size;
-            return has_memory(plan_model(other, at_a_time, m.plan.training));
-        };
-        while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
-        if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
-        bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
-        if (!m.plan.training) fits = std::max(1, samples_at_a_time(m.config, fits));
-        fail("%s; %s--batch_size %d would fit", why.c_str(),
-             in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
-             fits * m.ranks);
-    }
-    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
-    double model = ON_GPU ? 0 : (double)memory_of(m);
-    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
+
+    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
+    std::string why;
+    if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
+    if (!fits_memory(m))
+        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
+                   human_bytes(backend_memory_available()).c_str());
+    if (why.empty()) return;
+
+    auto would_fit = [&](int batch_size, int at_a_time) {  // the sum of micro-batches' gradients needs memory, too
+        Config other = c;
+        other.batch_size = batch_size;
+        return fits_memory(plan_model(other, at_a_time, m.plan.training));
+    };
+    while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
+    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+
+    std::string in_parts;
+    if (m.plan.training && would_fit(c.batch_size, fits))
+        in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
+    if (!m.plan.training) fits = std::max(1, samples_at_a_time(c, fits));
+    fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
+}
+
+// Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
+static void check_samples(const Model& m, int samples, const char* remedy) {
+    int H = m.config.image_size;
+    double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
+    std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
-    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-    check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
-                      "the model and " + what, instead);
+    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+
+    double bytes = PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps;
+    if (!ON_GPU) bytes += (double)memory_of(m);
+    check_host_memory(bytes, "the model and " + what, remedy);
 }
 
 static void allocate_model(Model* m) {
@@ -2596,8 +2610,8 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All of the parameters of which each rank has a shard; where it has, until the next gradients.
-static float* whole_of(Model* m, float* parameters) {
+// All ranks' shards of some parameters. Where there are several, they lie in the gradients' memory until the next step.
+static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
     backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
@@ -2607,7 +2621,7 @@ static float* whole_of(Model* m, float* parameters) {
 // Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    parameters = whole_of(m, parameters);
+    parameters = gather_parameters(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
     if (!is_sharded(m)) m->fp32_params = parameters;
@@ -2987,70 +3001,85 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// What each rank says: all of them ask.
-static std::vector<int> of_ranks(Model* m, int here) {
-    std::vector<int> answers(world.size, here);
-    if (world.size == 1) return answers;
-    backend_upload(m->stops, answers.data(), world.size * sizeof(int));
+// Every rank's number, on every rank. All of them have to call this.
+static std::vector<int> gather_numbers(Model* m, int number) {
+    std::vector<int> numbers(world.size, number);
+    if (world.size == 1) return numbers;
+    backend_upload(m->stops, numbers.data(), world.size * sizeof(int));
     gather(m->stops, 1);
-    backend_download(answers.data(), m->stops, world.size * sizeof(int));
-    return answers;
+    backend_download(numbers.data(), m->stops, world.size * sizeof(int));
+    return numbers;
 }
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(of_ranks(m, stop_asked))) stop_requested = stop_asked = 1;
+    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_requested = stop_asked = 1;
     return stop_requested;
 }
 
-// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by
-// way of memory that is free while nothing is trained.
+// Each rank has computed its share of the host's values: rank 0 gets those of the others. They go through
+// m->target, which is free while nothing is trained, in as many pieces as that takes.
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
-    size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
+    size_t pixels = (size_t)m->config.image_size * m->config.image_size;
+    size_t buffer_bytes = m->plan.batch * pixels * PIXEL * sizeof(float);
+
     for (int rank = 1; rank < world.size; rank++) {
+        if (world.rank != 0 && world.rank != rank) continue;
         auto [first, end] = share_of(values->size(), rank, unit);
         auto left = std::as_writable_bytes(std::span(*values).subspan(first, end - first));
-        for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
-            bytes = std::min(left.size(), most * sizeof(float));
-            std::span device((std::byte*)m->target, bytes);
-            if (world.rank) backend_upload(m->target, left.data(), bytes), backend_exchange(0, device, {});
-            else backend_exchange(rank, {}, device), backend_download(left.data(), m->target, bytes);
+        while (!left.empty()) {
+            auto piece = left.first(std::min(left.size(), buffer_bytes));
+            std::span buffer((std::byte*)m->target, piece.size());
+            if (world.rank == 0) {
+                backend_exchange(rank, {}, buffer);
+                backend_download(piece.data(), m->target, piece.size());
+            } else {
+                backend_upload(m->target, piece.data(), piece.size());
+                backend_exchange(0, buffer, {});
+            }
+            left = left.subspan(piece.size());
         }
     }
 }
 
-// Loss over the validation images, with noise and timesteps that never change: rank 0's. After a stop it means
-// nothing. Each rank has some of the batches, whose losses are added up as one rank adds them.
-static double validation_loss(Trainer* t) {
+// The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
+static double validation_batch_loss(Trainer* t, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
-    int most = m->plan.batch, batches = ceil_div(t->validation.count, most);
-    std::vector<float> images(most * elements);
-    std::vector<int> timesteps(most);
-    std::vector<double> sums(batches);
-    auto [begin, end] = share_of(batches, world.rank);
+    std::vector<float> images(B * elements);
+    std::vector<int> timesteps(B);
+    for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
+    for (int b = 0; b < B; b++)
+        timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
+    backend_upload(m->images, images.data(), images.size() * sizeof(float));
+    backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+    if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+
+    add_noise(m, B, first, m->timesteps, nullptr);
+    unet_forward(m, B);
+    BatchLoss loss = batch_loss(m, B);
+    run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+
+    std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
+    backend_download(parts.data(), m->losses, parts.size() * sizeof(float));
+    return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
+}
+
+// The mean loss over the validation images: rank 0's, and after a stop without a meaning. Each rank has some of
+// the batches, whose losses are added up in the order in which one rank adds them.
+static double validation_loss(Trainer* t) {
+    Model* m = &t->model;
+    int count = t->validation.count, batch = m->plan.batch;
+    std::vector<double> sums(ceil_div(count, batch));
+    auto [begin, end] = share_of(sums.size(), world.rank);
 
     use_weights(m, chosen_weights(m));
-    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
-        int first = (int)batch * most, B = std::min(most, t->validation.count - first);
-        for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
-        for (int b = 0; b < B; b++)
-            timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
-        backend_upload(m->images, images.data(), B * elements * sizeof(float));
-        backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
-
-        add_noise(m, B, first, m->timesteps, nullptr);
-        unet_forward(m, B);
-        BatchLoss loss = batch_loss(m, B);
-        run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
-
-        std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
-        backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
-        sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
+    for (size_t i = begin; i < end && !stop_asked; i++) {
+        int first = (int)i * batch;
+        sums[i] = validation_batch_loss(t, first, std::min(batch, count - first));
     }
     if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);
-    return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
+    return std::accumulate(sums.begin(), sums.end(), 0.0) / count;
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
@@ -3220,7 +3249,7 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
 static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
     if (world.rank) {
-        for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
+        for (auto [section, parameters] : arrays_of(m)) gather_parameters(&m, parameters);
         return;
     }
     int32_t header[HEADER_INTS] = {network.magic, WEIGHTS_VERSION};
@@ -3238,7 +3267,7 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
         declare(section, m.plan.num_parameters * sizeof(float));
-        write_parameters(&out, whole_of(&m, parameters), m.plan);
+        write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
     auto add_text = [&](const char* name, const std::string& contents) {
         if (contents.empty()) return;
@@ -3258,44 +3287,65 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 
 // ==== 10  A RUN AND MAIN ===================================================================================
 // ---- what a run prints ------------------------------------------------------------------------------------
-static void print_run(const Model& m) {
-    const Config& c = m.config;
-    const Plan& plan = m.plan;
+// The flags with their values, in three columns.
+static void print_flags(const Config& c) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
         if (flag.group == OTHER || value.empty()) continue;
-        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
+        column = (column + 1) % 3;
+        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), column ? "  " : "\n");
     }
-    printf("%s\n", column % 3 ? "\n" : "");
+    if (column) printf("\n");
+    printf("\n");
+}
+
+// The blocks of the network, a line each.
+static void print_blocks(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
-    for (size_t i = 0; i < plan.blocks.size(); i++) {
+    for (int i = 0; i < (int)plan.blocks.size(); i++) {
         Block b = plan.blocks[i];
         size_t parameters = 0, kept = 0;
-        for (const Buffer* buffer : buffers_of(&b))
-            if (buffer->first <= (int)i && buffer->last > (int)i) kept += buffer->bytes;
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
-        std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
-                    skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes(kept).c_str());
+        for (const Buffer* buffer : buffers_of(&b))
+            if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+
+        std::string reads = text("%d %d %d", b.H, b.H, b.C), skip;
+        std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
+        if (b.C2) reads += text(" + %d", b.C2);
+        if (b.skip >= 0) skip = text("%d", b.skip);
+        printf("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+               reads.c_str(), writes.c_str(), skip.c_str(), parameters, human_bytes(kept).c_str());
     }
-    printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
-           human_bytes(4.0 * (double)plan.num_parameters).c_str());
+}
+
+static void print_memory(const Model& m) {
+    const Config& c = m.config;
+    const Plan& plan = m.plan;
+    const char* ema = ema_count(c) ? ", EMA" : "";
+    const char* gradients = plan.training ? ", their gradients" : "";
+    std::string copies;
     if (plan.training && !is_sharded(&m))
-        printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
-               ema_count(c) ? ", EMA" : "");
-    printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
-           plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
+        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m), ema);
+
+    printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
+    printf("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters).c_str(), copies.c_str());
+    printf("%s activations%s and scratch; ", human_bytes(plan.arena_bytes).c_str(), gradients);
+    printf("%s in all\n\n", human_bytes(memory_of(m)).c_str());
     if (!is_sharded(&m)) return;
-    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
-    printf(
-        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
-        "and %s of weights; --microbatch %d makes the same on any number of ranks\n\n",
-        world.size, c.batch_size / world.size, human_bytes(sent * sizeof(float)).c_str(),
-        human_bytes(sent * sizeof(floatX)).c_str(), microbatch_of(c));
+
+    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
+    printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
+    printf("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)).c_str());
+    printf("and %s of weights; ", human_bytes(sent * sizeof(floatX)).c_str());
+    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
+}
+
+static void print_run(const Model& m) {
+    print_flags(m.config);
+    print_blocks(m.plan);
+    print_memory(m);
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
@@ -3303,11 +3353,13 @@ static void print_run(const Model& m) {
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!is_asked(g) || g->origin.starts_with("--")) return;
-    int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
+
+    std::set<int> sizes;  // the levels'
+    for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
     for (int size : c.attention_resolutions)
-        if (size && (size % smallest || size > c.image_size || !std::has_single_bit(size / smallest + 0u)))
+        if (size && !sizes.contains(size))
             printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
-                   size, c.image_size, smallest);
+                   size, *sizes.rbegin(), *sizes.begin());
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
@@ -3346,12 +3398,16 @@ static double time_step(Config config, int batch, double seconds) {
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
-    int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
-    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
-    double ms = time_step(config, batch, 2) * own / batch;
-    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, 1e3 * config.batch_size / ms);
-    if (batch == config.batch_size) printf("(measured, on grey images)\n");
-    else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
+    int batch_size = config.batch_size, own = batch_size, timed = own;
+    if (ON_GPU) timed = own = batch_size / ranks;
+    else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+
+    double ms = time_step(config, timed, 2) * own / timed;
+    std::string how = "measured, on grey images";
+    if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, 1e3 * batch_size / ms,
+           how.c_str());
+
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
@@ -3551,7 +3607,8 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
-    check_memory(m, count, "draw them in parts, with --seeds");
+    check_memory(m);
+    check_samples(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
@@ -3758,13 +3815,14 @@ static void check_classes(Trainer* t) {
 // Everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
-    check_memory(t->model, c.num_samples, "lower --num_samples");
+    check_memory(t->model);
+    check_samples(t->model, c.num_samples, "lower --num_samples");
     t->images = read_images(c.data_file, c);
     if (*c.val_file) t->validation = read_images(c.val_file, c);
     check_classes(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
-    for (long step : of_ranks(&t->model, (int)t->step))
+    for (long step : gather_numbers(&t->model, (int)t->step))
         if (step != t->step)
             fail("the ranks see other checkpoints, of step %ld and of %ld: they must share %s", step, t->step,
                  c.out_dir);
@@ -3975,7 +4033,7 @@ static bool is_due(long step, int every) { return every && step % every == 0; }
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool ended = t->step == t->start.config.steps;
-    auto lacks = [&](bool here) { return of_ranks(&t->model, !here)[0]; };  // rank 0's answer
+    auto lacks = [&](bool here) { return gather_numbers(&t->model, !here)[0]; };  // rank 0's answer
     if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
         lacks(t->validated.contains(t->step)))
         validate(t);
@@ -4017,7 +4075,7 @@ static void train(Trainer* t) {
     if (isatty(1)) printf("\r\033[K");
     double seconds = pace.end - pace.start;
     std::string checkpoint = checkpoint_path(c.out_dir, t->step);
-    bool saved = t->saved == t->step && of_ranks(&t->model, file_exists(checkpoint))[0];
+    bool saved = t->saved == t->step && gather_numbers(&t->model, file_exists(checkpoint))[0];
     if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
     print_summary(*t, pace.first, seconds);
@@ -4073,7 +4131,8 @@ static void run_training(const std::vector<GivenFlag>& given) {
                flag_text(config, flag_named("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
-        check_memory(trainer.model, config.num_samples, "lower --num_samples");
+        check_memory(trainer.model);
+        check_samples(trainer.model, config.num_samples, "lower --num_samples");
         return print_time(config, trainer.step);
     }
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
