@@ -377,8 +377,8 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
 
 // Memory that the ranks which are forked on this machine share. Any other process has its own.
 struct Shared {
-    std::atomic<int> stop;    // whether one of them was asked to stop
-    std::atomic<int> teller;  // the one that says why all end: its rank + 1
+    std::atomic<int> stop;      // whether one of them was asked to stop
+    std::atomic<int> reporter;  // the one that says why all end: its rank + 1
 };
 static Shared* const shared =
     (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -2409,7 +2409,8 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     return c.lr * (last + (1 - last) * falling);
 }
 
-// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up by the updates among them.
+// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
+// among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
     AdamW a = {.lr = (float)learning_rate(c, s),
@@ -2548,7 +2549,8 @@ static bool fits_memory(const Model& m) {
     return !available || memory_of(m) <= available;
 }
 
-// Refuses a model that a file's header can't count, or whose run the memory can't hold; and names a batch that fits.
+// Refuses a model that a file's header can't count, or whose run the memory can't hold, and names a batch size
+// that would fit.
 static void check_memory(const Model& m) {
     const Config& c = m.config;
     if (m.plan.num_parameters > INT32_MAX)
@@ -2610,7 +2612,8 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All ranks' shards of some parameters. Where there are several, they lie in the gradients' memory until the next step.
+// All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
+// the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
     backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
@@ -3089,12 +3092,24 @@ static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
     return specs;
 }
 
-// Gives each sample its class. Returns how many classes there are; 0 where not equally many samples are of
-// each.
-static int set_classes(std::vector<SampleSpec>* specs, const std::vector<uint32_t>& classes) {
-    size_t n = specs->size(), k = classes.size();
-    for (size_t i = 0; i < n && k; i++) (*specs)[i].label = (int)classes[i * k / n];
-    return k > 1 && n % k == 0 ? (int)k : 0;
+// The samples of a grid, how they lie in it, and what the log says of the classes of its rows.
+struct SampleGrid {
+    std::vector<SampleSpec> specs;
+    GridLayout layout;
+    std::string rows;
+};
+
+// Gives each sample of a grid its class: the first the first of --class or of all. They are grouped by class where
+// equally many are of each. names: the classes'.
+static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, const std::vector<std::string>& names) {
+    std::vector<uint32_t> classes = wanted_classes(c, names);
+    size_t count = specs.size(), num_classes = classes.size();
+    for (size_t i = 0; i < count && num_classes; i++) specs[i].label = (int)classes[i * num_classes / count];
+
+    bool is_grouped = num_classes > 1 && count % num_classes == 0;
+    int groups = is_grouped ? (int)num_classes : 0;
+    GridLayout layout = grid_layout((int)count, groups, c.image_size);
+    return {specs, layout, rows_text(names, classes, groups, layout)};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -3441,15 +3456,15 @@ static void read_launcher() {
     }
 }
 
-// Among the ranks of a machine and the threads of each, what ends all is told by the first that finds it.
-static bool first_to_tell() {
+// Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
+static bool first_to_report() {
     int nobody = 0;
-    return shared->teller.compare_exchange_strong(nobody, world.rank + 1);
+    return shared->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
-// Ends this process with a sentence. Where another rank tells one already, it waits until that one ends all.
+// Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
 [[noreturn]] static void end_ranks(int status, const std::string& sentence) {
-    while (!first_to_tell()) pause();
+    while (!first_to_report()) pause();
     fprintf(stderr, "error: %s\n", sentence.c_str());
     _exit(status);
 }
@@ -3465,15 +3480,15 @@ static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (shared->teller == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+    if (shared->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
 
 // When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
 static void end_after_rank_0(int) {
-    if (first_to_tell()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (shared->teller != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+    if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
+    if (shared->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
 }
 
 // Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
@@ -3579,57 +3594,62 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     return {config, file};
 }
 
-// The grid or arrays, and what --output_dir asks for. rows: see rows_text.
-static void write_samples(const Config& c, const std::vector<SampleSpec>& specs, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& samples, double seconds) {
-    int count = (int)specs.size();
-    bool as_arrays = has_ending(c.output_name, ".npz");
-    std::vector<int> classes;
-    for (const SampleSpec& spec : specs) classes.push_back(spec.label);
-    if (as_arrays) write_arrays(c.output_name, samples, classes, c);
-    else write_grid(c.output_name, samples, layout, c);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
+// The grid or arrays, and what --output_dir asks for.
+static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
+                          double seconds) {
+    size_t count = grid.specs.size(), elements = samples.size() / count;
+    std::string rows;
+    if (has_ending(c.output_name, ".npz")) {
+        std::vector<int> classes;
+        for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
+        write_arrays(c.output_name, samples, classes, c);
+    } else {
+        write_grid(c.output_name, samples, grid.layout, c);
+        rows = grid.rows;
+    }
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
+        human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
     if (!*c.output_dir) return;
-    size_t elements = samples.size() / count;
-    for (int n = 0; n < count; n++)
-        write_grid(text("%s/%06u.png", c.output_dir, specs[n].seed),
-                   std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+
+    for (size_t n = 0; n < count; n++) {
+        std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
+        write_grid(path, std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+    }
     say("%s: each picture on its own", c.output_dir);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = sampling_config(given);
     std::vector<SampleSpec> specs = wanted_samples(config);
-    std::vector<std::string> names = shown_names(config, file.class_names);
-    std::vector<uint32_t> classes = wanted_classes(config, names);
-    int count = (int)specs.size(), groups = set_classes(&specs, classes);
+    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
+    int count = (int)specs.size();
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
+
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
-    std::string seeds = *config.seeds ? config.seeds : text("%u to %u", specs[0].seed, specs.back().seed);
+    std::string seeds = config.seeds;
+    if (seeds.empty()) seeds = text("%u to %u", specs[0].seed, specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+
     std::vector<float> samples;
     double start = seconds_now();
-    if (!sample(&m, &samples, specs, true)) {
-        if (world.rank) return;
+    bool done = sample(&m, &samples, grid.specs, true);
+    if (world.rank) return;
+    if (!done) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
-    if (world.rank) return;
-    GridLayout layout = grid_layout(count, groups, config.image_size);
-    std::string rows = rows_text(names, classes, groups, layout);
-    write_samples(config, specs, layout, rows, samples, seconds_now() - start);
+    write_samples(config, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -3649,7 +3669,9 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
-    t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    t->step = t->saved = file.step;
+    t->smoothed = file.smoothed;
+    t->history = file.history;
 }
 
 // Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
@@ -3666,33 +3688,42 @@ static void share_batch(Config* c) {
              batch, microbatch, count, ranks, most_ranks);
 }
 
-// Which rows of the weights' table of classes a new run keeps, and what is said of it.
-static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string>& names,
-                      const std::vector<std::string>& before) {
-    const WeightsFile& file = t->start;
-    int known = file.config.class_cond ? file.config.num_classes : 0;
-    bool had_none = known && file.config.cond_drop_prob > 0, has_none = c.cond_drop_prob > 0;
+// A name for every row of a model's table of classes: a class without a name has its number, and the last row,
+// which stands for no class, has a name of its own. These begin with a line feed, as no class's name does.
+static const char NO_CLASS[] = "\nnone";
+static std::vector<std::string> row_names(const Config& c, std::vector<std::string> names) {
+    if (!c.class_cond) return {};
+    size_t named = names.size();
+    names.resize(c.num_classes);
+    for (size_t row = named; row < names.size(); row++) names[row] = text("\n%zu", row);
+    if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
+    return names;
+}
+
+// Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
+static void plan_rows(Trainer* t, const std::string& data_file, const std::vector<std::string>& rows,
+                      const std::vector<std::string>& file_rows) {
+    if (rows == file_rows) return;
     std::vector<std::string> kept, fresh, dropped;
-    std::vector<int> rows, same(label_rows(file.config));
-    std::iota(same.begin(), same.end(), 0);
-    for (size_t row = 0; row < (size_t)c.num_classes; row++) {
-        bool is_named = row < names.size() && !before.empty();
-        auto at = is_named ? std::ranges::find(before, names[row]) : before.begin();
-        if (is_named) rows.push_back(at == before.end() ? -1 : (int)(at - before.begin()));
-        else rows.push_back(row >= before.size() && row < (size_t)known ? (int)row : -1);
-        if (row < names.size()) (rows[row] < 0 ? fresh : kept).push_back(names[row]);
+    for (const std::string& name : rows) {
+        auto at = std::ranges::find(file_rows, name);
+        bool is_kept = at != file_rows.end();
+        t->kept_rows.push_back(is_kept ? (int)(at - file_rows.begin()) : -1);
+        if (name[0] != '\n') (is_kept ? kept : fresh).push_back(name);
     }
-    if (has_none) rows.push_back(had_none ? known : -1);
-    if (rows == same) return;
-    t->kept_rows = rows;
-    for (const std::string& name : before)
-        if (!std::ranges::count(names, name)) dropped.push_back(name);
-    std::string line = text("%s is trained on for the classes of %s: ", file.path.c_str(), c.data_file);
-    line += kept.empty() ? "none is known" : listed(kept) + (kept.size() > 1 ? " are kept" : " is kept");
-    if (!fresh.empty()) line += ", " + listed(fresh) + (fresh.size() > 1 ? " are new" : " is new");
-    if (!dropped.empty())
-        line += ", " + listed(dropped) + (dropped.size() > 1 ? " are dropped" : " is dropped");
-    if (has_none != had_none) line += text(", and the row for no class is %s", has_none ? "new" : "dropped");
+    for (const std::string& name : file_rows)
+        if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
+
+    auto are = [](const std::vector<std::string>& names, const char* what) {
+        return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
+    };
+    std::string line = t->start.path + " is trained on for the classes of " + data_file + ": ";
+    line += kept.empty() ? "none is known" : are(kept, "kept");
+    if (!fresh.empty()) line += ", " + are(fresh, "new");
+    if (!dropped.empty()) line += ", " + are(dropped, "dropped");
+    bool has_none = std::ranges::count(rows, NO_CLASS), had_none = std::ranges::count(file_rows, NO_CLASS);
+    if (has_none && !had_none) line += ", and the row for no class is new";
+    if (had_none && !has_none) line += ", and the row for no class is dropped";
     t->notes.push_back(line);
 }
 
@@ -3700,33 +3731,40 @@ static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string
 // its images; and their number.
 static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::vector<GivenFlag>& given) {
     const WeightsFile& file = t->start;
-    const GivenFlag* told = was_given(given, "num_classes");
-    int known = file.path.empty() || !file.config.class_cond ? 0 : file.config.num_classes;
-    std::vector<std::string> names, before = file.class_names;
-    if (known && before.empty() && *c->class_names) {
-        Config stored = file.config;
-        strcpy(stored.class_names, c->class_names);
-        before = shown_names(stored, {});
-    }
-    if (!(c->num_classes || known) || file_exists(c->data_file)) names = class_names_in(c->data_file);
-    if (known && before.empty() && !names.empty())
-        t->notes.push_back(
-            text("%s does not name its classes, which are taken for those of %s in their order, "
-                 "%s; --class_names FILE tells others",
-                 file.path.c_str(), c->data_file, listed(names).c_str()));
-    const GivenFlag* listing = was_given(given, "class_names");
-    if (listing && listing->origin.empty() && !(known && file.class_names.empty()))
-        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
-                                c->class_names, file.class_names.empty() ? c->data_file : file.path.c_str()));
-    if (c->resume_given) return before.empty() ? names : before;
+    const char* path = file.path.c_str();
+    int known = file.config.class_cond ? file.config.num_classes : 0;
+    std::vector<std::string> names, file_names = file.class_names;
+    if (file_exists(c->data_file) || !(c->num_classes || known)) names = class_names_in(c->data_file);
 
-    bool same = names.empty() || before.empty() || before == names;
-    if (!c->num_classes || !told) c->num_classes = known && same ? known : (int)names.size();
-    if (known && before.empty() && c->num_classes != known)
+    const GivenFlag* listing = was_given(given, "class_names");
+    bool lacks_names = known && file_names.empty();
+    if (lacks_names && *c->class_names) {
+        Config named = file.config;
+        strcpy(named.class_names, c->class_names);
+        file_names = shown_names(named, {});
+    }
+    if (!lacks_names && listing && listing->origin.empty())
+        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
+                                c->class_names, file_names.empty() ? c->data_file : path));
+
+    bool is_assumed = known && file_names.empty();
+    if (is_assumed && !names.empty()) {
+        t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
+                                "%s; --class_names FILE tells others",
+                                path, c->data_file, listed(names).c_str()));
+        file_names = names;
+    }
+    if (c->resume_given) return file_names.empty() ? names : file_names;
+
+    if (!c->num_classes || !was_given(given, "num_classes")) {
+        bool same = known && (names.empty() || names == file_names);
+        c->num_classes = same ? known : (int)names.size();
+    }
+    if (is_assumed && c->num_classes != known)
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
-             c->num_classes, file.path.c_str(), known);
-    if (!file.path.empty()) plan_rows(t, *c, names, before);
+             c->num_classes, path, known);
+    if (*path) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
 
@@ -3746,10 +3784,11 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     share_batch(&config);
     if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
-    for (const Flag& flag : FLAGS)
-        if (std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-            config.resume_given && flag.on_resume != FORGOTTEN && was != now)
-            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+    for (const Flag& flag : FLAGS) {
+        if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
+        std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
+        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+    }
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;
 }
@@ -3788,28 +3827,50 @@ static void load_start(Trainer* t) {
     use_weights(m, m->master);
 }
 
-// Matches the classes of the images with the model's, and says what was assumed of them, and of other images.
-static void check_classes(Trainer* t) {
+// Says where a run goes on with other images than it had.
+static void note_other_images(Trainer* t) {
+    const Config& c = t->model.config;
+    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
+    if (!c.resume_given || before.empty() || now.empty() || before == now) return;
+    t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
+                            "and was %s); from here on it learns from this one",
+                            c.data_file, t->step, now.c_str(), before.c_str()));
+}
+
+// Matches the classes of an image file with the model's, and says what was assumed of them.
+static void check_classes(Trainer* t, Dataset* data, const char* path) {
     const Config& c = t->model.config;
     const std::vector<std::string>& names = t->model.class_names;
-    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
-    t->model.data_checksum = now;
-    if (c.resume_given && !before.empty() && !now.empty() && before != now)
-        t->notes.push_back(
-            text("%s is not the file that the run had images from until step %ld (its checksum "
-                 "is %s, and was %s); from here on it learns from this one",
-                 c.data_file, t->step, now.c_str(), before.c_str()));
-    for (Dataset* data : {&t->images, &t->validation}) {
-        bool trains = data == &t->images;
-        const char* file = trains ? c.data_file : c.val_file;
-        if (!c.class_cond || !data->count) continue;
-        if (data->labels.empty() || (int)names.size() > c.num_classes)
-            fail("%s has %zu classes and the model %d; see prepare_data.py --labels", file,
-                 data->class_names.size(), c.num_classes);
-        std::string line = match_classes(data, file, names, trains);
-        if (!line.empty()) t->notes.push_back(line);
+    if (!c.class_cond) return;
+    if (data->labels.empty() || (int)names.size() > c.num_classes)
+        fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
+             c.num_classes);
+    std::string line = match_classes(data, path, names, data == &t->images);
+    if (!line.empty()) t->notes.push_back(line);
+}
+
+static void read_datasets(Trainer* t) {
+    const Config& c = t->model.config;
+    t->images = read_images(c.data_file, c);
+    if (*c.val_file) t->validation = read_images(c.val_file, c);
+    t->model.data_checksum = t->images.checksum;
+    note_other_images(t);
+    check_classes(t, &t->images, c.data_file);
+    if (*c.val_file) check_classes(t, &t->validation, c.val_file);
+    wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
+}
+
+// config.txt: the configuration, and in comments what was changed on resuming, now and before.
+static std::string config_with_changes(const Trainer& t, const std::string& before) {
+    std::string config = config_text(t.model.config);
+    for (const std::string& line : split(before, '\n')) {
+        long step;
+        bool is_change = sscanf(line.c_str(), "# from step %ld on:", &step) == 1;
+        if (is_change && step <= t.step) config += line + "\n";
     }
-    wanted_classes(c, names);
+    for (const std::string& change : t.changes)
+        config += text("# from step %ld on: %s\n", t.step, change.c_str());
+    return config;
 }
 
 // Everything between the plan of a run and its first step.
@@ -3817,9 +3878,7 @@ static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
     check_memory(t->model);
     check_samples(t->model, c.num_samples, "lower --num_samples");
-    t->images = read_images(c.data_file, c);
-    if (*c.val_file) t->validation = read_images(c.val_file, c);
-    check_classes(t);
+    read_datasets(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
     for (long step : gather_numbers(&t->model, (int)t->step))
@@ -3829,20 +3888,20 @@ static void prepare_run(Trainer* t) {
     load_start(t);
     prepare_steps(t);
     if (world.rank) return;
-    // config.txt: the configuration, and in comments what was changed on resuming, now and before
-    std::string path = text("%s/config.txt", c.out_dir), config = config_text(c);
-    for (const std::string& line : split(read_text(path), '\n'))
-        if (long step; sscanf(line.c_str(), "# from step %ld on:", &step) == 1 && step <= t->step)
-            config += line + "\n";
-    for (const std::string& change : t->changes)
-        config += text("# from step %ld on: ", t->step) + change + "\n";
+
     // both of the old files are read before either is replaced
-    std::string log = text("%s/metrics.jsonl", c.out_dir), logged = read_text(log);
-    write_text(path, config);
-    open_metrics(&t->metrics, log, logged, t->step, &t->validated);
+    std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
+    std::string old_config = read_text(config), old_log = read_text(log);
+    write_text(config, config_with_changes(*t, old_config));
+    open_metrics(&t->metrics, log, old_log, t->step, &t->validated);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
+// Whether --lr_schedule has come to its end: no step after this one learns.
+static bool is_schedule_over(const Config& c, long step) {
+    return step && !(learning_rate(c.optimiser, step) > 0);
+}
+
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
@@ -3868,22 +3927,35 @@ static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     t->sampled = t->step;
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+
     std::vector<float> samples;
     double start = seconds_now();
-    auto specs = specs_of(consecutive(c.seed, c.num_samples));
-    const std::vector<std::string>& names = t->model.class_names;
-    std::vector<uint32_t> classes = wanted_classes(c, names);
-    int groups = set_classes(&specs, classes);
-    GridLayout layout = grid_layout(c.num_samples, groups, c.image_size);
-    if (!sample(&t->model, &samples, specs, false) || world.rank) return;
+    SampleGrid grid = plan_grid(c, specs_of(consecutive(c.seed, c.num_samples)), t->model.class_names);
+    if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
+
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, samples, layout, c); });
+    std::string failure = failure_of([&] { write_grid(path, samples, grid.layout, c); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
-        rows_text(names, classes, groups, layout).c_str());
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The validation loss that is the least, and whether its checkpoint is still there.
+static void print_best_validation(const Trainer& t) {
+    const char* folder = t.model.config.out_dir;
+    long best_step = 0;
+    double best = INFINITY;
+    for (auto [step, loss] : t.validated) {
+        if (!(loss < best)) continue;
+        best = loss;
+        best_step = step;
+    }
+    if (!std::isfinite(best)) return;
+    bool kept = file_exists(checkpoint_path(folder, best_step));
+    printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best, best_step,
+           kept ? "there" : "not kept");
 }
 
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
@@ -3891,18 +3963,13 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1)
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
-               1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
-    printf("\n");
-
-    auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
-    auto best = std::ranges::min_element(t.validated, {}, finite);
-    if (best != t.validated.end() && std::isfinite(best->second)) {
-        bool kept = file_exists(checkpoint_path(c.out_dir, best->first));
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
-               kept ? "there" : "not kept");
+    if (steps > 1) {
+        double rate = (steps - 1) / seconds;
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, 1e3 / rate,
+               c.batch_size * rate);
     }
+    printf("\n");
+    print_best_validation(t);
 
     std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint.c_str());
@@ -3912,17 +3979,24 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     say("pictures:   ./%s --generate 64 --model_weights %s", network.program, shell_word(checkpoint).c_str());
 
     std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
+    if (t.step >= c.steps) {
+        more = text(" --steps %ld", std::max(1L, 2 * t.step));
+        if (is_schedule_over(c, t.step)) more += " --lr_schedule constant";
+    }
     say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+// A terminal's line that the next one overwrites.
+static void clear_line() {
+    if (isatty(1)) printf("\r\033[K");
 }
 
 static void validate(Trainer* t) {
     double loss = validation_loss(t);
     if (stop_requested) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+    clear_line();
+    printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
     add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
     t->validated[t->step] = loss;
@@ -3978,44 +4052,50 @@ struct StepReport {
 static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
     static const double peak = backend_peak() * world.size;
     double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
-    std::string each, mfu, quartiles;
-    if (world.size > 1) each = text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
-    if (peak) mfu = text(", \"mfu\": %.4f", tflops / peak);
+
+    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss,
+                            (double)t->smoothed);
+    line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, report.lr);
+    line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", report.ms, report.images_per_s);
+    if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    line += text(", \"tflops\": %.5g", tflops);
+    if (peak) line += text(", \"mfu\": %.4f", tflops / peak);
+    line += text(", \"memory_gb\": %.4g", 1e-9 * (double)memory_of(t->model));
+    line += text(", \"skipped\": %d, \"loss_quartiles\": [", t->history.skipped);
 
     // the loss by quartile of the timesteps since the last line; null where no sample fell into one
-    for (int q = 0; q < 4; q++)
-        quartiles += (q ? ", " : "") + json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    for (int q = 0; q < 4; q++) {
+        if (q) line += ", ";
+        line += json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    }
     t->quartile_sums = t->quartile_counts = {};
-
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, report.lr, report.ms,
-                     report.images_per_s, each.c_str(), tflops, mfu.c_str(),
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+    add_metrics(&t->metrics, line + "]}\n");
 }
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    bool first = t->step == pace->first + 1;
     // the first step, in which much is set up, counts only while there is no other
-    double now = pace->end = seconds_now();
+    double now = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+    pace->end = now;
 
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
-    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    bool shows = logs || (isatty(1) && now - pace->shown > 1);
+    if (!shows) return;
     pace->shown = now;
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
     StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
 
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (logs)
-        printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
-               result.norm, report.lr, ms, report.images_per_s);
-    if (logs && world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
+    clear_line();
+    printf("step %ld/%d | loss %.5f", t->step, c.steps, result.loss);
+    if (logs) {
+        printf(" | smoothed %.5f | norm %.3f | lr %.2e", (double)t->smoothed, result.norm, report.lr);
+        printf(" | %.1f ms | %.1f images/s", ms, report.images_per_s);
+        if (world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
+    }
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
 
@@ -4029,16 +4109,26 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 // Whether what comes every so many steps comes after this one.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
-// What a stop or a crash came before: the validation and the pictures that were due when the run ended.
+// Whether the weights of this step are validated: every so many steps, and at the run's end.
+static bool is_validated(const Trainer& t, bool ended) {
+    return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
+}
+
+// What rank 0 finds, on every rank.
+static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
+
+// What a stop or a crash came before: the validation and the samples that were due when the run ended.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool ended = t->step == t->start.config.steps;
-    auto lacks = [&](bool here) { return gather_numbers(&t->model, !here)[0]; };  // rank 0's answer
-    if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
-        lacks(t->validated.contains(t->step)))
-        validate(t);
-    if ((ended || is_due(t->step, c.sample_every)) && lacks(file_exists(samples_path(c.out_dir, t->step))))
-        save_samples(t);
+    if (is_validated(*t, ended)) {
+        bool done = on_rank_0(t, t->validated.contains(t->step));
+        if (!done) validate(t);
+    }
+    if (ended || is_due(t->step, c.sample_every)) {
+        bool done = on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)));
+        if (!done) save_samples(t);
+    }
     fflush(stdout);
 }
 
@@ -4064,7 +4154,7 @@ static void train(Trainer* t) {
         fflush(stdout);
 
         double paused = seconds_now();
-        if (t->validation.count && (is_due(t->step, c.val_every) || t->step == c.steps)) validate(t);
+        if (is_validated(*t, t->step == c.steps)) validate(t);
         if (is_due(t->step, c.save_every)) save(t);
         if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
@@ -4072,13 +4162,11 @@ static void train(Trainer* t) {
     }
     while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
 
-    if (isatty(1)) printf("\r\033[K");
-    double seconds = pace.end - pace.start;
-    std::string checkpoint = checkpoint_path(c.out_dir, t->step);
-    bool saved = t->saved == t->step && gather_numbers(&t->model, file_exists(checkpoint))[0];
+    clear_line();
+    bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
     if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
-    print_summary(*t, pace.first, seconds);
+    print_summary(*t, pace.first, pace.end - pace.start);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
@@ -4093,7 +4181,10 @@ static void handle_signals() {
     };
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
-    signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
+    signal(SIGALRM, [](int) {
+        signal(SIGINT, SIG_DFL);
+        signal(SIGTERM, SIG_DFL);
+    });
 }
 
 // What main returns: the status of `program`, or of what it fails with, once that is told.
@@ -4126,7 +4217,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
+    else if (is_schedule_over(config, trainer.step))
         printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
                flag_text(config, flag_named("lr_schedule")).c_str());
     print_run(trainer.model);
@@ -4167,7 +4258,8 @@ static void run_program(int argc, char** argv) {
     std::string ranks = meet_ranks(config);
     handle_signals();
     printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
-    draws ? run_generate(given) : run_training(given);
+    if (draws) run_generate(given);
+    else run_training(given);
     leave_ranks();
 }
 #endif
