@@ -2676,8 +2676,14 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // The model's images as a batch of B samples, of which each counts for what its timestep does.
 static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
-    return {m->losses,     m->timesteps,      m->schedule,       B, c.image_size * c.image_size,
-            c.in_channels, c.diffusion_steps, m->variance_losses};
+    return {.parts = m->losses,
+            .timesteps = m->timesteps,
+            .schedule = m->schedule,
+            .B = B,
+            .pixels = c.image_size * c.image_size,
+            .channels = c.in_channels,
+            .diffusion_steps = c.diffusion_steps,
+            .variance_parts = m->variance_losses};
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -3260,6 +3266,25 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     }
 }
 
+// Enters a section, which follows those before it, in the header's table.
+static void declare_section(int32_t* header, const char* name, uint64_t bytes) {
+    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
+    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+    memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
+    header[FIELD_SECTIONS]++;
+}
+
+// A checkpoint's sections besides those of parameters. Empty ones are left out.
+static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
+    std::string names, state;
+    for (const std::string& name : m.class_names) names += name + "\n";
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    return {{"state", state},
+            {"config", stored_config(m.config)},
+            {"class_names", names},
+            {"data_checksum", m.data_checksum}};
+}
+
 // Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
 static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
@@ -3273,28 +3298,18 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     header[FIELD_SMOOTHED] = std::bit_cast<int32_t>(smoothed);
     header[FIELD_LR_STEPS] = m.config.optimiser.lr_steps;
-    auto declare = [&](const char* name, uint64_t bytes) {
-        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
-        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-        memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
-    };
+
     Writer out(path);
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
-        declare(section, m.plan.num_parameters * sizeof(float));
+        declare_section(header, section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    auto add_text = [&](const char* name, const std::string& contents) {
-        if (contents.empty()) return;
-        declare(name, contents.size());
+    for (const auto& [section, contents] : small_sections(m, history)) {
+        if (contents.empty()) continue;
+        declare_section(header, section, contents.size());
         out.write(contents);
-    };
-    std::string names;
-    for (const std::string& name : m.class_names) names += name + "\n";
-    if (m.adam_m) add_text("state", std::string((const char*)&history, sizeof history));
-    add_text("config", stored_config(m.config));
-    add_text("class_names", names);
-    add_text("data_checksum", m.data_checksum);
+    }
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4018,10 +4033,10 @@ static void give_up(Trainer* t, const StepState& result) {
              *c.model_weights ? "the weights of --model_weights are too large; start from others"
                               : "these images and flags leave the range of numbers");
     }
-    std::string saved = checkpoint_path(c.out_dir, t->saved), advice;
+    std::string saved = checkpoint_path(c.out_dir, t->saved);
+    std::string advice = "the weights of " + saved + " lead to it: resume from an older one";
+    if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
     if (!t->saved) advice = "nothing was saved before it: start again";
-    else if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
-    else advice = "the weights of " + saved + " lead to it: resume from an older one";
     fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
 }
 
