@@ -378,8 +378,8 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
 
 // Memory that the ranks which are forked on this machine share. Any other process has its own.
 struct Shared {
-    std::atomic<int> stop;    // whether one of them was asked to stop
-    std::atomic<int> teller;  // the one that says why all end: its rank + 1
+    std::atomic<int> stop;      // whether one of them was asked to stop
+    std::atomic<int> reporter;  // the one that says why all end: its rank + 1
 };
 static Shared* const shared =
     (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -2471,7 +2471,8 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
     return c.lr * (last + (1 - last) * falling);
 }
 
-// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up by the updates among them.
+// The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
+// among them.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
     AdamW a = {.lr = (float)learning_rate(c, s),
@@ -2553,7 +2554,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
-    size_t whole = m->ranks * microbatches_of(m) * B;  // of which B may be a part
+    size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
     Arena arena = {memory, SIZE_MAX, 0};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
@@ -2573,13 +2574,13 @@ static size_t lay_out_model(Model* m, char* memory) {
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
-    place(whole, m->timesteps, m->sources);
-    if (label_rows(c)) place(whole, m->labels);
+    place(batch, m->timesteps, m->sources);
+    if (label_rows(c)) place(batch, m->labels);
     place(1, m->state, m->sampler_state);
     place(world.size, m->stops);
     place(c.diffusion_steps, m->schedule);
-    place(whole * loss_parts((int)pixels), m->losses);
-    if (c.learn_sigma && plan.training) place(whole * loss_parts((int)pixels), m->variance_losses);
+    place(batch * loss_parts((int)pixels), m->losses);
+    if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
     place(B, m->specs);
     return arena.used;
@@ -2588,7 +2589,8 @@ static size_t lay_out_model(Model* m, char* memory) {
 // A model that has sizes and no memory yet.
 static Model plan_model(const Config& config, int batch, bool training) {
     Model m = Model();
-    m.config = config, m.plan = network.make_plan(config, batch, training);
+    m.config = config;
+    m.plan = network.make_plan(config, batch, training);
     shard_parameters(&m);
     m.bytes = lay_out_model(&m, nullptr);
     return m;
@@ -2604,39 +2606,53 @@ static int most_images(const Config& c) {
     return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
 }
 
-// Refuses a model or a grid of pictures that header and kernels can't count, or memory or one PNG can't hold.
-static void check_memory(const Model& m, double pictures = 0, const char* instead = "") {
+static bool fits_memory(const Model& m) {
+    size_t available = backend_memory_available();
+    return !available || memory_of(m) <= available;
+}
+
+// Refuses a model that a file's header can't count, or whose run the memory can't hold, and names a batch size
+// that would fit.
+static void check_memory(const Model& m) {
+    const Config& c = m.config;
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
-    size_t available = backend_memory_available();
-    auto has_memory = [&](const Model& model) { return !available || memory_of(model) <= available; };
-    int batch = m.plan.batch, H = m.config.image_size, fits = std::min(batch, most_images(m.config));
-    if (!has_memory(m) || fits < batch) {
-        std::string why = text("%d images of %d x %d at a time are too many", batch, H, H);
-        if (!has_memory(m))
-            why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
-                       human_bytes(available).c_str());
-        auto would_fit = [&](int batch_size, int at_a_time) {  // micro-batches' gradients need memory, too
-            Config other = m.config;
-            other.batch_size = batch_size;
-            return has_memory(plan_model(other, at_a_time, m.plan.training));
-        };
-        while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
-        if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
-        bool in_parts = m.plan.training && would_fit(m.config.batch_size, fits);
-        if (!m.plan.training) fits = std::max(1, samples_at_a_time(m.config, fits));
-        fail("%s; %s--batch_size %d would fit", why.c_str(),
-             in_parts ? text("--microbatch %d, the same batch in parts, or ", fits).c_str() : "",
-             fits * m.ranks);
-    }
-    double pixels = pictures * H * H, with_gaps = pictures * (H + 2) * (H + 2);
-    double model = ON_GPU ? 0 : (double)memory_of(m);
-    std::string what = text("%.0f pictures of %d x %d", pictures, H, H);
+
+    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
+    std::string why;
+    if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
+    if (!fits_memory(m))
+        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
+                   human_bytes(backend_memory_available()).c_str());
+    if (why.empty()) return;
+
+    auto would_fit = [&](int batch_size, int at_a_time) {  // the sum of micro-batches' gradients needs memory, too
+        Config other = c;
+        other.batch_size = batch_size;
+        return fits_memory(plan_model(other, at_a_time, m.plan.training));
+    };
+    while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
+    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+
+    std::string in_parts;
+    if (m.plan.training && would_fit(c.batch_size, fits))
+        in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
+    if (!m.plan.training) fits = std::max(1, samples_at_a_time(c, fits));
+    fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
+}
+
+// Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
+static void check_samples(const Model& m, int samples, const char* remedy) {
+    int H = m.config.image_size;
+    double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
+    std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
-    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), instead);
-    check_host_memory(model + PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps,
-                      "the model and " + what, instead);
+    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+
+    double bytes = PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps;
+    if (!ON_GPU) bytes += (double)memory_of(m);
+    check_host_memory(bytes, "the model and " + what, remedy);
 }
 
 static void allocate_model(Model* m) {
@@ -2658,8 +2674,9 @@ template <typename T> struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
 };
 
-// All of the parameters of which each rank has a shard; where it has, until the next gradients.
-static float* whole_of(Model* m, float* parameters) {
+// All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
+// the next step.
+static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
     backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
@@ -2669,7 +2686,7 @@ static float* whole_of(Model* m, float* parameters) {
 // Makes the layers read these parameters: master, or an EMA.
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
-    parameters = whole_of(m, parameters);
+    parameters = gather_parameters(m, parameters);
     if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
     if (!is_sharded(m)) m->fp32_params = parameters;
@@ -2721,8 +2738,14 @@ static void initialise_weights(Model* m, uint32_t seed) {
 // The model's images as a batch of B samples, of which each counts for what its timestep does.
 static BatchLoss batch_loss(const Model* m, int B) {
     const Config& c = m->config;
-    return {m->losses,     m->timesteps,      m->schedule,       B, c.image_size * c.image_size,
-            c.in_channels, c.diffusion_steps, m->variance_losses};
+    return {.parts = m->losses,
+            .timesteps = m->timesteps,
+            .schedule = m->schedule,
+            .B = B,
+            .pixels = c.image_size * c.image_size,
+            .channels = c.in_channels,
+            .diffusion_steps = c.diffusion_steps,
+            .variance_parts = m->variance_losses};
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -3049,70 +3072,85 @@ static std::string chosen_name(const Config& c) {
     return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
 }
 
-// What each rank says: all of them ask.
-static std::vector<int> of_ranks(Model* m, int here) {
-    std::vector<int> answers(world.size, here);
-    if (world.size == 1) return answers;
-    backend_upload(m->stops, answers.data(), world.size * sizeof(int));
+// Every rank's number, on every rank. All of them have to call this.
+static std::vector<int> gather_numbers(Model* m, int number) {
+    std::vector<int> numbers(world.size, number);
+    if (world.size == 1) return numbers;
+    backend_upload(m->stops, numbers.data(), world.size * sizeof(int));
     gather(m->stops, 1);
-    backend_download(answers.data(), m->stops, world.size * sizeof(int));
-    return answers;
+    backend_download(numbers.data(), m->stops, world.size * sizeof(int));
+    return numbers;
 }
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(of_ranks(m, stop_asked))) stop_requested = stop_asked = 1;
+    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_requested = stop_asked = 1;
     return stop_requested;
 }
 
-// Gives rank 0 what the others have of the host's values, of which each rank has made its share. They go by
-// way of memory that is free while nothing is trained.
+// Each rank has computed its share of the host's values: rank 0 gets those of the others. They go through
+// m->target, which is free while nothing is trained, in as many pieces as that takes.
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
-    size_t most = m->plan.batch * (size_t)PIXEL * m->config.image_size * m->config.image_size;  // floats
+    size_t pixels = (size_t)m->config.image_size * m->config.image_size;
+    size_t buffer_bytes = m->plan.batch * pixels * PIXEL * sizeof(float);
+
     for (int rank = 1; rank < world.size; rank++) {
+        if (world.rank != 0 && world.rank != rank) continue;
         auto [first, end] = share_of(values->size(), rank, unit);
         auto left = std::as_writable_bytes(std::span(*values).subspan(first, end - first));
-        for (size_t bytes; !left.empty() && (!world.rank || world.rank == rank); left = left.subspan(bytes)) {
-            bytes = std::min(left.size(), most * sizeof(float));
-            std::span device((std::byte*)m->target, bytes);
-            if (world.rank) backend_upload(m->target, left.data(), bytes), backend_exchange(0, device, {});
-            else backend_exchange(rank, {}, device), backend_download(left.data(), m->target, bytes);
+        while (!left.empty()) {
+            auto piece = left.first(std::min(left.size(), buffer_bytes));
+            std::span buffer((std::byte*)m->target, piece.size());
+            if (world.rank == 0) {
+                backend_exchange(rank, {}, buffer);
+                backend_download(piece.data(), m->target, piece.size());
+            } else {
+                backend_upload(m->target, piece.data(), piece.size());
+                backend_exchange(0, buffer, {});
+            }
+            left = left.subspan(piece.size());
         }
     }
 }
 
-// Loss over the validation images, with noise and timesteps that never change: rank 0's. After a stop it means
-// nothing. Each rank has some of the batches, whose losses are added up as one rank adds them.
-static double validation_loss(Trainer* t) {
+// The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
+static double validation_batch_loss(Trainer* t, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
-    int most = m->plan.batch, batches = ceil_div(t->validation.count, most);
-    std::vector<float> images(most * elements);
-    std::vector<int> timesteps(most);
-    std::vector<double> sums(batches);
-    auto [begin, end] = share_of(batches, world.rank);
+    std::vector<float> images(B * elements);
+    std::vector<int> timesteps(B);
+    for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
+    for (int b = 0; b < B; b++)
+        timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
+    backend_upload(m->images, images.data(), images.size() * sizeof(float));
+    backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+    if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+
+    add_noise(m, B, first, m->timesteps, nullptr);
+    unet_forward(m, B);
+    BatchLoss loss = batch_loss(m, B);
+    run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+
+    std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
+    backend_download(parts.data(), m->losses, parts.size() * sizeof(float));
+    return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
+}
+
+// The mean loss over the validation images: rank 0's, and after a stop without a meaning. Each rank has some of
+// the batches, whose losses are added up in the order in which one rank adds them.
+static double validation_loss(Trainer* t) {
+    Model* m = &t->model;
+    int count = t->validation.count, batch = m->plan.batch;
+    std::vector<double> sums(ceil_div(count, batch));
+    auto [begin, end] = share_of(sums.size(), world.rank);
 
     use_weights(m, chosen_weights(m));
-    for (size_t batch = begin; batch < end && !stop_asked; batch++) {
-        int first = (int)batch * most, B = std::min(most, t->validation.count - first);
-        for (size_t e = 0; e < B * elements; e++) images[e] = t->validation.value(first * elements + e);
-        for (int b = 0; b < B; b++)
-            timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
-        backend_upload(m->images, images.data(), B * elements * sizeof(float));
-        backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
-        if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
-
-        add_noise(m, B, first, m->timesteps, nullptr);
-        unet_forward(m, B);
-        BatchLoss loss = batch_loss(m, B);
-        run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
-
-        std::vector<float> losses((size_t)B * loss_parts(loss.pixels));  // without weights
-        backend_download(losses.data(), m->losses, losses.size() * sizeof(float));
-        sums[batch] = std::accumulate(losses.begin(), losses.end(), 0.0) / loss.elements() * B;
+    for (size_t i = begin; i < end && !stop_asked; i++) {
+        int first = (int)i * batch;
+        sums[i] = validation_batch_loss(t, first, std::min(batch, count - first));
     }
     if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);
-    return std::accumulate(sums.begin(), sums.end(), 0.0) / t->validation.count;
+    return std::accumulate(sums.begin(), sums.end(), 0.0) / count;
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
@@ -3122,12 +3160,24 @@ static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
     return specs;
 }
 
-// Gives each sample its class. Returns how many classes there are; 0 where not equally many samples are of
-// each.
-static int set_classes(std::vector<SampleSpec>* specs, const std::vector<uint32_t>& classes) {
-    size_t n = specs->size(), k = classes.size();
-    for (size_t i = 0; i < n && k; i++) (*specs)[i].label = (int)classes[i * k / n];
-    return k > 1 && n % k == 0 ? (int)k : 0;
+// The samples of a grid, how they lie in it, and what the log says of the classes of its rows.
+struct SampleGrid {
+    std::vector<SampleSpec> specs;
+    GridLayout layout;
+    std::string rows;
+};
+
+// Gives each sample of a grid its class: the first the first of --class or of all. They are grouped by class where
+// equally many are of each. names: the classes'.
+static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, const std::vector<std::string>& names) {
+    std::vector<uint32_t> classes = wanted_classes(c, names);
+    size_t count = specs.size(), num_classes = classes.size();
+    for (size_t i = 0; i < count && num_classes; i++) specs[i].label = (int)classes[i * num_classes / count];
+
+    bool is_grouped = num_classes > 1 && count % num_classes == 0;
+    int groups = is_grouped ? (int)num_classes : 0;
+    GridLayout layout = grid_layout((int)count, groups, c.image_size);
+    return {specs, layout, rows_text(names, classes, groups, layout)};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -3278,11 +3328,30 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     }
 }
 
+// Enters a section, which follows those before it, in the header's table.
+static void declare_section(int32_t* header, const char* name, uint64_t bytes) {
+    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
+    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+    memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
+    header[FIELD_SECTIONS]++;
+}
+
+// A checkpoint's sections besides those of parameters. Empty ones are left out.
+static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
+    std::string names, state;
+    for (const std::string& name : m.class_names) names += name + "\n";
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    return {{"state", state},
+            {"config", stored_config(m.config)},
+            {"class_names", names},
+            {"data_checksum", m.data_checksum}};
+}
+
 // Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
 static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
     if (world.rank) {
-        for (auto [section, parameters] : arrays_of(m)) whole_of(&m, parameters);
+        for (auto [section, parameters] : arrays_of(m)) gather_parameters(&m, parameters);
         return;
     }
     int32_t header[HEADER_INTS] = {network.magic, WEIGHTS_VERSION};
@@ -3291,28 +3360,18 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     header[FIELD_SMOOTHED] = std::bit_cast<int32_t>(smoothed);
     header[FIELD_LR_STEPS] = m.config.optimiser.lr_steps;
-    auto declare = [&](const char* name, uint64_t bytes) {
-        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
-        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-        memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
-    };
+
     Writer out(path);
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
-        declare(section, m.plan.num_parameters * sizeof(float));
-        write_parameters(&out, whole_of(&m, parameters), m.plan);
+        declare_section(header, section, m.plan.num_parameters * sizeof(float));
+        write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    auto add_text = [&](const char* name, const std::string& contents) {
-        if (contents.empty()) return;
-        declare(name, contents.size());
+    for (const auto& [section, contents] : small_sections(m, history)) {
+        if (contents.empty()) continue;
+        declare_section(header, section, contents.size());
         out.write(contents);
-    };
-    std::string names;
-    for (const std::string& name : m.class_names) names += name + "\n";
-    if (m.adam_m) add_text("state", std::string((const char*)&history, sizeof history));
-    add_text("config", stored_config(m.config));
-    add_text("class_names", names);
-    add_text("data_checksum", m.data_checksum);
+    }
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3320,44 +3379,65 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 
 // ==== 10  A RUN AND MAIN ===================================================================================
 // ---- what a run prints ------------------------------------------------------------------------------------
-static void print_run(const Model& m) {
-    const Config& c = m.config;
-    const Plan& plan = m.plan;
+// The flags with their values, in three columns.
+static void print_flags(const Config& c) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
         std::string value = flag_text(c, flag);
         if (flag.group == OTHER || value.empty()) continue;
-        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), ++column % 3 ? "  " : "\n");
+        column = (column + 1) % 3;
+        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), column ? "  " : "\n");
     }
-    printf("%s\n", column % 3 ? "\n" : "");
+    if (column) printf("\n");
+    printf("\n");
+}
+
+// The blocks of the network, a line each.
+static void print_blocks(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
-    for (size_t i = 0; i < plan.blocks.size(); i++) {
+    for (int i = 0; i < (int)plan.blocks.size(); i++) {
         Block b = plan.blocks[i];
         size_t parameters = 0, kept = 0;
-        for (const Buffer* buffer : buffers_of(&b))
-            if (buffer->first <= (int)i && buffer->last > (int)i) kept += buffer->bytes;
         for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
-        std::string in = text(b.C2 ? "%d %d %d + %d" : "%d %d %d", b.H, b.H, b.C, b.C2),
-                    skip = b.skip < 0 ? "" : text("%d", b.skip);
-        printf("%-4zu %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-               in.c_str(), text("%d %d %d", b.out_H, b.out_H, b.O).c_str(), skip.c_str(), parameters,
-               human_bytes(kept).c_str());
+        for (const Buffer* buffer : buffers_of(&b))
+            if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+
+        std::string reads = text("%d %d %d", b.H, b.H, b.C), skip;
+        std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
+        if (b.C2) reads += text(" + %d", b.C2);
+        if (b.skip >= 0) skip = text("%d", b.skip);
+        printf("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+               reads.c_str(), writes.c_str(), skip.c_str(), parameters, human_bytes(kept).c_str());
     }
-    printf("%zu parameters in %zu tensors; memory: %s weights", plan.num_parameters, plan.tensors.size(),
-           human_bytes(4.0 * (double)plan.num_parameters).c_str());
+}
+
+static void print_memory(const Model& m) {
+    const Config& c = m.config;
+    const Plan& plan = m.plan;
+    const char* ema = ema_count(c) ? ", EMA" : "";
+    const char* gradients = plan.training ? ", their gradients" : "";
+    std::string copies;
     if (plan.training && !is_sharded(&m))
-        printf(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m),
-               ema_count(c) ? ", EMA" : "");
-    printf(", %s activations%s and scratch; %s in all\n\n", human_bytes(plan.arena_bytes).c_str(),
-           plan.training ? ", their gradients" : "", human_bytes(memory_of(m)).c_str());
+        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m), ema);
+
+    printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
+    printf("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters).c_str(), copies.c_str());
+    printf("%s activations%s and scratch; ", human_bytes(plan.arena_bytes).c_str(), gradients);
+    printf("%s in all\n\n", human_bytes(memory_of(m)).c_str());
     if (!is_sharded(&m)) return;
-    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;
-    printf(
-        "each of %d ranks has this memory and %d images of a step, for which it sends %s of gradients "
-        "and %s of weights; --microbatch %d makes the same on any number of ranks\n\n",
-        world.size, c.batch_size / world.size, human_bytes(sent * sizeof(float)).c_str(),
-        human_bytes(sent * sizeof(floatX)).c_str(), microbatch_of(c));
+
+    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
+    printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
+    printf("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)).c_str());
+    printf("and %s of weights; ", human_bytes(sent * sizeof(floatX)).c_str());
+    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
+}
+
+static void print_run(const Model& m) {
+    print_flags(m.config);
+    print_blocks(m.plan);
+    print_memory(m);
 }
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
@@ -3365,11 +3445,13 @@ static void print_run(const Model& m) {
 static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!is_asked(g) || g->origin.starts_with("--")) return;
-    int smallest = c.image_size >> (list_length(c.channel_mult) - 1);
+
+    std::set<int> sizes;  // the levels'
+    for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
     for (int size : c.attention_resolutions)
-        if (size && (size % smallest || size > c.image_size || !std::has_single_bit(size / smallest + 0u)))
+        if (size && !sizes.contains(size))
             printf("note: no level has the size %d of --attention_resolutions; they halve from %d to %d\n",
-                   size, c.image_size, smallest);
+                   size, *sizes.rbegin(), *sizes.begin());
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
@@ -3408,12 +3490,16 @@ static double time_step(Config config, int batch, double seconds) {
 // How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
 static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
-    int own = config.batch_size / (ON_GPU ? ranks : 1), batch = own;
-    if (!ON_GPU) batch = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
-    double ms = time_step(config, batch, 2) * own / batch;
-    printf("one training step: %.*f ms, %.1f images/s ", ms < 100 ? 2 : 0, ms, 1e3 * config.batch_size / ms);
-    if (batch == config.batch_size) printf("(measured, on grey images)\n");
-    else printf("(an estimate from %d of its %d images)\n", batch, config.batch_size);
+    int batch_size = config.batch_size, own = batch_size, timed = own;
+    if (ON_GPU) timed = own = batch_size / ranks;
+    else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+
+    double ms = time_step(config, timed, 2) * own / timed;
+    std::string how = "measured, on grey images";
+    if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, 1e3 * batch_size / ms,
+           how.c_str());
+
     long left = std::max(0L, config.steps - steps_done);
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
            human_time(left * ms / 1e3).c_str());
@@ -3447,15 +3533,15 @@ static void read_launcher() {
     }
 }
 
-// Among the ranks of a machine and the threads of each, what ends all is told by the first that finds it.
-static bool first_to_tell() {
+// Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
+static bool first_to_report() {
     int nobody = 0;
-    return shared->teller.compare_exchange_strong(nobody, world.rank + 1);
+    return shared->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
-// Ends this process with a sentence. Where another rank tells one already, it waits until that one ends all.
+// Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
 [[noreturn]] static void end_ranks(int status, const std::string& sentence) {
-    while (!first_to_tell()) pause();
+    while (!first_to_report()) pause();
     fprintf(stderr, "error: %s\n", sentence.c_str());
     _exit(status);
 }
@@ -3473,15 +3559,15 @@ static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (shared->teller == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+    if (shared->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
 
 // When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
 static void end_after_rank_0(int) {
-    if (first_to_tell()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (shared->teller != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+    if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
+    if (shared->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
 }
 
 // Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
@@ -3589,56 +3675,62 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     return {config, file};
 }
 
-// The grid or arrays, and what --output_dir asks for. rows: see rows_text.
-static void write_samples(const Config& c, const std::vector<SampleSpec>& specs, const GridLayout& layout,
-                           const std::string& rows, const std::vector<float>& samples, double seconds) {
-    int count = (int)specs.size();
-    bool as_arrays = has_ending(c.output_name, ".npz");
-    std::vector<int> classes;
-    for (const SampleSpec& spec : specs) classes.push_back(spec.label);
-    if (as_arrays) write_arrays(c.output_name, samples, classes, c);
-    else write_grid(c.output_name, samples, layout, c);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted(count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / count, as_arrays ? "" : rows.c_str());
+// The grid or arrays, and what --output_dir asks for.
+static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
+                          double seconds) {
+    size_t count = grid.specs.size(), elements = samples.size() / count;
+    std::string rows;
+    if (has_ending(c.output_name, ".npz")) {
+        std::vector<int> classes;
+        for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
+        write_arrays(c.output_name, samples, classes, c);
+    } else {
+        write_grid(c.output_name, samples, grid.layout, c);
+        rows = grid.rows;
+    }
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
+        human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
     if (!*c.output_dir) return;
-    size_t elements = samples.size() / count;
-    for (int n = 0; n < count; n++)
-        write_grid(text("%s/%06u.png", c.output_dir, specs[n].seed),
-                   std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+
+    for (size_t n = 0; n < count; n++) {
+        std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
+        write_grid(path, std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+    }
     say("%s: each picture on its own", c.output_dir);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file] = sampling_config(given);
     std::vector<SampleSpec> specs = wanted_samples(config, given);
-    std::vector<std::string> names = shown_names(config, file.class_names);
-    std::vector<uint32_t> classes = wanted_classes(config, names);
-    int count = (int)specs.size(), groups = set_classes(&specs, classes);
+    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
+    int count = (int)specs.size();
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
-    check_memory(m, count, "draw them in parts, with --seeds");
+    check_memory(m);
+    check_samples(m, count, "draw them in parts, with --seeds");
     if (config.dry_run) return print_run(m);
+
     // what can't be written is better said before the pictures are drawn
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
-    std::string seeds = *config.seeds ? config.seeds : text("%u to %u", specs[0].seed, specs.back().seed);
+    std::string seeds = config.seeds;
+    if (seeds.empty()) seeds = text("%u to %u", specs[0].seed, specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+
     std::vector<float> samples;
     double start = seconds_now();
-    if (!sample(&m, &samples, specs, true)) {
-        if (world.rank) return;
+    bool done = sample(&m, &samples, grid.specs, true);
+    if (world.rank) return;
+    if (!done) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
-    if (world.rank) return;
-    GridLayout layout = grid_layout(count, groups, config.image_size);
-    std::string rows = rows_text(names, classes, groups, layout);
-    write_samples(config, specs, layout, rows, samples, seconds_now() - start);
+    write_samples(config, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture").c_str(), file.path.c_str());
@@ -3658,7 +3750,9 @@ static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given)
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
-    t->step = t->saved = file.step, t->smoothed = file.smoothed, t->history = file.history;
+    t->step = t->saved = file.step;
+    t->smoothed = file.smoothed;
+    t->history = file.history;
 }
 
 // Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
@@ -3675,33 +3769,42 @@ static void share_batch(Config* c) {
              batch, microbatch, count, ranks, most_ranks);
 }
 
-// Which rows of the weights' table of classes a new run keeps, and what is said of it.
-static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string>& names,
-                      const std::vector<std::string>& before) {
-    const WeightsFile& file = t->start;
-    int known = file.config.class_cond ? file.config.num_classes : 0;
-    bool had_none = known && file.config.cond_drop_prob > 0, has_none = c.cond_drop_prob > 0;
+// A name for every row of a model's table of classes: a class without a name has its number, and the last row,
+// which stands for no class, has a name of its own. These begin with a line feed, as no class's name does.
+static const char NO_CLASS[] = "\nnone";
+static std::vector<std::string> row_names(const Config& c, std::vector<std::string> names) {
+    if (!c.class_cond) return {};
+    size_t named = names.size();
+    names.resize(c.num_classes);
+    for (size_t row = named; row < names.size(); row++) names[row] = text("\n%zu", row);
+    if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
+    return names;
+}
+
+// Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
+static void plan_rows(Trainer* t, const std::string& data_file, const std::vector<std::string>& rows,
+                      const std::vector<std::string>& file_rows) {
+    if (rows == file_rows) return;
     std::vector<std::string> kept, fresh, dropped;
-    std::vector<int> rows, same(label_rows(file.config));
-    std::iota(same.begin(), same.end(), 0);
-    for (size_t row = 0; row < (size_t)c.num_classes; row++) {
-        bool is_named = row < names.size() && !before.empty();
-        auto at = is_named ? std::ranges::find(before, names[row]) : before.begin();
-        if (is_named) rows.push_back(at == before.end() ? -1 : (int)(at - before.begin()));
-        else rows.push_back(row >= before.size() && row < (size_t)known ? (int)row : -1);
-        if (row < names.size()) (rows[row] < 0 ? fresh : kept).push_back(names[row]);
+    for (const std::string& name : rows) {
+        auto at = std::ranges::find(file_rows, name);
+        bool is_kept = at != file_rows.end();
+        t->kept_rows.push_back(is_kept ? (int)(at - file_rows.begin()) : -1);
+        if (name[0] != '\n') (is_kept ? kept : fresh).push_back(name);
     }
-    if (has_none) rows.push_back(had_none ? known : -1);
-    if (rows == same) return;
-    t->kept_rows = rows;
-    for (const std::string& name : before)
-        if (!std::ranges::count(names, name)) dropped.push_back(name);
-    std::string line = text("%s is trained on for the classes of %s: ", file.path.c_str(), c.data_file);
-    line += kept.empty() ? "none is known" : listed(kept) + (kept.size() > 1 ? " are kept" : " is kept");
-    if (!fresh.empty()) line += ", " + listed(fresh) + (fresh.size() > 1 ? " are new" : " is new");
-    if (!dropped.empty())
-        line += ", " + listed(dropped) + (dropped.size() > 1 ? " are dropped" : " is dropped");
-    if (has_none != had_none) line += text(", and the row for no class is %s", has_none ? "new" : "dropped");
+    for (const std::string& name : file_rows)
+        if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
+
+    auto are = [](const std::vector<std::string>& names, const char* what) {
+        return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
+    };
+    std::string line = t->start.path + " is trained on for the classes of " + data_file + ": ";
+    line += kept.empty() ? "none is known" : are(kept, "kept");
+    if (!fresh.empty()) line += ", " + are(fresh, "new");
+    if (!dropped.empty()) line += ", " + are(dropped, "dropped");
+    bool has_none = std::ranges::count(rows, NO_CLASS), had_none = std::ranges::count(file_rows, NO_CLASS);
+    if (has_none && !had_none) line += ", and the row for no class is new";
+    if (had_none && !has_none) line += ", and the row for no class is dropped";
     t->notes.push_back(line);
 }
 
@@ -3709,32 +3812,39 @@ static void plan_rows(Trainer* t, const Config& c, const std::vector<std::string
 // its images; and their number.
 static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::vector<GivenFlag>& given) {
     const WeightsFile& file = t->start;
-    const GivenFlag* told = was_given(given, "num_classes");
-    int known = file.path.empty() || !file.config.class_cond ? 0 : file.config.num_classes;
-    std::vector<std::string> names, before = file.class_names;
-    if (known && before.empty() && *c->class_names) {
-        Config stored = file.config;
-        strcpy(stored.class_names, c->class_names);
-        before = shown_names(stored, {});
-    }
-    if (!(c->num_classes || known) || file_exists(c->data_file)) names = class_names_in(c->data_file);
-    if (known && before.empty() && !names.empty())
-        t->notes.push_back(
-            text("%s does not name its classes, which are taken for those of %s in their order, "
-                 "%s; --class_names FILE tells others",
-                 file.path.c_str(), c->data_file, listed(names).c_str()));
-    if (was_typed(given, "class_names") && !(known && file.class_names.empty()))
-        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
-                                c->class_names, file.class_names.empty() ? c->data_file : file.path.c_str()));
-    if (c->resume_given) return before.empty() ? names : before;
+    const char* path = file.path.c_str();
+    int known = file.config.class_cond ? file.config.num_classes : 0;
+    std::vector<std::string> names, file_names = file.class_names;
+    if (file_exists(c->data_file) || !(c->num_classes || known)) names = class_names_in(c->data_file);
 
-    bool same = names.empty() || before.empty() || before == names;
-    if (!c->num_classes || !told) c->num_classes = known && same ? known : (int)names.size();
-    if (known && before.empty() && c->num_classes != known)
+    bool lacks_names = known && file_names.empty();
+    if (lacks_names && *c->class_names) {
+        Config named = file.config;
+        strcpy(named.class_names, c->class_names);
+        file_names = shown_names(named, {});
+    }
+    if (!lacks_names && was_typed(given, "class_names"))
+        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
+                                c->class_names, file_names.empty() ? c->data_file : path));
+
+    bool is_assumed = known && file_names.empty();
+    if (is_assumed && !names.empty()) {
+        t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
+                                "%s; --class_names FILE tells others",
+                                path, c->data_file, listed(names).c_str()));
+        file_names = names;
+    }
+    if (c->resume_given) return file_names.empty() ? names : file_names;
+
+    if (!c->num_classes || !was_given(given, "num_classes")) {
+        bool same = known && (names.empty() || names == file_names);
+        c->num_classes = same ? known : (int)names.size();
+    }
+    if (is_assumed && c->num_classes != known)
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
-             c->num_classes, file.path.c_str(), known);
-    if (!file.path.empty()) plan_rows(t, *c, names, before);
+             c->num_classes, path, known);
+    if (*path) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
 
@@ -3754,10 +3864,11 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     share_batch(&config);
     if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
-    for (const Flag& flag : FLAGS)
-        if (std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-            config.resume_given && flag.on_resume != FORGOTTEN && was != now)
-            t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+    for (const Flag& flag : FLAGS) {
+        if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
+        std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
+        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+    }
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;
 }
@@ -3796,60 +3907,81 @@ static void load_start(Trainer* t) {
     use_weights(m, m->master);
 }
 
-// Matches the classes of the images with the model's, and says what was assumed of them, and of other images.
-static void check_classes(Trainer* t) {
+// Says where a run goes on with other images than it had.
+static void note_other_images(Trainer* t) {
+    const Config& c = t->model.config;
+    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
+    if (!c.resume_given || before.empty() || now.empty() || before == now) return;
+    t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
+                            "and was %s); from here on it learns from this one",
+                            c.data_file, t->step, now.c_str(), before.c_str()));
+}
+
+// Matches the classes of an image file with the model's, and says what was assumed of them.
+static void check_classes(Trainer* t, Dataset* data, const char* path) {
     const Config& c = t->model.config;
     const std::vector<std::string>& names = t->model.class_names;
-    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
-    t->model.data_checksum = now;
-    if (c.resume_given && !before.empty() && !now.empty() && before != now)
-        t->notes.push_back(
-            text("%s is not the file that the run had images from until step %ld (its checksum "
-                 "is %s, and was %s); from here on it learns from this one",
-                 c.data_file, t->step, now.c_str(), before.c_str()));
-    for (Dataset* data : {&t->images, &t->validation}) {
-        bool trains = data == &t->images;
-        const char* file = trains ? c.data_file : c.val_file;
-        if (!c.class_cond || !data->count) continue;
-        if (data->labels.empty() || (int)names.size() > c.num_classes)
-            fail("%s has %zu classes and the model %d; see prepare_data.py --labels", file,
-                 data->class_names.size(), c.num_classes);
-        std::string line = match_classes(data, file, names, trains);
-        if (!line.empty()) t->notes.push_back(line);
+    if (!c.class_cond) return;
+    if (data->labels.empty() || (int)names.size() > c.num_classes)
+        fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
+             c.num_classes);
+    std::string line = match_classes(data, path, names, data == &t->images);
+    if (!line.empty()) t->notes.push_back(line);
+}
+
+static void read_datasets(Trainer* t) {
+    const Config& c = t->model.config;
+    t->images = read_images(c.data_file, c);
+    if (*c.val_file) t->validation = read_images(c.val_file, c);
+    t->model.data_checksum = t->images.checksum;
+    note_other_images(t);
+    check_classes(t, &t->images, c.data_file);
+    if (*c.val_file) check_classes(t, &t->validation, c.val_file);
+    wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
+}
+
+// config.txt: the configuration, and in comments what was changed on resuming, now and before.
+static std::string config_with_changes(const Trainer& t, const std::string& before) {
+    std::string config = config_text(t.model.config);
+    for (const std::string& line : split(before, '\n')) {
+        long step;
+        bool is_change = sscanf(line.c_str(), "# from step %ld on:", &step) == 1;
+        if (is_change && step <= t.step) config += line + "\n";
     }
-    wanted_classes(c, names);
+    for (const std::string& change : t.changes)
+        config += text("# from step %ld on: %s\n", t.step, change.c_str());
+    return config;
 }
 
 // Everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
-    check_memory(t->model, c.num_samples, "lower --num_samples");
-    t->images = read_images(c.data_file, c);
-    if (*c.val_file) t->validation = read_images(c.val_file, c);
-    check_classes(t);
+    check_memory(t->model);
+    check_samples(t->model, c.num_samples, "lower --num_samples");
+    read_datasets(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
-    for (long step : of_ranks(&t->model, (int)t->step))
+    for (long step : gather_numbers(&t->model, (int)t->step))
         if (step != t->step)
             fail("the ranks see other checkpoints, of step %ld and of %ld: they must share %s", step, t->step,
                  c.out_dir);
     load_start(t);
     prepare_steps(t);
     if (world.rank) return;
-    // config.txt: the configuration, and in comments what was changed on resuming, now and before
-    std::string path = text("%s/config.txt", c.out_dir), config = config_text(c);
-    for (const std::string& line : split(read_text(path), '\n'))
-        if (long step; sscanf(line.c_str(), "# from step %ld on:", &step) == 1 && step <= t->step)
-            config += line + "\n";
-    for (const std::string& change : t->changes)
-        config += text("# from step %ld on: ", t->step) + change + "\n";
+
     // both of the old files are read before either is replaced
-    std::string log = text("%s/metrics.jsonl", c.out_dir), logged = read_text(log);
-    write_text(path, config);
-    open_metrics(&t->metrics, log, logged, t->step, &t->validated);
+    std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
+    std::string old_config = read_text(config), old_log = read_text(log);
+    write_text(config, config_with_changes(*t, old_config));
+    open_metrics(&t->metrics, log, old_log, t->step, &t->validated);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
+// Whether --lr_schedule has come to its end: no step after this one learns.
+static bool is_schedule_over(const Config& c, long step) {
+    return step && !(learning_rate(c.optimiser, step) > 0);
+}
+
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
@@ -3875,22 +4007,35 @@ static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     t->sampled = t->step;
     if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+
     std::vector<float> samples;
     double start = seconds_now();
-    auto specs = specs_of(consecutive(c.seed, c.num_samples));
-    const std::vector<std::string>& names = t->model.class_names;
-    std::vector<uint32_t> classes = wanted_classes(c, names);
-    int groups = set_classes(&specs, classes);
-    GridLayout layout = grid_layout(c.num_samples, groups, c.image_size);
-    if (!sample(&t->model, &samples, specs, false) || world.rank) return;
+    SampleGrid grid = plan_grid(c, specs_of(consecutive(c.seed, c.num_samples)), t->model.class_names);
+    if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
+
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, samples, layout, c); });
+    std::string failure = failure_of([&] { write_grid(path, samples, grid.layout, c); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(),
-        rows_text(names, classes, groups, layout).c_str());
+        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
+}
+
+// The validation loss that is the least, and whether its checkpoint is still there.
+static void print_best_validation(const Trainer& t) {
+    const char* folder = t.model.config.out_dir;
+    long best_step = 0;
+    double best = INFINITY;
+    for (auto [step, loss] : t.validated) {
+        if (!(loss < best)) continue;
+        best = loss;
+        best_step = step;
+    }
+    if (!std::isfinite(best)) return;
+    bool kept = file_exists(checkpoint_path(folder, best_step));
+    printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best, best_step,
+           kept ? "there" : "not kept");
 }
 
 // The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
@@ -3898,18 +4043,13 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
     printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
-    if (steps > 1)
-        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps,
-               1e3 * seconds / (steps - 1), c.batch_size * (steps - 1) / seconds);
-    printf("\n");
-
-    auto finite = [](auto& entry) { return std::isfinite(entry.second) ? entry.second : INFINITY; };
-    auto best = std::ranges::min_element(t.validated, {}, finite);
-    if (best != t.validated.end() && std::isfinite(best->second)) {
-        bool kept = file_exists(checkpoint_path(c.out_dir, best->first));
-        printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best->second, best->first,
-               kept ? "there" : "not kept");
+    if (steps > 1) {
+        double rate = (steps - 1) / seconds;
+        printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, 1e3 / rate,
+               c.batch_size * rate);
     }
+    printf("\n");
+    print_best_validation(t);
 
     std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint.c_str());
@@ -3919,17 +4059,24 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint).c_str());
 
     std::string more;
-    if (t.step >= c.steps) more = text(" --steps %ld", std::max(1L, 2 * t.step));
-    if (t.step >= c.steps && t.step && !(learning_rate(c.optimiser, t.step) > 0))
-        more += " --lr_schedule constant";  // the schedule has come to its end
+    if (t.step >= c.steps) {
+        more = text(" --steps %ld", std::max(1L, 2 * t.step));
+        if (is_schedule_over(c, t.step)) more += " --lr_schedule constant";
+    }
     say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir).c_str(), more.c_str());
+}
+
+// A terminal's line that the next one overwrites.
+static void clear_line() {
+    if (isatty(1)) printf("\r\033[K");
 }
 
 static void validate(Trainer* t) {
     double loss = validation_loss(t);
     if (stop_requested) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
-    printf("%sstep %ld | validation loss %s (%s)\n", isatty(1) ? "\r\033[K" : "", t->step, shown.c_str(),
+    clear_line();
+    printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
     add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
     t->validated[t->step] = loss;
@@ -3951,10 +4098,10 @@ static void give_up(Trainer* t, const StepState& result) {
              *c.model_weights ? "the weights of --model_weights are too large; start from others"
                               : "these images and flags leave the range of numbers");
     }
-    std::string saved = checkpoint_path(c.out_dir, t->saved), advice;
+    std::string saved = checkpoint_path(c.out_dir, t->saved);
+    std::string advice = "the weights of " + saved + " lead to it: resume from an older one";
+    if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
     if (!t->saved) advice = "nothing was saved before it: start again";
-    else if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
-    else advice = "the weights of " + saved + " lead to it: resume from an older one";
     fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
 }
 
@@ -3985,44 +4132,50 @@ struct StepReport {
 static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
     static const double peak = backend_peak() * world.size;
     double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
-    std::string each, mfu, quartiles;
-    if (world.size > 1) each = text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
-    if (peak) mfu = text(", \"mfu\": %.4f", tflops / peak);
+
+    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss,
+                            (double)t->smoothed);
+    line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, report.lr);
+    line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", report.ms, report.images_per_s);
+    if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    line += text(", \"tflops\": %.5g", tflops);
+    if (peak) line += text(", \"mfu\": %.4f", tflops / peak);
+    line += text(", \"memory_gb\": %.4g", 1e-9 * (double)memory_of(t->model));
+    line += text(", \"skipped\": %d, \"loss_quartiles\": [", t->history.skipped);
 
     // the loss by quartile of the timesteps since the last line; null where no sample fell into one
-    for (int q = 0; q < 4; q++)
-        quartiles += (q ? ", " : "") + json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    for (int q = 0; q < 4; q++) {
+        if (q) line += ", ";
+        line += json_number(t->quartile_sums[q] / t->quartile_counts[q]);
+    }
     t->quartile_sums = t->quartile_counts = {};
-
-    add_metrics(&t->metrics,
-                text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g, \"grad_norm\": %.6g, \"lr\": %.6g, "
-                     "\"ms\": %.3f, \"images_per_s\": %.2f%s, \"tflops\": %.5g%s, \"memory_gb\": %.4g, "
-                     "\"skipped\": %d, \"loss_quartiles\": [%s]}\n",
-                     t->step, result.loss, (double)t->smoothed, result.norm, report.lr, report.ms,
-                     report.images_per_s, each.c_str(), tflops, mfu.c_str(),
-                     1e-9 * (double)memory_of(t->model), t->history.skipped, quartiles.c_str()));
+    add_metrics(&t->metrics, line + "]}\n");
 }
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1, terminal = isatty(1);
+    bool first = t->step == pace->first + 1;
     // the first step, in which much is set up, counts only while there is no other
-    double now = pace->end = seconds_now();
+    double now = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+    pace->end = now;
 
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
-    if (!logs && !(terminal && now - pace->shown > 1)) return;
+    bool shows = logs || (isatty(1) && now - pace->shown > 1);
+    if (!shows) return;
     pace->shown = now;
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
     StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
 
-    printf("%sstep %ld/%d | loss %.5f", terminal ? "\r\033[K" : "", t->step, c.steps, result.loss);
-    if (logs)
-        printf(" | smoothed %.5f | norm %.3f | lr %.2e | %.1f ms | %.1f images/s", (double)t->smoothed,
-               result.norm, report.lr, ms, report.images_per_s);
-    if (logs && world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
+    clear_line();
+    printf("step %ld/%d | loss %.5f", t->step, c.steps, result.loss);
+    if (logs) {
+        printf(" | smoothed %.5f | norm %.3f | lr %.2e", (double)t->smoothed, result.norm, report.lr);
+        printf(" | %.1f ms | %.1f images/s", ms, report.images_per_s);
+        if (world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
+    }
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
 
@@ -4036,16 +4189,26 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 // Whether what comes every so many steps comes after this one.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
-// What a stop or a crash came before: the validation and the pictures that were due when the run ended.
+// Whether the weights of this step are validated: every so many steps, and at the run's end.
+static bool is_validated(const Trainer& t, bool ended) {
+    return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
+}
+
+// What rank 0 finds, on every rank.
+static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
+
+// What a stop or a crash came before: the validation and the samples that were due when the run ended.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool ended = t->step == t->start.config.steps;
-    auto lacks = [&](bool here) { return of_ranks(&t->model, !here)[0]; };  // rank 0's answer
-    if (t->validation.count && (ended || is_due(t->step, c.val_every)) &&
-        lacks(t->validated.contains(t->step)))
-        validate(t);
-    if ((ended || is_due(t->step, c.sample_every)) && lacks(file_exists(samples_path(c.out_dir, t->step))))
-        save_samples(t);
+    if (is_validated(*t, ended)) {
+        bool done = on_rank_0(t, t->validated.contains(t->step));
+        if (!done) validate(t);
+    }
+    if (ended || is_due(t->step, c.sample_every)) {
+        bool done = on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)));
+        if (!done) save_samples(t);
+    }
     fflush(stdout);
 }
 
@@ -4071,7 +4234,7 @@ static void train(Trainer* t) {
         fflush(stdout);
 
         double paused = seconds_now();
-        if (t->validation.count && (is_due(t->step, c.val_every) || t->step == c.steps)) validate(t);
+        if (is_validated(*t, t->step == c.steps)) validate(t);
         if (is_due(t->step, c.save_every)) save(t);
         if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
@@ -4079,13 +4242,11 @@ static void train(Trainer* t) {
     }
     while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
 
-    if (isatty(1)) printf("\r\033[K");
-    double seconds = pace.end - pace.start;
-    std::string checkpoint = checkpoint_path(c.out_dir, t->step);
-    bool saved = t->saved == t->step && of_ranks(&t->model, file_exists(checkpoint))[0];
+    clear_line();
+    bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
     if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
-    print_summary(*t, pace.first, seconds);
+    print_summary(*t, pace.first, pace.end - pace.start);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
@@ -4100,7 +4261,10 @@ static void handle_signals() {
     };
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
     if (signal(SIGHUP, request_stop) == SIG_IGN) signal(SIGHUP, SIG_IGN);  // as nohup asks
-    signal(SIGALRM, [](int) { signal(SIGINT, SIG_DFL), signal(SIGTERM, SIG_DFL); });
+    signal(SIGALRM, [](int) {
+        signal(SIGINT, SIG_DFL);
+        signal(SIGTERM, SIG_DFL);
+    });
 }
 
 // What main returns: the status of `program`, or of what it fails with, once that is told.
@@ -4133,12 +4297,13 @@ static void run_training(const std::vector<GivenFlag>& given) {
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (trainer.step && !(learning_rate(config.optimiser, trainer.step) > 0))
+    else if (is_schedule_over(config, trainer.step))
         printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
                flag_text(config, flag_named("lr_schedule")).c_str());
     print_run(trainer.model);
     if (config.dry_run) {
-        check_memory(trainer.model, config.num_samples, "lower --num_samples");
+        check_memory(trainer.model);
+        check_samples(trainer.model, config.num_samples, "lower --num_samples");
         return print_time(config, trainer.step);
     }
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
@@ -4169,7 +4334,8 @@ static void run_program(int argc, char** argv) {
     std::string ranks = meet_ranks(config);
     handle_signals();
     printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
-    draws ? run_generate(given) : run_training(given);
+    if (draws) run_generate(given);
+    else run_training(given);
     leave_ranks();
 }
 #endif
