@@ -750,9 +750,9 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
         std::string why = failure_of([&] {
             GivenFlag parsed = parse_config_line(line, origin);
             if (!parsed.flag) return;
+            set_flag(&scratch, *parsed.flag, parsed.value);
+            if (is_preset(*parsed.flag)) preset_flags(parsed.value);
             given.push_back(parsed);
-            set_flag(&scratch, *given.back().flag, given.back().value);
-            if (is_preset(*given.back().flag)) preset_flags(given.back().value);
         });
         if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
