@@ -773,9 +773,9 @@ static std::vector<GivenFlag> read_config_file(const std::string& path) {
         std::string why = failure_of([&] {
             GivenFlag parsed = parse_config_line(line, origin);
             if (!parsed.flag) return;
+            set_flag(&scratch, *parsed.flag, parsed.value);
+            if (is_preset(*parsed.flag)) preset_flags(parsed.value);
             given.push_back(parsed);
-            set_flag(&scratch, *given.back().flag, given.back().value);
-            if (is_preset(*given.back().flag)) preset_flags(given.back().value);
         });
         if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
@@ -1362,34 +1362,48 @@ static uint32_t reversed(uint32_t code, int n) {
     return turned;
 }
 
-// A block of deflate's stream (RFC 1951) with a Huffman code of its own. Bytes that repeat the one before
-// them are a match at distance 1; in what a network drew longer distances find nothing. A block that would
-// not become shorter is stored.
-static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
-    enum { STORED = 0, OWN_CODE = 2, END = 256, MATCH = 257, SYMBOLS = 286, SHORTEST = 4, LONGEST = 257 };
-    auto walk = [&](auto literal, auto match) {
-        for (size_t i = 0, n; i < block.size(); i += n) {
-            n = 0;
-            while (i && n < LONGEST && i + n < block.size() && block[i + n] == block[i - 1]) n++;
-            if (n >= SHORTEST) {  // its length is told by a symbol and some bits more
-                int more = std::max(0, (int)std::bit_width(n - 3) - 3);
-                match(MATCH + 4 * more + (int)((n - 3) >> more), (n - 3) & ((1 << more) - 1), more);
-            } else {
-                n = 1;
-                literal(block[i]);
-            }
+// What deflate writes: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
+struct DeflateSymbol {
+    int symbol;
+    int more = 0;
+    uint32_t rest = 0;  // `more` bits
+};
+enum { END_OF_BLOCK = 256, FIRST_MATCH = 257, DEFLATE_SYMBOLS = 286 };
+
+// Bytes that repeat the one before them are a match at distance 1; in what a network drew longer distances find
+// nothing.
+static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
+    const size_t shortest = 4, longest = 257;
+    std::vector<DeflateSymbol> found;
+    for (size_t i = 0; i < block.size();) {
+        size_t n = 0;
+        while (i && n < longest && i + n < block.size() && block[i + n] == block[i - 1]) n++;
+        if (n < shortest) {
+            found.push_back({block[i]});
+            i++;
+            continue;
         }
-    };
-    std::vector<uint32_t> counts(SYMBOLS, 0), codes(SYMBOLS, 0);
-    size_t bits = 17 + 3 * 19 + 4 * (SYMBOLS + 1);  // that tell the code, and then what is told in it
-    walk([&](int byte) { counts[byte]++; },
-         [&](int symbol, uint32_t, int more) {
-             counts[symbol]++;
-             bits += more + 1;
-         });
-    counts[END] = 1;
+
+        uint32_t length = (uint32_t)n - 3;
+        int more = std::max(0, (int)std::bit_width(length) - 3);
+        found.push_back({FIRST_MATCH + 4 * more + (int)(length >> more), more, length & ((1u << more) - 1)});
+        i += n;
+    }
+    found.push_back({END_OF_BLOCK});
+    return found;
+}
+
+// A block of deflate's stream (RFC 1951) with a Huffman code of its own. A block that would not become shorter
+// is stored.
+static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
+    enum { STORED = 0, OWN_CODE = 2 };
+    std::vector<DeflateSymbol> found = find_matches(block);
+    std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+    for (const DeflateSymbol& s : found) counts[s.symbol]++;
     std::vector<int> lengths = code_lengths(counts);
-    for (int symbol = 0; symbol < SYMBOLS; symbol++) bits += counts[symbol] * lengths[symbol];
+
+    size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
+    for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
     if (bits > 8 * (block.size() + 4)) {
         out->put(is_last + 2 * STORED, 3);
         out->fill_byte();
@@ -1398,25 +1412,27 @@ static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last
         out->bytes.append((const char*)block.data(), block.size());
         return;
     }
+
+    std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
     uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
     for (int length = 1; length <= 15; length++, code *= 2)
-        for (int symbol = 0; symbol < SYMBOLS; symbol++)
+        for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
             if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+
     out->put(is_last + 2 * OWN_CODE, 3);
-    out->put(SYMBOLS - 257, 5);
+    out->put(DEFLATE_SYMBOLS - 257, 5);
     out->put(0, 5);  // a single distance
     out->put(15, 4);
     // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
     for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
     for (int length : lengths) out->put(reversed(length, 4), 4);
     out->put(reversed(1, 4), 4);
-    walk([&](int byte) { out->put(codes[byte], lengths[byte]); },
-         [&](int symbol, uint32_t rest, int more) {
-             out->put(codes[symbol], lengths[symbol]);
-             out->put(rest, more);
-             out->put(0, 1);
-         });
-    out->put(codes[END], lengths[END]);
+
+    for (const DeflateSymbol& s : found) {
+        out->put(codes[s.symbol], lengths[s.symbol]);
+        out->put(s.rest, s.more);
+        if (s.symbol >= FIRST_MATCH) out->put(0, 1);  // the distance
+    }
 }
 
 // lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
