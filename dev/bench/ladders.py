@@ -252,8 +252,8 @@ def main():
         if len(devices) != 1:
             raise UserError(f"these times come from several devices: {', '.join(sorted(devices))}")
         device, = devices
-        path = results_page(device)
         sections = [section(stem, tables_of(stem, output)) for stem, output in outputs.items()]
+        path = results_page(device)
         write_between(path, {"ladders": "\n".join([f"All times are of one {device}.\n", *sections])})
         print(f"{path}: {', '.join(outputs)}")
     else:
