@@ -5715,10 +5715,10 @@ struct GemmTile {
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
-        const int buffers = TAPS == 1 ? STAGES : std::min(chunks, 2);
+        const int buffers = TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2;
         const int rings = STAGES * B_BYTES + buffers * rows * 128;
         const int staging = BM * STAGING_PITCH * (int)sizeof(float);
-        return TABLE_BYTES + std::max(rings, staging);
+        return TABLE_BYTES + (rings > staging ? rings : staging);
     }
 };
 
