@@ -246,50 +246,61 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 #define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
 
-// A layer's work is cut into pieces, and whichever thread is free claims the next one. The thread that brings the
-// work does pieces as well, and goes on when all are finished. So it waits for no thread that the system has put
-// aside for another program, unless that thread is in the middle of a piece. Which thread does a piece decides
-// nothing about its result.
-struct Pieces {
-    std::atomic<int> unclaimed = 0, unfinished = 0;
-    // What a thread does with the pieces, from the first that it has claimed on. This and the next two fields stay as
-    // they are until every piece is finished.
-    void (*work)(void* context, int piece) = nullptr;
-    void* context = nullptr;
-    int count = 0;
-
-    // The number of the piece that the caller is now to do, or -1 where all are claimed. They are claimed in order.
-    int claim() {
-        int left = unclaimed.load(std::memory_order_acquire);
-        while (left > 0)
-            if (unclaimed.compare_exchange_weak(left, left - 1, std::memory_order_acquire)) return count - left;
-        return -1;
-    }
-    // The same for a thread that is done with a piece. It claims first: other work may begin once all is finished.
-    int claim_next() {
-        int piece = claim();
-        if (unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) unfinished.notify_one();
-        return piece;
-    }
+// A layer's work is cut into pieces. Each thread has a share of them, neighbours, which it does one after the other,
+// and then it helps with the shares of others. So a thread mostly works on what its cache holds from the layer before,
+// and nobody waits for a thread that the system has put aside for another program, unless that thread is in the
+// middle of a piece. The thread that brings the work has a share too, and goes on when all pieces are finished.
+// Which thread does a piece decides nothing about its result.
+enum { MAX_THREADS = 1024 };
+struct alignas(64) Share {
+    std::atomic<uint64_t> left = 0;  // the pieces from the lower half's number on, up to the upper half's
 };
-static Pieces pieces;
+struct Work {
+    Share shares[MAX_THREADS];
+    std::atomic<int> unfinished = 0;
+    std::atomic<int> number = 0;  // of this work: how many came before
+    // What a thread does with its pieces, from the first that it has claimed on. This and the context stay as they
+    // are until every piece is finished.
+    void (*job)(void* context, int piece) = nullptr;
+    void* context = nullptr;
+};
+static Work shared_work;
 static thread_local int thread_number = 0;  // 0: the thread that brings the work
 static int started_threads = 1;
 static int used_threads = 0;  // 0: nobody has asked yet
+
+// The number of the piece that the calling thread is now to do, or -1 where all are claimed.
+static int claim_piece() {
+    for (int i = 0; i < used_threads; i++) {
+        Share& share = shared_work.shares[(thread_number + i) % used_threads];
+        uint64_t left = share.left.load(std::memory_order_acquire);
+        while ((uint32_t)left < left >> 32)
+            if (share.left.compare_exchange_weak(left, left + 1, std::memory_order_acquire))
+                return (int)(uint32_t)left;
+    }
+    return -1;
+}
+// The same for a thread that is done with a piece. It claims first: other work may begin once all is finished.
+static int claim_next_piece() {
+    int piece = claim_piece();
+    if (shared_work.unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) shared_work.unfinished.notify_one();
+    return piece;
+}
 
 // The threads that layers use. OMP_NUM_THREADS sets their number, as in programs that use OpenMP.
 static int thread_count() {
     if (used_threads) return used_threads;
     int cores = (int)std::thread::hardware_concurrency();
     const char* asked = getenv("OMP_NUM_THREADS");
-    used_threads = std::max(1, asked ? atoi(asked) : cores);
+    used_threads = std::clamp(asked ? atoi(asked) : cores, 1, (int)MAX_THREADS);
     return used_threads;
 }
 
-// Waits while a number is `old`: some 50 microseconds at full speed, because the next piece often comes at once,
-// and then asleep, so that another program may have the core.
+// Waits while a number is `old`: up to a millisecond at full speed, because the next piece often comes at once, and
+// then asleep, so that another program may have the core. A tenth of that time costs a step of the preset tiny 10%
+// with 16 threads of a Xeon, and makes it no faster where another program has a core.
 static void wait_while(const std::atomic<int>& number, int old) {
-    enum { SPINS = 2000 };
+    enum { SPINS = 20000 };
     for (int spin = 0; spin < SPINS; spin++) {
         if (number.load(std::memory_order_acquire) != old) return;
 #ifdef __x86_64__
@@ -301,11 +312,11 @@ static void wait_while(const std::atomic<int>& number, int old) {
 
 [[noreturn]] static void help(int number) {
     thread_number = number;
-    for (;;) {
-        wait_while(pieces.unclaimed, 0);
-        int piece = number < used_threads ? pieces.claim() : -1;
-        if (piece >= 0) pieces.work(pieces.context, piece);
-        else std::this_thread::yield();
+    for (int seen = 0;;) {
+        wait_while(shared_work.number, seen);
+        seen = shared_work.number.load(std::memory_order_acquire);
+        int piece = number < used_threads ? claim_piece() : -1;
+        if (piece >= 0) shared_work.job(shared_work.context, piece);
     }
 }
 
@@ -318,20 +329,24 @@ static void start_threads() {
     }
 }
 
-// Does `count` pieces of work: every thread that has claimed one calls work(piece), which goes on with
-// pieces.claim_next() until that is -1.
-static void share_work(int count, auto work) {
+// Does `count` pieces of work: every thread that has claimed one calls job(piece), which goes on with
+// claim_next_piece() until that is -1.
+static void share_work(int count, auto job) {
     if (count <= 0) return;
     start_threads();
-    pieces.work = [](void* context, int piece) { (*(decltype(work)*)context)(piece); };
-    pieces.context = &work;
-    pieces.count = count;
-    pieces.unfinished.store(count, std::memory_order_relaxed);
-    pieces.unclaimed.store(count, std::memory_order_release);
-    if (count > 1 && used_threads > 1) pieces.unclaimed.notify_all();
+    shared_work.job = [](void* context, int piece) { (*(decltype(job)*)context)(piece); };
+    shared_work.context = &job;
+    shared_work.unfinished.store(count, std::memory_order_relaxed);
+    for (int t = 0; t < used_threads; t++) {
+        uint64_t first = (uint64_t)count * t / used_threads, end = (uint64_t)count * (t + 1) / used_threads;
+        shared_work.shares[t].left.store(end << 32 | first, std::memory_order_release);
+    }
+    shared_work.number.fetch_add(1, std::memory_order_release);
+    if (count > 1 && used_threads > 1) shared_work.number.notify_all();
 
-    if (int piece = pieces.claim(); piece >= 0) work(piece);
-    while (int left = pieces.unfinished.load(std::memory_order_acquire)) wait_while(pieces.unfinished, left);
+    if (int piece = claim_piece(); piece >= 0) job(piece);
+    while (int left = shared_work.unfinished.load(std::memory_order_acquire))
+        wait_while(shared_work.unfinished, left);
 }
 
 // Deals out an output (M, N) to the threads, in tiles: work(m0, m1, n0, n1). Before a thread's first tile of some
@@ -340,7 +355,7 @@ static void each_tile(int M, int rows, int N, int columns, auto work, auto prepa
     int tiles_down = ceil_div(M, rows);
     share_work(tiles_down * ceil_div(N, columns), [&](int piece) {
         int prepared = -1;
-        for (; piece >= 0; piece = pieces.claim_next()) {
+        for (; piece >= 0; piece = claim_next_piece()) {
             int m = piece % tiles_down * rows, n = piece / tiles_down * columns, end = std::min(n + columns, N);
             if (prepared != n) prepare(n, end);
             prepared = n;
@@ -357,7 +372,7 @@ static void each_range(size_t n, size_t least, auto work) {
     enum { MOST_RANGES = 64 };
     size_t length = std::max(least, n / MOST_RANGES + 1);
     share_work(ceil_div(n, length), [&](int piece) {
-        for (; piece >= 0; piece = pieces.claim_next()) work(piece * length, std::min(n, (piece + 1) * length));
+        for (; piece >= 0; piece = claim_next_piece()) work(piece * length, std::min(n, (piece + 1) * length));
     });
 }
 
