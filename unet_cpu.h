@@ -255,7 +255,7 @@ enum { MAX_THREADS = 1024 };
 struct alignas(64) Share {
     std::atomic<uint64_t> left = 0;  // the pieces from the lower half's number on, up to the upper half's
 };
-struct Work {
+struct SharedWork {
     Share shares[MAX_THREADS];
     std::atomic<int> unfinished = 0;
     std::atomic<int> number = 0;  // of this work: how many came before
@@ -264,7 +264,7 @@ struct Work {
     void (*job)(void* context, int piece) = nullptr;
     void* context = nullptr;
 };
-static Work shared_work;
+static SharedWork shared_work;
 static thread_local int thread_number = 0;  // 0: the thread that brings the work
 static int started_threads = 1;
 static int used_threads = 0;  // 0: nobody has asked yet
