@@ -613,9 +613,13 @@ def scheduler_config(config, run):
 
     run: a checkpoint's settings. Schedulers without clip_sample, such as DPM-Solver's, clamp by `thresholding`: with
     sample_max_value 1 it is the same. timestep_spacing is `trailing`, whatever --spacing was, since DDIMScheduler
-    steps from t to t - T / N whatever the spacing, and goes wrong with `linspace`.
+    steps from t to t - T / N whatever the spacing, and goes wrong with `linspace`. Raises UserError for
+    a noise that no such scheduler has.
     """
     T, threshold = config.diffusion_steps, run.get("threshold", "clamp")
+    if config.noise_schedule not in SCHEDULES or config.predict not in PREDICTIONS:
+        raise UserError(f"diffusers' DDPMScheduler knows neither noise_schedule flow and edm nor predict flow and edm, and"
+                        f" this model has {config.noise_schedule} and {config.predict}")
     return dict(
         _class_name="DDPMScheduler", num_train_timesteps=T, beta_start=1e-4 * 1000 / T,
         beta_end=0.02 * 1000 / T, rescale_betas_zero_snr=bool(config.zero_terminal_snr),

@@ -122,8 +122,9 @@ enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, M
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
 static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
 
-enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE };
-enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0 };
+enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
+enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0, PREDICT_FLOW, PREDICT_EDM };
+enum TimestepSampling { TIMESTEPS_UNIFORM, TIMESTEPS_LOGNORMAL };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
 enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
@@ -155,6 +156,8 @@ struct Config {
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
     int batch_size, microbatch, steps, flip;
+    int timestep_sampling;
+    float timestep_mean, timestep_std;
     unsigned seed;
     Hyper optimiser;
     float min_snr_gamma, offset_noise;
@@ -516,7 +519,7 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
             if (e % 4 == shift) normal[i] = quads[i + shift];
 }
 
-// A number below n, such as a timestep.
+// A number below n.
 HOST_DEVICE static inline uint32_t random_below(uint32_t n, uint32_t seed, uint32_t stream, uint32_t e,
                                                 uint32_t sample, uint32_t step) {
     return (uint32_t)((uint64_t)random_word(seed, stream, e, sample, step) * n >> 32);
@@ -1853,13 +1856,33 @@ static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
     }
 }
 
-// The level of each timestep, from the least noise to the most. A schedule that is no product of betas pushes
-// its own pairs: flow matching's are {1 - s, s}, EDM's {1, s} / hypot(1, s).
+// Rectified flow: the straight line from the image to the noise. Liu et al., "Flow Straight and Fast" (2022), and
+// Lipman et al., "Flow Matching for Generative Modeling" (2022).
+static NoiseLevel flow_level(int t, int T) {
+    double s = (t + 1.0) / T;
+    return {1 - s, s};
+}
+
+// Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from 0.002 to 80, spaced
+// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input has that of 1: table 1's c_in.
+const double SIGMA_DATA = 0.5;
+static NoiseLevel edm_level(int t, int T) {
+    double smallest = pow(0.002, 1.0 / 7), largest = pow(80, 1.0 / 7);
+    double sigma = pow(smallest + (largest - smallest) * t / (T - 1), 7);
+    double c_in = 1 / hypot(sigma, SIGMA_DATA);
+    return {c_in, c_in * sigma};
+}
+
+// The level of each timestep, from the least noise to the most.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
     int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
-    double abar = 1;  // alpha^2
+    double abar = 1;  // alpha^2, where that is a product of 1 - beta
     for (int t = 0; t < T; t++) {
+        switch (c.noise_schedule) {
+            case SCHEDULE_FLOW: schedule.push_back(flow_level(t, T)); continue;
+            case SCHEDULE_EDM: schedule.push_back(edm_level(t, T)); continue;
+        }
         abar *= 1 - (c.noise_schedule == SCHEDULE_LINEAR ? linear_beta(t, T) : cosine_beta(t, T));
         schedule.push_back({sqrt(abar), sqrt(1 - abar)});
     }
@@ -1867,15 +1890,21 @@ static std::vector<NoiseLevel> make_schedule(const Config& c) {
     return schedule;
 }
 
-// What the network predicts: eps times the noise + x0 times the image. Another prediction is one line here:
-// flow matching's, eps - x0, is {1, -1}.
+// What the network predicts: eps times the noise + x0 times the image. Another prediction is one line here.
 struct Target {
     double eps, x0;
 };
+// Karras et al. (2022), equation 8: (x0 - c_skip y) / c_out, where y = x0 + noise_ratio eps, with c_skip and c_out of table 1.
+static Target edm_target(NoiseLevel level) {
+    double scale = hypot(level.sigma, SIGMA_DATA * level.alpha);
+    return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
+}
 static Target target_at(int predict, NoiseLevel level) {
     switch (predict) {
         case PREDICT_EPS: return {1, 0};
         case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho (2022), appendix D
+        case PREDICT_FLOW: return {1, -1};                   // the velocity of Liu et al. (2022)
+        case PREDICT_EDM: return edm_target(level);
         default: return {0, 1};
     }
 }
@@ -1898,8 +1927,36 @@ struct Timestep {
     float alpha, sigma;                                                    // of the NoiseLevel
     float target_eps, target_x0;                                           // of the Target
     float weight;                                                          // of the squared error
+    uint32_t last_word;  // the largest random word that draws this timestep: see draw_timestep
     float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
 };
+
+// The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
+// noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is the logit-normal distribution of
+// Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024). A timestep stands for the
+// levels that are nearer to it than to its neighbours, by the noise's part of the sum of alpha and sigma.
+static double cumulative_probability(const Config& c, const std::vector<NoiseLevel>& schedule, int t) {
+    if (c.timestep_sampling == TIMESTEPS_UNIFORM) return (t + 1.0) / c.diffusion_steps;
+    if (t == c.diffusion_steps - 1) return 1;
+    auto part = [](NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); };
+    double middle = (part(schedule[t]) + part(schedule[t + 1])) / 2;
+    double deviations = (log(middle / (1 - middle)) - c.timestep_mean) / c.timestep_std;
+    return erfc(-deviations / sqrt(2.0)) / 2;
+}
+
+// The timestep that a random word draws: the first whose last_word is not smaller.
+HOST_DEVICE static inline int draw_timestep(const Timestep* schedule, int T, uint32_t word) {
+    int first = 0, last = T - 1;
+    while (first < last) {
+        int middle = (first + last) / 2;
+        if (word <= schedule[middle].last_word) {
+            last = middle;
+        } else {
+            first = middle + 1;
+        }
+    }
+    return first;
+}
 
 static std::vector<Timestep> make_timesteps(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
@@ -1919,6 +1976,7 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
         double weight =
             c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) * x0_error * x0_error : 1;
 
+        double words = ceil(0x1p32 * cumulative_probability(c, schedule, t));
         int clipped = std::max(t, 1);
         double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
         double posterior_variance = beta_at(clipped) * ratio * ratio;
@@ -1927,6 +1985,7 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
                              .target_eps = (float)target.eps,
                              .target_x0 = (float)target.x0,
                              .weight = (float)weight,
+                             .last_word = (uint32_t)(std::max(words, 1.0) - 1),
                              .posterior_log_variance_clipped = (float)log(posterior_variance),
                              .log_variance_range = (float)log(beta_at(t) / posterior_variance),
                              .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error)});
@@ -2756,6 +2815,7 @@ struct BatchSource {
     const float* floats;
     const int* order;  // (slots, count)
     int count, slots, batch, size, channels, flip, diffusion_steps;
+    const Timestep* schedule;  // (diffusion_steps)
     uint32_t seed;
     const int* labels = nullptr;  // (count); null: not wanted
     int no_class = 0;             // what stands for a label that is dropped, with this probability
@@ -2780,7 +2840,7 @@ struct BeginStep {
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] = (int)random_below(s.diffusion_steps, s.seed, STREAM_TIMESTEP, 0, b, step);
+        timesteps[b] = draw_timestep(s.schedule, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
@@ -2911,6 +2971,7 @@ static void prepare_steps(Trainer* t) {
                  .channels = c.in_channels,
                  .flip = c.flip,
                  .diffusion_steps = c.diffusion_steps,
+                 .schedule = t->model.schedule,
                  .seed = c.seed,
                  .no_class = c.num_classes,
                  .drop = c.cond_drop_prob};
@@ -3112,7 +3173,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
 }
 
 // The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
-static double validation_batch_loss(Trainer* t, int first, int B) {
+static double validation_batch_loss(Trainer* t, const std::vector<Timestep>& schedule, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
@@ -3120,7 +3181,8 @@ static double validation_batch_loss(Trainer* t, int first, int B) {
     std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
     for (int b = 0; b < B; b++)
-        timesteps[b] = random_below(c.diffusion_steps, c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
+        timesteps[b] = draw_timestep(schedule.data(), c.diffusion_steps,
+                                     random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0));
     backend_upload(m->images, images.data(), images.size() * sizeof(float));
     backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
@@ -3140,13 +3202,14 @@ static double validation_batch_loss(Trainer* t, int first, int B) {
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
+    std::vector<Timestep> schedule = make_timesteps(m->config);
     std::vector<double> sums(ceil_div(count, batch));
     auto [begin, end] = share_of(sums.size(), world.rank);
 
     use_weights(m, chosen_weights(m));
     for (size_t i = begin; i < end && !stop_asked; i++) {
         int first = (int)i * batch;
-        sums[i] = validation_batch_loss(t, first, std::min(batch, count - first));
+        sums[i] = validation_batch_loss(t, schedule, first, std::min(batch, count - first));
     }
     if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);

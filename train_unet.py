@@ -551,19 +551,23 @@ def unet_without_memory(config, path):
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
-        abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+        levels = unet_io.noise_levels(config)
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
         self.signal, self.noise, self.weights, self.least, self.span, self.factor = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
-                np.sqrt(abar), np.sqrt(1 - abar),
-                unet_io.loss_weights(abar, config.predict, config.min_snr_gamma),
-                *unet_io.variance_range(abar), unet_io.mean_factors(abar, config.predict)))
+                *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
+                *unet_io.variance_range(levels), unet_io.mean_factors(levels, config.predict)))
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
         a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
-        targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0}
-        return a * x0 + b * noise, targets[self.predict]
+        x = a * x0 + b * noise
+        if self.predict == "edm":  # Karras et al. 2022, equation 8, with x = y alpha
+            scale = (b.double().square() + (unet_io.SIGMA_DATA * a.double()).square()).sqrt()
+            target = (b * x0 / unet_io.SIGMA_DATA - unet_io.SIGMA_DATA * a * noise) / scale
+            return x, target.float()
+        targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0, "flow": noise - x0}
+        return x, targets[self.predict]
 
     def loss(self, out, target, t, x0):
         """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor.
@@ -680,18 +684,18 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
     for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING.
     Raises UserError where a strength above 0 leaves no timestep.
-    Each sampler stands here as its paper has it, with abar for the paper's alpha-bar, alpha^2 or
-    1 / (1 + sigma^2): step i goes from abar[i], near 0, to abar[i + 1]; the last abar is 1.
+    Each sampler stands here as its paper has it, for x = alpha x0 + sigma eps: step i goes from the levels alpha[i], near
+    0, and sigma[i] to those of i + 1; the last are 1 and 0.
     """
     config = model.config
     for network in (model, guide):
         if isinstance(network, nn.Module):
             network.eval()
     T, strength = config.diffusion_steps, edit.strength if edit else 1
-    abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    chain = unet_io.noise_levels(config)
     steps = sampler_steps(config, sampler, sample_steps)
     spacing = USUAL_SPACING[sampler] if spacing == "auto" else spacing
-    times = unet_io.spaced_timesteps(spacing, abar, steps)[::-1]
+    times = unet_io.spaced_timesteps(spacing, chain, steps)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
     if strength and not len(times):
         raise UserError(f"--strength {strength:g} is less noise than the least of"
@@ -699,10 +703,10 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
                         f" --spacing uniform")
     steps = len(times)
     places = [steps - 1 - t for t in levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
-    abar = np.append(abar[times], 1.0)
-    sigmas = unet_io.noise_ratios(abar)
-    with np.errstate(divide="ignore"):  # the last sigma is 0
-        lambdas = (-np.log(sigmas)).tolist()
+    alpha, sigma = np.append(chain.alpha[times], 1.0).tolist(), np.append(chain.sigma[times], 0.0).tolist()
+    ratios = unet_io.noise_ratios(unet_io.NoiseLevels(np.array(alpha), np.array(sigma)))
+    with np.errstate(divide="ignore"):  # the last ratio is 0
+        lambdas = (-np.log(ratios)).tolist()
     C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
     shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
     strip, x0_before = [], None
@@ -725,66 +729,71 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     def predict(x, i):
         """(the predicted picture, what the network says of the variance)"""
         out, v = answer(x, i).tensor_split([C], 1)
-        a = float(abar[i])
+        a, s = alpha[i], sigma[i]
         if config.predict == "eps":
-            out = (x - math.sqrt(1 - a) * out) / math.sqrt(a)
+            out = (x - s * out) / a
         elif config.predict == "v":
-            out = math.sqrt(a) * x - math.sqrt(1 - a) * out
+            out = (a * x - s * out) / (a**2 + s**2)
+        elif config.predict == "flow":
+            out = (x - s * out) / (a + s)
+        elif config.predict == "edm":
+            scale = s**2 + (unet_io.SIGMA_DATA * a) ** 2
+            out = unet_io.SIGMA_DATA**2 * a / scale * x + unet_io.SIGMA_DATA * s / math.sqrt(scale) * out
         return limited(out, threshold), v
 
     def noise(k):
         return seed_noise(seeds, shape, k).to(device)
 
-    def noised(a, z):
-        return math.sqrt(a) * edit.image.to(device) + math.sqrt(1 - a) * z
+    def noised(i, z):
+        return alpha[i] * edit.image.to(device) + sigma[i] * z
 
     def with_known(x, i, k):
         """x, at place i after k steps, with the image where the mask says so"""
         if edit is None or edit.mask is None:
             return x
-        return torch.where(edit.mask.to(device), noised(float(abar[i]), noise(KNOWN_NOISE + k)), x)
+        return torch.where(edit.mask.to(device), noised(i, noise(KNOWN_NOISE + k)), x)
 
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
     if edit and (edit.mask is None or edit.strength < 1):
-        x = noised(float(abar[0]), x)
+        x = noised(0, x)
     for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
         x = with_known(x, i, k - 1)
-        a, b = float(abar[i]), float(abar[j])
+        a, s, a_next, s_next = alpha[i], sigma[i], alpha[j], sigma[j]
         if j < i:  # back to more noise
-            x = math.sqrt(b / a) * x + math.sqrt(1 - b / a) * noise(k)
+            x = a_next / a * x + math.sqrt(s_next**2 - (a_next / a * s) ** 2) * noise(k)
             continue
         x0, v = predict(x, i)
-        eps = (x - math.sqrt(a) * x0) / math.sqrt(1 - a)
+        eps = (x - a * x0) / s
+        beta = s**2 - (a / a_next * s_next) ** 2  # the variance of the noise between the two, 1 - alpha of the paper
         if sampler == "ddpm":  # Ho et al. 2020, equations 6 and 7
-            beta = 1 - a / b
-            x = math.sqrt(b) * beta / (1 - a) * x0 + math.sqrt(1 - beta) * (1 - b) / (1 - a) * x
-            if b < 1:
-                variance = (1 - b) / (1 - a) * beta
+            x = a_next * beta / s**2 * x0 + a / a_next * s_next**2 / s**2 * x
+            if s_next > 0:
+                variance = s_next**2 / s**2 * beta
                 if config.learn_sigma:  # from there to beta (Nichol and Dhariwal 2021, equation 15)
                     variance *= (beta / variance) ** ((v + 1) / 2)
                 x = x + variance**0.5 * noise(k)
-        elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16
-            sigma = eta * math.sqrt((1 - b) / (1 - a)) * math.sqrt(1 - a / b)
-            x = math.sqrt(b) * x0 + math.sqrt(max(1 - b - sigma**2, 0)) * eps
-            if sigma > 0:
-                x = x + sigma * noise(k)
+        elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16; with the flow schedule Euler's method
+            fresh = eta * s_next / s * math.sqrt(beta)
+            x = a_next * x0 + math.sqrt(max(s_next**2 - fresh**2, 0)) * eps
+            if fresh > 0:
+                x = x + fresh * noise(k)
         elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2
             h, D = lambdas[i + 1] - lambdas[i], x0
-            if i and b < 1 and h <= 2 * (lambdas[i] - lambdas[i - 1]):  # over a longer step it would overshoot
+            if i and s_next > 0 and h <= 2 * (lambdas[i] - lambdas[i - 1]):  # over a longer step it would overshoot
                 r = (lambdas[i] - lambdas[i - 1]) / h
                 D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
-            x = math.sqrt(1 - b) / math.sqrt(1 - a) * x - math.sqrt(b) * math.expm1(-h) * D
+            x = s_next / s * x - a_next * math.expm1(-h) * D
             x0_before = x0
-        elif sigmas[i + 1] >= 0.1 * sigmas[i]:  # Karras et al. 2022, algorithm 1, where the slope is no guess
-            sigma, sigma_next = float(sigmas[i]), float(sigmas[i + 1])
-            y = x / math.sqrt(a)
-            slope = (y - x0) / sigma
-            y_next = y + (sigma_next - sigma) * slope
-            x0, _ = predict(math.sqrt(b) * y_next, i + 1)
-            slope_next = (y_next - x0) / sigma_next
-            x = math.sqrt(b) * (y + (sigma_next - sigma) * (slope + slope_next) / 2)
-        else:  # its Euler step, which for sigma = infinity can only be written so
-            x = math.sqrt(b) * x0 + math.sqrt(1 - b) * eps
+        elif ratios[i + 1] >= 0.1 * ratios[i]:  # Karras et al. 2022, algorithm 1, where the slope is no guess
+            ratio, ratio_next = float(ratios[i]), float(ratios[i + 1])
+            y = x / a
+            slope = (y - x0) / ratio
+            y_next = y + (ratio_next - ratio) * slope
+            x0, _ = predict(a_next * y_next, i + 1)
+            slope_next = (y_next - x0) / ratio_next
+            x = a_next * (y + (ratio_next - ratio) * (slope + slope_next) / 2)
+        else:  # its Euler step, which for a ratio of infinity can only be written so
+            x = a_next * x0 + s_next * eps
         strip += [x0.cpu()] * shown.count(i)
     x = with_known(x, steps, len(places) - 1)
     return (x.cpu(), torch.stack(strip, 1)) if columns else x.cpu()
@@ -802,7 +811,7 @@ def make_batch(images, config, step):
     if config.flip:
         mirrored = unet_io.flips(config.seed, rows, step)
         x0[mirrored] = x0[mirrored][..., ::-1]
-    t = unet_io.timesteps(config.seed, rows, step, config.diffusion_steps)
+    t = unet_io.timesteps(config, rows, step)
     noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
     shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
     y = None
@@ -904,7 +913,7 @@ class Trainer:
         for start in range(0, len(images), config.batch_size):
             rows = np.arange(start, min(start + config.batch_size, len(images)))
             x0 = images.floats(rows, config.image_size)
-            t = unet_io.timesteps(config.seed, rows, 0, config.diffusion_steps, Stream.VAL_TIMESTEP)
+            t = unet_io.timesteps(config, rows, 0, Stream.VAL_TIMESTEP)
             noise = unet_io.normals(config.seed, Stream.VAL_NOISE, x0[0].size, rows).reshape(x0.shape)
             y = images.labels[rows].astype(np.int64) if config.class_cond else None
             total += self.loss(x0, t, noise, y, weighted=False).item() * len(rows)

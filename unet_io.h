@@ -401,9 +401,10 @@ static std::vector<Flag> FLAGS = {
 
     {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
      Bounds(2, 100000)},
-    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear", "how fast the chain adds noise",
-     "linear|cosine"},
-    {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps", "what the network predicts", "eps|v|x0"},
+    {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear",
+     "how fast the chain adds noise; flow: a straight line from image to noise", "linear|cosine|flow|edm"},
+    {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps",
+     "what the network predicts; flow: noise - image, edm: with EDM's preconditioning", "eps|v|x0|flow|edm"},
     {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "rescale the schedule so that nothing of the image is left at the last timestep; not with eps"},
 
@@ -429,6 +430,12 @@ static std::vector<Flag> FLAGS = {
     {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
      Bounds(0, 1e9)},
+    {FIELD(timestep_sampling), CHOICE, TRAINING, FIXED, "uniform",
+     "which timesteps are trained: all alike, or those whose log(sigma / alpha) is normal", "uniform|lognormal"},
+    {FIELD(timestep_mean), FLOAT, TRAINING, FIXED, "0",
+     "of that normal: 0 is usual with --noise_schedule flow, -1.2 with edm", Bounds(-20, 20)},
+    {FIELD(timestep_std), FLOAT, TRAINING, FIXED, "1",
+     "its standard deviation: 1 is usual with --noise_schedule flow, 1.2 with edm", Bounds(0.01, 20)},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
      "running means of the weights, up to 4 rates; see --use_ema; 0: none", Bounds(0, 0.9999999)},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
@@ -899,8 +906,12 @@ static void check_config(const Config& c) {
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
         fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
              c.diffusion_steps);
-    if (c.zero_terminal_snr && c.predict == PREDICT_EPS)
-        fail("--zero_terminal_snr ends in noise alone, where --predict eps fails; use --predict v or x0");
+    bool is_flow = c.noise_schedule == SCHEDULE_FLOW;
+    if (c.zero_terminal_snr && (is_flow || c.noise_schedule == SCHEDULE_EDM))
+        fail("--zero_terminal_snr rescales --noise_schedule linear and cosine only");
+    if ((c.zero_terminal_snr || is_flow) && c.predict == PREDICT_EPS)
+        fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s",
+             is_flow ? "--noise_schedule flow" : "--zero_terminal_snr", is_flow ? "flow" : "x0");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)

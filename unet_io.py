@@ -4,7 +4,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 
 1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
-3. diffusion                  alphas_bar, variance_range, mean_factors, loss_weights, spaced_timesteps
+3. diffusion                  alphas_bar, noise_levels, variance_range, mean_factors, loss_weights, spaced_timesteps
 4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
@@ -325,10 +325,10 @@ def normals(seed, stream, count, sample=0, step=0):
     return out[..., :count]
 
 
-def timesteps(seed, sample, step, diffusion_steps, stream=Stream.TIMESTEP):
-    """One timestep in [0, diffusion_steps) a sample: int64 of the shape of `sample`."""
-    x = words(seed, stream, 1, sample, step)[..., 0].astype(np.uint64)
-    return ((x * np.uint64(diffusion_steps)) >> SHIFT32).astype(np.int64)
+def timesteps(config, sample, step, stream=Stream.TIMESTEP):
+    """One timestep in [0, diffusion_steps) a sample, drawn by --timestep_sampling: int64 of the shape of `sample`."""
+    drawn = words(config.seed, stream, 1, sample, step)[..., 0]
+    return np.searchsorted(last_words(config), drawn).astype(np.int64)
 
 
 def flips(seed, sample, step):
@@ -404,54 +404,131 @@ def alphas_bar(diffusion_steps, noise_schedule, zero_terminal_snr=False):
     return abar
 
 
-def variance_range(abar):
+class NoiseLevels(typing.NamedTuple):
+    """What the timesteps are noised to, x_t = alpha x0 + sigma eps: float64 (T,) each."""
+    alpha: np.ndarray
+    sigma: np.ndarray
+
+
+SIGMA_DATA = 0.5  # the standard deviation of the images, as Karras et al. 2022 assume it
+
+
+def noise_levels(config):
+    """The NoiseLevels of a Config's chain. Raises UserError where it is too short: see alphas_bar.
+
+    flow: the straight line from image to noise, Liu et al. 2022, "Flow Straight and Fast"; edm: Karras et al. 2022,
+    "Elucidating the Design Space of Diffusion-Based Generative Models", sigmas by equation 5, and their c_in, by which
+    they scale what the network sees, in both alpha and sigma.
+    """
+    T = config.diffusion_steps
+    if config.noise_schedule == "flow":
+        s = np.arange(1, T + 1) / T
+        return NoiseLevels(1 - s, s)
+    if config.noise_schedule == "edm":
+        sigma = np.linspace(0.002 ** (1 / 7), 80 ** (1 / 7), T) ** 7
+        c_in = 1 / np.sqrt(sigma**2 + SIGMA_DATA**2)
+        return NoiseLevels(c_in, c_in * sigma)
+    abar = alphas_bar(T, config.noise_schedule, config.zero_terminal_snr)
+    return NoiseLevels(np.sqrt(abar), np.sqrt(1 - abar))
+
+
+def _before(levels):
+    """The levels of the timesteps before: of timestep 0 the image."""
+    return NoiseLevels(np.append(1.0, levels.alpha[:-1]), np.append(0.0, levels.sigma[:-1]))
+
+
+def transition_variance(less, more):
+    """The variance of the noise that leads from one level to a noisier one: beta where alpha^2 + sigma^2 = 1."""
+    return more.sigma**2 - (more.alpha / less.alpha) ** 2 * less.sigma**2
+
+
+def variance_range(levels):
     """What a step of the chain may add as noise, by its logarithm: (least, most - least), float64 (T,) each.
 
     The least variance is the posterior's, q(x_{t-1} | x_t, x_0)'s, and at t = 0, where that is 0, the next
     one's; the most is beta (Nichol and Dhariwal 2021, equation 15).
     """
-    before = np.append(1.0, abar[:-1])
-    beta = 1 - abar / before
-    posterior = (1 - before) / (1 - abar) * beta
+    before = _before(levels)
+    beta = transition_variance(before, levels)
+    posterior = (before.sigma / levels.sigma) ** 2 * beta
     posterior[0] = posterior[1]
     return np.log(posterior), np.log(beta / posterior)
 
 
-def mean_factors(abar, predict):
+def mean_factors(levels, predict):
     """For each unit by which the prediction is off, how far a step's mean is: float64 (T,).
 
     The posterior's mean less the chain's is this times target - prediction, whatever is predicted.
     """
-    before = np.append(1.0, abar[:-1])
-    coefficient = np.sqrt(before) * (1 - abar / before) / (1 - abar)  # of x0, Ho et al. 2020, equation 7
-    if predict == "eps":
-        return -coefficient * np.sqrt((1 - abar) / abar)
-    return -coefficient * np.sqrt(1 - abar) if predict == "v" else coefficient
+    before = _before(levels)
+    of_x0 = before.alpha * transition_variance(before, levels) / levels.sigma**2  # Ho et al. 2020, equation 7
+    return of_x0 * x0_factor(levels, predict)
 
 
-def loss_weights(abar, predict, min_snr_gamma):
-    """What the loss of each timestep counts for: float64 of the shape of abar; gamma 0: 1.
+def x0_factor(levels, predict):
+    """The error in x0 where that of the prediction is 1: of the shape of levels' arrays."""
+    alpha, sigma = levels
+    if predict == "eps":  # x0 = (x - sigma eps) / alpha
+        with np.errstate(divide="ignore"):
+            return -sigma / alpha
+    if predict == "v":  # x0 = (alpha x - sigma v) / (alpha^2 + sigma^2)
+        return -sigma / (alpha**2 + sigma**2)
+    if predict == "flow":  # x0 = (x - sigma u) / (alpha + sigma)
+        return -sigma / (alpha + sigma)
+    if predict == "edm":  # x0 = c_skip y + c_out F
+        return edm_factors(levels)[1]
+    return np.ones_like(alpha)
+
+
+def edm_factors(levels):
+    """c_skip and c_out of Karras et al. 2022, table 1, at noise ratios; for y = x / alpha. Where alpha is 0: 0, SIGMA_DATA."""
+    alpha, sigma = levels
+    scale = sigma**2 + (SIGMA_DATA * alpha) ** 2
+    return (SIGMA_DATA * alpha) ** 2 / scale, SIGMA_DATA * sigma / scale**0.5
+
+
+def loss_weights(levels, predict, min_snr_gamma):
+    """What the loss of each timestep counts for: float64 (T,); gamma 0: 1.
 
     Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy": the error in x0 counts
-    min(SNR, gamma), SNR = abar / (1 - abar); the squared error in eps is SNR times that in x0, in v SNR + 1.
+    min(SNR, gamma), SNR = alpha^2 / sigma^2.
     """
+    alpha, sigma = levels
     if not min_snr_gamma:
-        return np.ones_like(abar)
-    snr = abar / (1 - abar)
-    clipped = np.minimum(snr, min_snr_gamma)
-    if predict == "eps":  # clipped / snr, and 1 where snr is 0
-        return np.divide(clipped, snr, out=np.ones_like(snr), where=snr > 0)
-    return clipped / (snr + 1) if predict == "v" else clipped
+        return np.ones_like(alpha)
+    snr = (alpha / sigma) ** 2
+    if predict == "eps":  # whose error is that in x0 / sqrt(SNR); 1 where SNR is 0
+        return np.divide(np.minimum(snr, min_snr_gamma), snr, out=np.ones_like(snr), where=snr > 0)
+    return np.minimum(snr, min_snr_gamma) * x0_factor(levels, predict) ** 2
+
+
+def last_words(config):
+    """The largest random word that draws each timestep: uint32 (T,), rising.
+
+    uniform: all are equally likely; lognormal: log(sigma / alpha) is normal (Karras et al. 2022, table 1), which for the
+    flow schedule is the logit-normal distribution of Esser et al. 2024, "Scaling Rectified Flow Transformers". A timestep
+    stands for the levels nearer to it than to its neighbours, by sigma / (alpha + sigma).
+    """
+    T = config.diffusion_steps
+    if config.timestep_sampling == "uniform":
+        probabilities = np.arange(1, T + 1) / T
+    else:
+        alpha, sigma = noise_levels(config)
+        part = sigma / (alpha + sigma)
+        middle = (part[:-1] + part[1:]) / 2
+        deviations = (np.log(middle / (1 - middle)) - config.timestep_mean) / config.timestep_std
+        probabilities = np.array([math.erfc(-d / math.sqrt(2)) / 2 for d in deviations] + [1.0])
+    return (np.maximum(np.ceil(2.0**32 * probabilities), 1) - 1).astype(np.uint32)
 
 
 SPACINGS = ("auto", "uniform", "trailing", "karras")  # THRESHOLDS too: as old headers number them
 THRESHOLDS = ("clamp", "dynamic", "none")
 
 
-def noise_ratios(abar):
-    """The noise as a multiple of the signal, sigma of Karras et al. 2022; infinite where abar is 0."""
+def noise_ratios(levels):
+    """The noise as a multiple of the signal, sigma of Karras et al. 2022; infinite where alpha is 0."""
     with np.errstate(divide="ignore"):
-        return np.sqrt((1 - abar) / abar)
+        return levels.sigma / levels.alpha
 
 
 def check_steps(diffusion_steps, sample_steps):
@@ -484,14 +561,14 @@ def trailing_timesteps(diffusion_steps, sample_steps):
     return np.array([round(diffusion_steps - i * stride) - 1 for i in reversed(range(sample_steps))], np.int64)
 
 
-def karras_timesteps(abar, sample_steps):
-    """Likewise of the chain abar (T,), by noise ratios as Karras et al. 2022 have them, equation 5, rho = 7.
+def karras_timesteps(levels, sample_steps):
+    """Likewise of the chain of levels, by noise ratios as Karras et al. 2022 have them, equation 5, rho = 7.
 
     They go from their 80, or the chain's least noise, to that of timestep 0; of each the nearest timestep, by
     its logarithm, that is not taken. The first is T - 1.
     """
-    ratios = noise_ratios(abar)
-    logs, t = np.log(ratios), len(abar) - 1
+    ratios = noise_ratios(levels)
+    logs, t = np.log(ratios), len(ratios) - 1
     most, least = (float(ratio) ** (1 / 7) for ratio in (min(ratios[-1], 80), ratios[0]))
     taken = [t]
     for i in range(1, sample_steps):
@@ -504,13 +581,14 @@ def karras_timesteps(abar, sample_steps):
     return np.array(taken[::-1], np.int64)
 
 
-def spaced_timesteps(spacing, abar, sample_steps):
+def spaced_timesteps(spacing, levels, sample_steps):
     """The timesteps that a sampler visits by --spacing, ascending: int64 (sample_steps,). Raises UserError."""
-    check_steps(len(abar), sample_steps)
+    T = len(levels.alpha)
+    check_steps(T, sample_steps)
     if spacing == "karras":
-        return karras_timesteps(abar, sample_steps)
+        return karras_timesteps(levels, sample_steps)
     spaced = space_timesteps if spacing == "uniform" else trailing_timesteps
-    return spaced(len(abar), sample_steps)
+    return spaced(T, sample_steps)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -562,8 +640,11 @@ class Settings:
         if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
             raise UserError(f"{prefix}diffusion_steps {self.diffusion_steps} is too few for a linear schedule;"
                             f" use {LEAST_LINEAR_STEPS} or more, or cosine")
-        if self.zero_terminal_snr and self.predict == "eps":
-            raise UserError(f"{prefix}zero_terminal_snr leaves nothing but noise at the last timestep, where"
+        if self.zero_terminal_snr and self.noise_schedule in ("flow", "edm"):
+            raise UserError(f"{prefix}zero_terminal_snr rescales noise_schedule linear and cosine only")
+        if (self.zero_terminal_snr or self.noise_schedule == "flow") and self.predict == "eps":
+            name = "zero_terminal_snr" if self.zero_terminal_snr else "noise_schedule flow"
+            raise UserError(f"{prefix}{name} leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
         return self
 
@@ -600,15 +681,19 @@ class Config(Settings):
     attention_resolutions: tuple = _setting((16, 8), "image sizes with attention, 0 for none", low=0,
                                             high=1024)
     diffusion_steps: int = _setting(1000, "timesteps T of the diffusion", low=2, high=10**5)
-    noise_schedule: str = _setting("linear", "how the noise grows with t", choices=("linear", "cosine"))
-    predict: str = _setting("eps", "what the network predicts: the noise, v or the image",
-                            choices=("eps", "v", "x0"))
+    noise_schedule: str = _setting("linear", "how the noise grows with t", choices=("linear", "cosine", "flow", "edm"))
+    predict: str = _setting("eps", "what the network predicts: the noise, v, the image, noise - image, or with EDM's"
+                                   " preconditioning", choices=("eps", "v", "x0", "flow", "edm"))
     zero_terminal_snr: bool = _setting(False, "rescale the schedule to end in noise alone; not with eps")
     batch_size: int = _setting(32, "images a step", low=1, high=65536)
     seed: int = _setting(0, "seed of every random number", low=0, high=2**32 - 1)
     flip: bool = _setting(False, "mirror half of the images left-right")
     offset_noise: float = _setting(0.0, "one more normal a channel in the training noise, times this",
                                    low=0, high=10)
+    timestep_sampling: str = _setting("uniform", "which timesteps are trained: all alike, or those whose"
+                                                 " log(sigma / alpha) is normal", choices=("uniform", "lognormal"))
+    timestep_mean: float = _setting(0.0, "of that normal", low=-20, high=20)
+    timestep_std: float = _setting(1.0, "its standard deviation", low=0.01, high=20)
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))

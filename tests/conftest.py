@@ -42,7 +42,7 @@ ALL_ONLY = {
 # Of these, `make test` runs the cases that are named here.
 SOME_CASES = {
     "test_model": {"toy", "scale and shift", "classes", "resampling blocks", "learned variance, eps", "everything"},
-    "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything"},
+    "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything", "flow, lognormal", "edm"},
 }
 
 

@@ -106,9 +106,28 @@ TRAINING = {
         diffusion_steps=50, predict="v", noise_schedule="cosine", zero_terminal_snr=True, offset_noise=0.1,
         min_snr_gamma=3.0, flip=True, lr=1e-3, lr_schedule="cosine", warmup_steps=4, lr_steps=20,
         weight_decay=0.1, grad_clip=1.0, ema_rate=(0.5, 0.9), max_period=1000, seed=26)),
+    "flow, lognormal": Config(**TOY | dict(
+        image_size=16, batch_size=5, lr=1e-3, seed=27, noise_schedule="flow", predict="flow", class_cond=True,
+        num_classes=3, cond_drop_prob=0.2, timestep_sampling="lognormal", timestep_mean=-0.4, timestep_std=1.3)),
+    "edm": Config(**TOY | dict(
+        image_size=16, batch_size=3, lr=1e-3, seed=28, noise_schedule="edm", predict="edm", dropout=0.1,
+        timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2, diffusion_steps=300)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }
+PREDICTIONS = ("eps", "v", "x0", "flow", "edm")       # as the program numbers them
+SCHEDULES = ("linear", "cosine", "flow", "edm")
+
+
+def target(predict, alpha, sigma, x0, eps):
+    """What a network is to predict of x = alpha x0 + sigma eps, as the papers have it."""
+    if predict == "edm":  # Karras et al. 2022, equation 8 and table 1, of y = x0 + ratio eps; with alpha above 0
+        data, ratio = 0.5, sigma / alpha
+        c_skip, c_out = data**2 / (ratio**2 + data**2), ratio * data / (ratio**2 + data**2) ** 0.5
+        return (x0 - c_skip * (x0 + ratio * eps)) / c_out
+    return {"eps": eps, "v": alpha * eps - sigma * x0, "x0": x0, "flow": eps - x0}[predict]
+
+
 RESUMED_FLAGS = TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01,
                            predict="v", ema_rate=0.9, batch_size=3, zero_terminal_snr=True, offset_noise=0.1,
                            class_cond=True, num_classes=3, cond_drop_prob=0.3, dropout=0.2,

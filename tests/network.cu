@@ -1254,9 +1254,26 @@ static void twin_case(const Case& c, Verdict* v) {
             random_normals(four, c.word(0), c.word(1), (uint32_t)e / 4, c.word(2), c.word(3));
             wrong += !(fabs(four[e % 4] - values[e]) < 2e-6);
         }
-    } else if (c.is("timesteps")) {  // args: seed, stream, step, T
-        for (size_t b = 0; b < n; b++)
-            differ(random_below(c.arg(3), c.word(0), c.word(1), 0, (uint32_t)b, c.word(2)), values[b]);
+    } else if (c.is("timesteps")) {  // args: seed, stream, step, T, schedule, sampling; reals: mean, deviation
+        Config config = default_config();
+        config.diffusion_steps = c.arg(3), config.noise_schedule = c.arg(4), config.timestep_sampling = c.arg(5);
+        config.timestep_mean = (float)c.at("reals")[0], config.timestep_std = (float)c.at("reals")[1];
+        std::vector<Timestep> schedule = make_timesteps(config);
+        for (size_t b = 0; b < n; b++) {
+            uint32_t word = random_word(c.word(0), c.word(1), 0, (uint32_t)b, c.word(2));
+            int t = draw_timestep(schedule.data(), c.arg(3), word);
+            differ(t, values[b]);
+            if (!c.arg(5)) differ(t, (int)((uint64_t)word * c.arg(3) >> 32));
+        }
+    } else if (c.is("levels")) {  // args: T, schedule; values: alphas, sigmas
+        Config config = default_config();
+        config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
+        std::vector<NoiseLevel> schedule = make_schedule(config);
+        wrong = schedule.size() * 2 != n;
+        for (size_t t = 0; t < schedule.size() && !wrong; t++) {
+            v->note(text("t = %zu, alpha", t), fabs(schedule[t].alpha - values[t]));
+            v->note(text("t = %zu, sigma", t), fabs(schedule[t].sigma / values[schedule.size() + t] - 1));
+        }
     } else if (c.is("permutation")) {  // args: seed, epoch
         std::vector<int> order(n);
         random_permutation(order.data(), (int)n, c.word(0), c.word(1));
@@ -1326,9 +1343,14 @@ static void twin_case(const Case& c, Verdict* v) {
                                                        : made_up_x0(input, t, config.diffusion_steps);
             for (size_t i = 0; i < x.size(); i++) {
                 double eps = (input[i] - a * x0[i]) / b;
-                out[i] = (float)(config.predict == PREDICT_EPS ? eps
-                                 : config.predict == PREDICT_V ? a * eps - b * x0[i]
-                                                               : x0[i]);
+                double scale = hypot(b, a / 2);  // EDM's, of images with a standard deviation of a half
+                switch (config.predict) {
+                    case PREDICT_EPS: out[i] = (float)eps; break;
+                    case PREDICT_V: out[i] = (float)(a * eps - b * x0[i]); break;
+                    case PREDICT_FLOW: out[i] = (float)(eps - x0[i]); break;
+                    case PREDICT_EDM: out[i] = (float)((2 * b * x0[i] - a * eps / 2) / scale); break;
+                    default: out[i] = (float)x0[i];
+                }
             }
             state.step = s;
             cpu::run(UpdateSamples<float>{drawing});

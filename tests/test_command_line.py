@@ -110,8 +110,10 @@ def test_completion(tmp_path):
 def test_zero_terminal_snr_weights():
     """A timestep of noise alone has a finite weight: that of v and of x0 is 0, that of eps 1."""
     abar = np.array([0.9, 0.5, 0.0])
-    assert unet_io.loss_weights(abar, "v", 5)[-1] == unet_io.loss_weights(abar, "x0", 5)[-1] == 0
-    assert unet_io.loss_weights(abar, "eps", 5)[-1] == 1
+    levels = unet_io.NoiseLevels(np.sqrt(abar), np.sqrt(1 - abar))
+    for predict in ("v", "x0", "flow", "edm"):
+        assert unet_io.loss_weights(levels, predict, 5)[-1] == 0
+    assert unet_io.loss_weights(levels, "eps", 5)[-1] == 1
 
 
 def test_dry_run(tmp_path):

@@ -14,11 +14,13 @@ import torch
 
 import train_unet
 import unet_io
-from harness import SMALL, NETWORK, ROOT, TRAIN, perturbed_file, run, script, picture
+from harness import (
+    SMALL, NETWORK, PREDICTIONS, ROOT, SCHEDULES, TRAIN, perturbed_file, picture, run, script, target)
 from unet_io import Config
 
 SEEDS, STEPS = range(1000), (1, 2, 3, 5, 10, 25, 50)
 SECOND_ORDER = ("dpmpp", "heun")
+CHAINS = [("linear", False), ("cosine", False), ("linear", True), ("flow", False), ("edm", False)]
 
 
 @functools.lru_cache
@@ -29,25 +31,24 @@ def pictures():
     return torch.from_numpy(pixels.mean((3, 5)) / 127.5 - 1)
 
 
-def ideal_x0(x, a):
-    """The mean of the pictures, each weighed by how likely x (B, 3, 4, 4), noised to abar = a, comes of it."""
+def ideal_x0(x, alpha, sigma):
+    """The mean of the pictures, each weighed by how likely x (B, 3, 4, 4) = alpha picture + sigma eps comes of it."""
     p = pictures().flatten(1)
-    logits = math.sqrt(a) * x.double().flatten(1) @ p.T - a * p.square().sum(1) / 2
-    return ((logits / (1 - a)).softmax(1) @ p).reshape(x.shape)
+    logits = alpha * x.double().flatten(1) @ p.T - alpha**2 * p.square().sum(1) / 2
+    return ((logits / sigma**2).softmax(1) @ p).reshape(x.shape)
 
 
 class Ideal:
     def __init__(self, schedule="linear", predict="eps", zero=False):
         self.config = Config(**SMALL | dict(noise_schedule=schedule, predict=predict, zero_terminal_snr=zero))
-        self.abar = unet_io.alphas_bar(1000, schedule, zero)
+        self.levels = unet_io.noise_levels(self.config)
         self.calls = 0
 
     def __call__(self, x, t):
         self.calls += 1
-        a = float(self.abar[int(t[0])])
-        x0 = ideal_x0(x, a)
-        eps = (x - math.sqrt(a) * x0) / math.sqrt(1 - a)
-        return {"eps": eps, "v": math.sqrt(a) * eps - math.sqrt(1 - a) * x0, "x0": x0}[self.config.predict]
+        alpha, sigma = (float(level[int(t[0])]) for level in self.levels)
+        x0 = ideal_x0(x, alpha, sigma)
+        return target(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma)
 
 
 @functools.lru_cache
@@ -62,25 +63,25 @@ def rms(x, y):
 @functools.lru_cache
 def exact(schedule):
     """The pictures that the noises of SEEDS belong to: the flow of Karras et al. 2022, equation 1, in y = x / alpha."""
-    a = float(unet_io.alphas_bar(1000, schedule)[-1])
-    y = noise().double() / math.sqrt(a)
+    alpha, sigma = (float(level[-1]) for level in Ideal(schedule, "v").levels)
+    first = sigma / alpha if alpha else 1e4
+    y = noise().double() * first + (0 if alpha else ideal_x0(noise(), 0, 1))  # without an image the mean of all is nearest
 
     def slope(y, sigma):
-        a = 1 / (1 + sigma**2)
-        return (y - ideal_x0(math.sqrt(a) * y, a)) / sigma
+        return (y - ideal_x0(y, 1, sigma)) / sigma
 
-    sigmas = np.geomspace(math.sqrt((1 - a) / a), 1e-3, 400)
+    sigmas = np.geomspace(first, 1e-3, 400)
     for sigma, after in zip(sigmas, sigmas[1:]):
         first = slope(y, sigma)
         second = slope(y + (after - sigma) * first, after)
         y = y + (after - sigma) * (first + second) / 2
-    return ideal_x0(y, 1 / (1 + 1e-6))
+    return ideal_x0(y, 1, 1e-3)
 
 
 @functools.lru_cache
 def error(schedule, sampler, steps, spacing="auto"):
     """(rms error of what is drawn, calls of the network)"""
-    network = Ideal(schedule)
+    network = Ideal(schedule, {"flow": "flow", "edm": "edm"}.get(schedule, "eps"))
     drawn = train_unet.sample(network, SEEDS, sampler, steps, spacing=spacing, start=noise())
     return rms(drawn, exact(schedule)), network.calls
 
@@ -95,7 +96,7 @@ def test_one_step(sampler, spacing, predict):
     assert network.calls == 1 and rms(drawn, pictures().mean(0)) < 1
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_errors(schedule):
     """Each sampler's error by steps and calls; the second-order ones keep what README.md says of them."""
     for sampler in ("ddim", *SECOND_ORDER):
@@ -113,7 +114,7 @@ def test_errors(schedule):
         assert halved <= 0.8 * usual < 0.2 * apart  # fewer steps for the same error
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_explosion(schedule):
     """No spacing lets the correction of a long step do harm: what is drawn is never further off than the mean is."""
     apart = rms(exact(schedule), pictures().mean(0))
@@ -126,7 +127,7 @@ def test_no_explosion(schedule):
 
 
 @pytest.mark.parametrize("spacing", ["uniform", "trailing", "karras"])
-@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
+@pytest.mark.parametrize("schedule, zero", CHAINS)
 def test_ddpm(schedule, zero, spacing):
     """DDPM's pictures are those of the 90, equally many of each, from some ten steps on."""
     p = pictures().flatten(1)
@@ -152,22 +153,22 @@ def test_no_signal(sampler, spacing):
 
 def test_timesteps():
     """Those of each spacing: guided-diffusion's, those of Lin et al., and the noise ratios of Karras et al."""
-    for schedule, zero in (("linear", False), ("cosine", False), ("linear", True)):
+    for schedule, zero in CHAINS:
         for T in (21, 100, 1000, 4000):
-            abar = unet_io.alphas_bar(T, schedule, zero)
+            levels = unet_io.noise_levels(Config(diffusion_steps=T, noise_schedule=schedule, zero_terminal_snr=zero))
             for steps in {1, 2, 3, 7, T // 2, T - 1, T}:
                 for spacing in ("uniform", "trailing", "karras"):
-                    taken = unet_io.spaced_timesteps(spacing, abar, steps)
+                    taken = unet_io.spaced_timesteps(spacing, levels, steps)
                     assert len(taken) == steps and taken[0] >= 0 and taken[-1] == T - 1
                     assert (np.diff(taken) > 0).all()
-    abar = unet_io.alphas_bar(1000, "linear")
-    assert unet_io.spaced_timesteps("trailing", abar, 10).tolist() == list(range(99, 1000, 100))
-    assert unet_io.spaced_timesteps("trailing", abar, 3).tolist() == [332, 666, 999]
-    assert unet_io.spaced_timesteps("uniform", abar, 5).tolist() == [0, 250, 500, 749, 999]
-    karras = unet_io.spaced_timesteps("karras", abar, 18)
+    levels = unet_io.noise_levels(Config())
+    assert unet_io.spaced_timesteps("trailing", levels, 10).tolist() == list(range(99, 1000, 100))
+    assert unet_io.spaced_timesteps("trailing", levels, 3).tolist() == [332, 666, 999]
+    assert unet_io.spaced_timesteps("uniform", levels, 5).tolist() == [0, 250, 500, 749, 999]
+    karras = unet_io.spaced_timesteps("karras", levels, 18)
     sigmas = (80 ** (1 / 7) + np.arange(17, -1, -1) / 17 * (0.01 ** (1 / 7) - 80 ** (1 / 7))) ** 7
-    assert np.abs(np.log(unet_io.noise_ratios(abar)[karras][:-1] / sigmas[:-1])).max() < 0.2
-    assert unet_io.noise_ratios(abar)[karras[-1]] > 150
+    assert np.abs(np.log(unet_io.noise_ratios(levels)[karras][:-1] / sigmas[:-1])).max() < 0.2
+    assert unet_io.noise_ratios(levels)[karras[-1]] > 150
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -176,13 +177,14 @@ def test_timesteps():
 def test_program(cpp, tmp_path):
     """Its samplers walk the same way with the same ideal denoiser, to float32's rounding."""
     tensors, seeds = {}, [5, 4000000000]
-    for schedule, predict, zero in (("linear", "eps", False), ("cosine", "v", False), ("linear", "x0", True)):
+    for schedule, predict, zero in (("linear", "eps", False), ("cosine", "v", False), ("linear", "x0", True),
+                                    ("flow", "flow", False), ("edm", "edm", False)):
         for number, sampler in enumerate(train_unet.SAMPLERS):
             for spacing in unet_io.SPACINGS:
                 for steps in (1, 2, 3, 5, 25):
                     drawn = train_unet.sample(Ideal(schedule, predict, zero), seeds, sampler, steps, spacing=spacing)
                     name = f"chain ideal {schedule} {predict} {sampler} {spacing} {steps}"
-                    args = [("eps", "v", "x0").index(predict), schedule == "cosine", zero, number, steps, 0, 1000, 4,
+                    args = [PREDICTIONS.index(predict), SCHEDULES.index(schedule), zero, number, steps, 0, 1000, 4,
                             unet_io.SPACINGS.index(spacing), *seeds]
                     tensors |= {f"{name}/args": np.array(args, np.int64).astype(np.uint32).view(np.int32),
                                 f"{name}/values": drawn.numpy().reshape(-1), f"{name}/reals": np.array([0.0]),

@@ -341,6 +341,6 @@ def test_timesteps_of_a_batch(cpp, tmp_path):
     """As many images as frequencies, B = half = 32: each sample must still have its own timestep."""
     config = Config(**SMALL | dict(num_channels=64, batch_size=32))
     rows = np.arange(32)
-    config.seed = next(seed for seed in range(1000)
-                       if len(set(unet_io.timesteps(seed, rows, 0, config.diffusion_steps).tolist())) == 32)
+    config.seed = next(seed for seed in range(1000) if len(set(unet_io.timesteps(
+        dataclasses.replace(config, seed=seed), rows, 0).tolist())) == 32)
     check_model(cpp, tmp_path, config)

@@ -11,8 +11,8 @@ import torch
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, NETWORK, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
-    script)
+    PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
+    script, target)
 from unet_io import Config, Stream, flags_of
 
 
@@ -63,15 +63,13 @@ class Network:
     """A made-up network, the same in network.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
     def __init__(self, config):
         self.config = config
-        self.abar = unet_io.alphas_bar(config.diffusion_steps, config.noise_schedule,
-                                       config.zero_terminal_snr)
+        self.levels = unet_io.noise_levels(config)
 
     def __call__(self, x, t):
-        a, x = self.abar[int(t[0])], x.double()
-        x0 = 1.6 * torch.tanh(x + int(t[0]) / self.config.diffusion_steps / 2)
-        eps = (x - np.sqrt(a) * x0) / np.sqrt(1 - a)
-        v = np.sqrt(a) * eps - np.sqrt(1 - a) * x0
-        return {"eps": eps, "v": v, "x0": x0}[self.config.predict].float()
+        t, x = int(t[0]), x.double()
+        alpha, sigma = (float(level[t]) for level in self.levels)
+        x0 = 1.6 * torch.tanh(x + t / self.config.diffusion_steps / 2)
+        return target(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma).float()
 
 
 def chain_cases(add):
@@ -91,12 +89,17 @@ def chain_cases(add):
                   ("ddim", "karras", 299, "linear", True), ("dpmpp", "uniform", 13, "linear", False),
                   ("dpmpp", "karras", 11, "cosine", True), ("heun", "uniform", 3, "cosine", False),
                   ("heun", "karras", 20, "linear", True), ("heun", "trailing", 1, "linear", False),
-                  ("ddpm", "uniform", 1, "linear", False)))):
+                  ("ddpm", "uniform", 1, "linear", False))),
+            ("ddim", {}, "flow", "flow", False), ("ddim", dict(eta=0.6, sample_steps=11), "v", "flow", False),
+            ("ddpm", dict(sample_steps=30), "x0", "flow", False), ("dpmpp", {}, "flow", "flow", False),
+            ("heun", dict(sample_steps=9), "flow", "flow", False), ("heun", dict(spacing="karras"), "edm", "edm", False),
+            ("ddim", dict(spacing="karras", sample_steps=18), "edm", "edm", False), ("dpmpp", {}, "edm", "edm", False),
+            ("ddpm", {}, "edm", "edm", False), ("ddim", {}, "flow", "cosine", False)):
         config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
                                      zero_terminal_snr=zero, noise_schedule=schedule))
         pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
         assert np.isfinite(pictures).all() and pictures.std() > 0.1
-        args = [["eps", "v", "x0"].index(predict), schedule == "cosine", zero,
+        args = [PREDICTIONS.index(predict), SCHEDULES.index(schedule), zero,
                 list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
                 ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9,
                 unet_io.SPACINGS.index(flags.get("spacing", "auto")), 5, 4000000000]
@@ -121,17 +124,28 @@ def twin_cases():
             unet_io.words(seed, Stream.NOISE, 400, sample, step))
         add(f"normals {seed} {sample} {step}", [seed, Stream.NOISE, sample, step],
             unet_io.normals(seed, Stream.NOISE, 12289, sample, step))
-    for T in (1000, 17, 4000):
-        add(f"timesteps of {T}", [5, Stream.TIMESTEP, 7, T], unet_io.timesteps(5, np.arange(100), 7, T))
-    for schedule, predict, gamma in (("linear", "eps", 5), ("linear", "v", 5), ("cosine", "x0", 1.5),
-                                     ("cosine", "v", 0), ("cosine", "eps", 20)):
-        # the published formula, w = min(SNR, gamma) / r with r = 1, SNR, SNR + 1 for x0, eps, v
-        abar = unet_io.alphas_bar(200, schedule)
-        snr = abar / (1 - abar)
-        ratio = {"x0": 1, "eps": snr, "v": snr + 1}[predict]
+    for T, schedule, sampling, mean, std in (
+            (1000, "linear", "uniform", 0, 1), (77, "cosine", "uniform", 0, 1), (4000, "flow", "uniform", 0, 1),
+            (1000, "flow", "lognormal", 0, 1), (1000, "edm", "lognormal", -1.2, 1.2), (50, "cosine", "lognormal", 1, 0.5),
+            (100, "flow", "lognormal", -20, 0.01), (100, "flow", "lognormal", 20, 0.01), (2, "flow", "lognormal", 0, 20)):
+        config = Config(diffusion_steps=T, noise_schedule=schedule, seed=5, timestep_sampling=sampling,
+                        timestep_mean=mean, timestep_std=std)
+        add(f"timesteps of {T} {schedule} {sampling} {mean} {std}",
+            [5, Stream.TIMESTEP, 7, T, SCHEDULES.index(schedule), sampling == "lognormal"],
+            unet_io.timesteps(config, np.arange(1000), 7), reals=np.float32([mean, std]).astype(np.float64))
+    for schedule, predict, gamma in (("linear", "eps", 5), ("linear", "v", 5), ("cosine", "x0", 1.5), ("flow", "flow", 5),
+                                     ("cosine", "v", 0), ("cosine", "eps", 20), ("edm", "edm", 5)):
+        # the published formula, w = min(SNR, gamma) / r with r = 1, SNR, SNR + 1 for x0, eps, v; r is the square of the
+        # prediction's change where x stays and x0 changes by 1
+        levels = unet_io.noise_levels(Config(noise_schedule=schedule, diffusion_steps=200))
+        snr = (levels.alpha / levels.sigma) ** 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = {"x0": 1, "eps": snr, "v": snr + 1, "flow": (1 + levels.alpha / levels.sigma) ** 2,
+                     "edm": (1 / snr + 0.25) / (0.25 / snr)}[predict]
         weights = np.minimum(snr, gamma) / ratio if gamma else np.ones(200)
-        assert np.abs(unet_io.loss_weights(abar, predict, gamma) / weights - 1).max() < 1e-12
-        choices = [200, schedule == "cosine", ("eps", "v", "x0").index(predict)]
+        found = unet_io.loss_weights(levels, predict, gamma)
+        assert np.abs(found - weights).max() <= 1e-12 * np.abs(weights).max()
+        choices = [200, SCHEDULES.index(schedule), PREDICTIONS.index(predict)]
         add(f"weights {schedule} {predict} {gamma}", choices, weights, reals=np.array([float(gamma)]))
     for epoch, n in ((0, 1), (3, 2), (1, 78), (123456, 1626)):
         add(f"permutation {epoch} of {n}", [2**31 + 1, epoch], unet_io.permutation(2**31 + 1, epoch, n))
@@ -141,6 +155,9 @@ def twin_cases():
         for zero in (False, True):
             add(f"abar {schedule} {T} zero {zero}", [T, schedule == "cosine", zero],
                 unet_io.alphas_bar(T, schedule, zero))
+    for T, schedule in ((1000, "linear"), (1000, "flow"), (2, "flow"), (1000, "edm"), (2, "edm"), (4000, "cosine")):
+        levels = unet_io.noise_levels(Config(diffusion_steps=T, noise_schedule=schedule))
+        add(f"levels {schedule} {T}", [T, SCHEDULES.index(schedule)], np.concatenate(levels))
     for T, schedule, predict, sampler, count in (
             (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
             (1000, "cosine", "v", "ddim", 50), (1000, "cosine", "v", "ddpm", 250),
@@ -225,23 +242,24 @@ def test_schedule_by_known_values():
     assert unet_io.space_timesteps(1000, 1).tolist() == [999]
 
 
-@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True)])
+@pytest.mark.parametrize("schedule, zero", [("linear", False), ("cosine", False), ("linear", True), ("flow", False),
+                                            ("edm", False)])
 def test_order_of_samplers(schedule, zero):
     """Of data N(0.3, 0.5^2) the perfect network and the exact picture of a noise are known. Twice the steps:
     half the error of a sampler of first order, a quarter of one of second."""
     class Perfect(Network):
         def __call__(self, x, t):
-            a = self.abar[int(t[0])]
-            x0 = 0.3 + 0.25 * np.sqrt(a) / (0.25 * a + 1 - a) * (x.double() - 0.3 * np.sqrt(a))
-            return np.sqrt(a) * (x - np.sqrt(a) * x0) / np.sqrt(1 - a) - np.sqrt(1 - a) * x0
+            a, s = (float(level[int(t[0])]) for level in self.levels)
+            x0 = 0.3 + 0.25 * a / (0.25 * a**2 + s**2) * (x.double() - 0.3 * a)
+            return target("v", a, s, x0, (x - a * x0) / s)
 
     config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule=schedule,
                                  zero_terminal_snr=zero))
     network, seeds = Perfect(config), [1, 2]
     # the noise of picture y at the first timestep is the same multiple of its standard deviation
-    a = network.abar[-1]
+    a, s = (level[-1] for level in network.levels)
     z = train_unet.seed_noise(seeds, (3, 8, 8)).double()
-    exact = 0.3 + 0.5 * (z - 0.3 * np.sqrt(a)) / np.sqrt(0.25 * a + 1 - a)
+    exact = 0.3 + 0.5 * (z - 0.3 * a) / np.sqrt(0.25 * a**2 + s**2)
     for sampler, least, most in (("ddim", 1.9, 2.1), ("dpmpp", 3, 6), ("heun", 3.7, 6)):
         drawn = [train_unet.sample(network, seeds, sampler, n, threshold="none", spacing="uniform") for n in (100, 200)]
         errors = [float((x - exact).abs().max()) for x in drawn]
