@@ -48,7 +48,7 @@ system_has = $(SYSTEM_TORCH) && python3 -c 'import sys; from importlib.util impo
 SYSTEM_READY := $(call system_has,$(SMALL_PACKAGES) xdist)
 SYSTEM_SUFFICES := $(call system_has,$(SMALL_PACKAGES))
 
-.PHONY: train test docs bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
+.PHONY: train test coverage docs bench bench_ops profile toc check_toc data clean report python settings all_archs bench_dev
 .DELETE_ON_ERROR:
 
 # ---- build --------------------------------------------------------------------------------------------------
@@ -269,6 +269,21 @@ test: python check_toc
 	@+$(if $(ALL),$(MAKE) --no-print-directory all_archs)
 	@$(foreach kernels,$(KERNEL_TESTS),$(kernels) $(if $(ALL),&& $(kernels) limits) &&) true
 	@$(if $(ON_GPU),TRAIN_UNET=$(CURDIR)/$(BUILD)/train_unet_cpu TRAIN_DIT=$(CURDIR)/$(BUILD)/train_dit_cpu) $(RUN_PYTHON) tests/run.py
+
+# The lines that the default tests reach, by gcov: see tests/line_coverage.py. Several processes count in the same files.
+COVERED := $(BUILD)/coverage
+COUNTED := -O1 --coverage -fprofile-update=atomic
+$(COVERED)/train_unet: $(PROGRAM_SOURCES) $(BUILD)/settings
+	@mkdir -p $(@D)
+	$(call for_cpu,$(COUNTED))
+$(COVERED)/network $(COVERED)/readers: $(COVERED)/%: tests/%.cu $(TEST_SOURCES) $(BUILD)/settings
+	@mkdir -p $(@D)
+	$(call for_cpu,$(COUNTED))
+coverage: python
+	@+$(side_by_side) $(addprefix $(COVERED)/,train_unet network readers)
+	@rm -f $(COVERED)/*.gcda
+	@$(foreach program,train_unet network readers,$(shell echo $(program) | tr a-z A-Z)=$(CURDIR)/$(COVERED)/$(program)) \
+		$(RUN_PYTHON) tests/run.py; $(RUN_PYTHON) tests/line_coverage.py $(COVERED)
 
 # Against PyTorch on this machine; writes its tables into README.md and the pages of dev/bench. On a GPU, BATCHES=32,128 measures
 # some of the batch sizes, and what was measured earlier on the same GPU stays in the tables.

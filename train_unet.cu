@@ -14,30 +14,33 @@
 // -----------------------------------------------------------------------------------------------------------
 // Contracts: what every function here may rely on
 //
-// Names        B images a batch, H W height and width, C input and O output channels, T = H*W, E embedding
-//              width, G groups; x input, y or out output, w weight, dx dy dw their gradients, mean rstd a
-//              group's statistics.
+// Names        B images a batch, H W height and width, C input and O output channels, T = H*W (in section 6 the
+//              number of timesteps), E embedding width, G groups; x input, y or out output, w weight, dx dy dw
+//              their gradients, mean rstd a group's statistics.
 // Layout       Activations are NHWC. 3x3 weights lie in memory as (O, 3, 3, C) and in files as (O, C, 3, 3),
 //              PyTorch's order; every other weight lies in memory as it does in files. The weights follow
 //              each other in another order than in files: see place_parameters. An image's channels, and
 //              their weights, are followed by zeros: see padded.
-// Precision    floatX holds activations, their gradients and the working weights (float on the CPU). Weight
-//              gradients, optimiser state, statistics, loss and every accumulator are float or wider.
+// Precision    floatX holds activations, their gradients and the working weights (float on the CPU), except
+//              the weights of norms, which are never rounded. Weight gradients, optimiser state, statistics, loss
+//              and every accumulator are float or wider.
 // Gradients    Those of weights overwrite; a batch that goes through the network as several micro-batches
 //              adds up their gradients pairwise: see tree_gradient. Those of activations overwrite, but for what feeds
 //              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
-//              encoder's then adds: Block.accumulate.
+//              encoder's then adds: Block.accumulate. Within a block the first writer of a gradient does what
+//              Block.accumulate says, and those after it add.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
 //              What weight gradients read stays until the side stream is done with it: see unet_backward.
 // Layers       Declared once, in section 3. In unet_cpu.h namespace cpu::plain holds the specification of each,
 //              namespace cpu what a CPU runs; namespace gpu, in the CUDA build, launchers of kernels that do the
-//              same. Arguments: outputs, inputs, parameters, options by name; tensors and parameters are values
-//              that know their sizes. Launchers own their geometry, never synchronise, always check. Layers of
+//              same. Arguments: outputs, inputs, parameters, options by name. Tensors are values that know their
+//              sizes; those of parameters follow from the tensors that they go with. Launchers own their geometry,
+//              never synchronise, always check. A configuration has passed check_config before. Layers of
 //              independent items, and those that add up in teams, are written once, for both: structs that
 //              run() is called with.
-// Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Any step
-//              can be recomputed alone, and resuming needs no saved generator.
+// Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. The stream of
+//              dropout also tells the block. Any step can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
 //              ranks (GPUs) and of a CPU's threads. Reductions run in an order that the shapes alone decide.
 //
@@ -120,7 +123,7 @@
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
-static std::pair<int, int> head_channels();  // those of attention's heads: a multiple of this, up to that
+static std::pair<int, int> head_channels();  // what an attention head may have: a multiple of this, up to that
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0, PREDICT_FLOW, PREDICT_EDM };
@@ -290,8 +293,8 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// A loop of a few rounds: on a GPU, arrays stay in registers only where every index is a constant. And
-// what a Team of threads adds up in.
+// UNROLLED_FOR is a loop of a few rounds that is unrolled on a GPU, where an array stays in registers only if every index
+// is a constant. Sum is the type in which a Team of threads adds up.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 typedef float Sum;
@@ -329,10 +332,10 @@ static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes), backend_wait();
 }
 static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
-// Each slot holds a CUDA event, for the host: recording it marks the end of the work given to the device so far,
-// synchronizing with it waits until the device is there.
-static void record_event(int slot);
-static void synchronize_event(int slot);
+// How the host follows the device, which works on STEPS_IN_FLIGHT steps, each with a slot: the first marks the end of the
+// work that was given to the device so far, the second waits until the device has come to that mark.
+static void mark_step_end(int slot);
+static void wait_for_step(int slot);
 
 // An event of the side stream, which runs its work in order: whoever waits for one has waited for all before it.
 struct Event {
@@ -366,7 +369,8 @@ static std::string backend_meet();
 // Ends the messages, when every one that was sent has arrived.
 static void backend_part();
 
-// PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher: for dev/bench/profile.cu.
+// PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher is for dev/bench/profile.cu, whose
+// functions the arguments may use. The program itself compiles none of it.
 #ifndef PROFILE
 #define PROFILE(...)
 #endif
@@ -596,8 +600,8 @@ template <typename Real, int TAPS> struct ProductOf {
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
 // x. w and bias (C) are never rounded. Forward writes statistics and half_scale_shift, (B, C), for all who
-// read x again. With SiLU they make half of what is normed, because silu(y) = h + h tanh(h) with h = y / 2 is
-// one instruction fewer a number: see silu_of_half. Without SiLU they make the whole.
+// read x again: what is normed is y = x scale + shift. With SiLU scale and shift are halved, and make h = y / 2, because
+// silu(y) = h + h tanh(h) is one instruction fewer a number: see silu_of_half.
 template <typename Real> struct NormOf {
     ConcatOf<Real> x = {};
     int groups = 1;
@@ -627,9 +631,9 @@ template <typename Real> struct ForwardOptionsOf {
     TensorOf<Real> residual = {};
 };
 
-// How dx is written: added to what is there (`accumulate`). A norm may add the gradient of a branch around it
-// (`residual`). A convolution that reads what a norm wrote may do groupnorm_backward_sums(dx, dx, norm) as
-// well.
+// How dx is written: added to what is there (`accumulate`). Only norms obey `residual`: they add the gradient of a branch
+// around them. Only convolutions obey `norm`: if they read what it wrote, they do groupnorm_backward_sums(dx, dx, norm)
+// as well.
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
@@ -696,8 +700,8 @@ static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O);
 // dy and dy x^. dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
-// gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or x, where
-// x has no second tensor and nothing is added to dx.
+// gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or
+// options.residual; or x, if x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
@@ -998,7 +1002,9 @@ struct Block {
     Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
-    Buffer late = {};  // scratch of backward that the side stream reads while the next block is under way
+    // Scratch of backward that the block's last weight gradient reads on the side stream, while the next block's
+    // backward is already under way.
+    Buffer late = {};
 };
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
@@ -1023,7 +1029,7 @@ struct OptimiserMemory {
     float* gradients;
 };
 
-// TRAINING owns the memory; a block sees it through these.
+// What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
@@ -1041,10 +1047,10 @@ struct Model : OptimiserMemory {
     float* images;            // (B, C, H, W): clean, planar, as in the files
     int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
     int first;                // the sample of the batch that this micro-batch begins with
-    const int64_t* dropping;  // the step whose masks --dropout takes; null: nothing is dropped
+    const int64_t* dropout_step;  // whose masks --dropout takes; null: nothing is dropped
     int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
     int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;  // of the step under way: see OPTIMISER
+    struct StepState* state;  // of the step under way: see section 7
     float* losses;            // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // likewise, with --learn_sigma
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
@@ -1126,7 +1132,12 @@ static Tensor unet_input(const Model* m, int B) {
 // measure_buffers.
 //
 // A new kind is such a struct, a value in BlockKind with its name in BLOCK_NAMES, and a line in with_kind. Then
-// make_plan can add blocks of it.
+// make_plan can add blocks of it. What it has to keep to:
+//   - The last weight gradient that backward starts with beside() may still run during the next block's backward. So
+//     it reads only tensors of take_late(), and `hidden` in a block that reads the embedding; or backward waits for it.
+//   - Forward leaves the moments of its output, if that has any. Convolutions do; others call channel_moments(out).
+//   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
+//   - Backward of a block without parameters does not read x.
 struct Module {
     Model* m;
     const Block& block;
@@ -1162,7 +1173,7 @@ struct Module {
         size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
-        norm.silu = !block.heads;
+        norm.silu = !block.heads;  // of all norms only attention's has none
         norm.statistics = take<GroupStatistics>(&kept_stats, count);
         norm.half_scale_shift = take<ScaleShift>(&kept_stats, count);
         return norm;
@@ -1227,16 +1238,16 @@ struct EmbedBlock : Module {
     }
 
     void forward() {
-        Tensor active = embedding;  // SiLU(hidden); the embedding overwrites it in the end
+        Tensor silu_hidden = embedding;  // the embedding overwrites it in the end
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // The side stream does it while the image goes through the first convolution.
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
             linear_forward(hidden, sinusoids, linear1_layer);
-            run(SiluForward<floatX>{.out = active, .x = hidden});
+            run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
             if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
-            linear_forward(linear2, active, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            linear_forward(linear2, silu_hidden, linear2_layer, {.residual = labels ? linear2 : Tensor()});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
             linear_forward(out, embedding, projections);
         });
@@ -1300,7 +1311,7 @@ struct ResBlock : Module {
 
     bool widens = x.C() != block.O, resizes = block.H != block.out_H;
     bool modulates = m->config.use_scale_shift_norm;
-    bool drops = m->dropping && m->config.dropout > 0;
+    bool drops = m->dropout_step && m->config.dropout > 0;
     bool adds_x = !widens && !resizes;  // the residual is x itself
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
@@ -1314,7 +1325,7 @@ struct ResBlock : Module {
 
     void drop(Tensor y) const {
         const Config& c = m->config;
-        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropping});
+        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropout_step});
     }
 
     Tensor normed1 = {}, normed2 = {};  // what the convolutions read
@@ -1413,6 +1424,7 @@ struct AttentionBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         int C = block->C;
         double T = (double)block->H * block->H;
+        // The decoder's first block reads a skip, and add_block then sets an encoder block's `accumulate`.
         bool in_decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);
         block->heads = heads_of(c, C, in_decoder);
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
@@ -1600,20 +1612,20 @@ static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.
 
 // The step at which what block i's forward keeps is read last. Block 0 runs on the side stream, which is still at
 // work when the main stream is at the next blocks.
-static int kept_until(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
+static int last_use_of_kept(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
 
 // The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
 // itself uses, the steps from the first write to the last read.
-static void time_block(Plan* plan, const Config& c, int i) {
+static void compute_lifetimes_of(Plan* plan, const Config& c, int i) {
     const int n = (int)plan->blocks.size();
-    const int back = backward_step(*plan, i), kept = kept_until(*plan, i);
+    const int back = backward_step(*plan, i), kept = last_use_of_kept(*plan, i);
     const bool is_last = i == n - 1;
     Block& b = plan->blocks[i];
     size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
 
     b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
     b.out.lives(i, is_last ? 2 * n : i);  // the last one's goes beyond the last step, to the caller
-    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`
+    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`; the network of dev/dit has none
         b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
         b.moments.lives(i, i);
     }
@@ -1640,7 +1652,7 @@ static void keep_inputs(Plan* plan, const Config& c, int i) {
         if (source < 0) continue;
         Block& read = plan->blocks[source];
         bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
-        read.out.last = std::max(read.out.last, again ? kept_until(*plan, i) : i);
+        read.out.last = std::max(read.out.last, again ? last_use_of_kept(*plan, i) : i);
         read.moments.last = i;
         read.gradient.first = std::min(read.gradient.first, backward_step(*plan, i));
     }
@@ -1648,9 +1660,9 @@ static void keep_inputs(Plan* plan, const Config& c, int i) {
 
 // Computes the live range of every buffer, in steps of the plan, and the sizes that follow from the plan alone;
 // the others come from measure_buffers.
-static void time_buffers(Plan* plan, const Config& c) {
+static void compute_lifetimes(Plan* plan, const Config& c) {
     for (int i = 0; i < (int)plan->blocks.size(); i++) {
-        time_block(plan, c, i);
+        compute_lifetimes_of(plan, c, i);
         keep_inputs(plan, c, i);
     }
 }
@@ -1686,7 +1698,7 @@ static void measure_buffers(Plan* plan, const Config& c) {
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
-    std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // never alike
+    std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // then by block
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
             if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
@@ -1781,7 +1793,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
 
     place_parameters(&plan);
-    time_buffers(&plan, c);
+    compute_lifetimes(&plan, c);
     measure_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
@@ -1810,6 +1822,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
+        // Of this block's weight gradients all but the newest; if it started none, that of the block before.
         wait_for(event_before(newest_event));
         wait_for(of_block_before);
     }
@@ -2163,10 +2176,11 @@ template <typename T> struct PredictionLoss {
 
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
-// function beside ddim_step, a line in make_sampler, and a name: in the enumeration Sampler and in FLAGS of unet_io.h.
+// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
+// sampler_name; sampler_steps and spacing_of say how it usually goes.
 
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
-// fresh noise. It saves x0 itself, but in the first of Heun's two calls.
+// fresh noise. It saves save_x0 x0 + save_x x for the next call: x0 itself, but for the first of Heun's two calls.
 struct SampleUpdate {
     float x0 = 0, x = 0, saved = 0, noise = 0;
     float save_x0 = 1, save_x = 0;
@@ -2182,7 +2196,7 @@ struct SamplerStep {
     float max_log_sigma_ratio = 0;  // a learned sigma of the noise is up to exp(this) times as large
 };
 
-// By the errors of an ideal denoiser (test_ideal.py). DDIM and DDPM keep guided-diffusion's.
+// --spacing auto: what has the smallest error with an ideal denoiser (test_ideal.py); for DDIM and DDPM guided-diffusion's.
 static int spacing_of(const Config& c) {
     bool second_order = c.sampler == SAMPLER_DPMPP || c.sampler == SAMPLER_HEUN;
     if (c.spacing != SPACING_AUTO) return c.spacing;
@@ -2623,7 +2637,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (is_sharded(m)) {
         place(P, m->received);
         place(P - plan.num_decayed, m->fp32_params);
-        m->fp32_params -= plan.num_decayed;
+        m->fp32_params -= plan.num_decayed;  // what is no matrix keeps its offset among all parameters
     }
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
@@ -2658,7 +2672,8 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time. BIAS_SUMS: one a channel and image, in half a stream's workspace.
+// Images that the network can take at a time. BIAS_SUMS: a weight gradient's sums for its bias, a float a channel and image,
+// fit into half a stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -2908,7 +2923,8 @@ struct FinishStep {
     }
 };
 
-// A run is to stop; this rank of several was asked to, which they have to agree on first: see agree_to_stop.
+// All ranks have agreed that the run ends after this step. stop_asked, in section 2, says that this process has received a
+// signal: with several ranks that alone ends nothing, see agree_to_stop.
 static std::atomic<int> stop_requested = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
@@ -2988,7 +3004,7 @@ static void prepare_steps(Trainer* t) {
 // Noises the model's B images, samples of the batch from `first` on.
 static void add_noise(Model* m, int B, int first, const int* timesteps, const int64_t* step) {
     const Config& c = m->config;
-    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, m->schedule, timesteps, step, first, 
+    run(AddNoise<floatX>{unet_input(m, B), m->target, m->images, m->schedule, timesteps, step, first,
                          c.in_channels, c.offset_noise, c.seed});
 }
 
@@ -3002,14 +3018,14 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
 
-    m->dropping = &m->state->step;
+    m->dropout_step = &m->state->step;
     unet_forward(m, B, first);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     BatchLoss loss = batch_loss(m, c.batch_size);
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
     unet_backward(m, B, dw);
-    m->dropping = nullptr;
+    m->dropout_step = nullptr;
 }
 
 // dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
@@ -3101,14 +3117,14 @@ static void begin_next_step(Trainer* t) {
     int slot = (int)(t->begun % STEPS_IN_FLIGHT);
     launch_graph(&t->graph, [&] { enqueue_step(t); });
     backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
-    record_event(slot);
+    mark_step_end(slot);
     t->begun++;
 }
 
 // The result of the oldest step that was begun and not yet awaited.
 static StepState await_step(Trainer* t) {
     int slot = (int)(t->step % STEPS_IN_FLIGHT);
-    synchronize_event(slot);
+    wait_for_step(slot);
     const StepState& result = t->results[slot];
 
     if (result.stop) stop_requested = stop_asked = 1;
@@ -3197,8 +3213,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<Timestep>& sch
     return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
 }
 
-// The mean loss over the validation images: rank 0's, and after a stop without a meaning. Each rank has some of
-// the batches, whose losses are added up in the order in which one rank adds them.
+// The mean loss over the validation images. Only rank 0's is complete, and only if the run was not stopped meanwhile. Each
+// rank has some of the batches, whose losses are added up in the order in which one rank adds them.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
@@ -3280,7 +3296,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     backend_zero(m->sampler_state, sizeof(SamplerState));
 
     for (const SamplerStep& step : steps) {
-        synchronize_event(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
+        wait_for_step(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
         if (stop_asked) return;
         bool calls = step.timestep >= 0;
         launch_graph(&(*graphs)[{B, calls}], [&] {
@@ -3295,7 +3311,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
             if (calls) unet_forward(m, rows);
             run(UpdateSamples<floatX>{batch});
         });
-        record_event(begun++ % STEPS_IN_FLIGHT);
+        mark_step_end(begun++ % STEPS_IN_FLIGHT);
         if (calls) progress->count();
     }
 }
@@ -3550,7 +3566,8 @@ static double time_step(Config config, int batch, double seconds) {
     return 1e3 * taken / n;
 }
 
-// How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch.
+// How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch. The program
+// ends after this: it leaves `world` as it is for one rank.
 static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size, own = batch_size, timed = own;
@@ -3704,9 +3721,18 @@ static std::vector<SampleSpec> wanted_samples(const Config& c, const std::vector
     return specs_of(seeds);
 }
 
+static const char* sampler_name(int sampler) {
+    switch ((Sampler)sampler) {
+        case SAMPLER_DDIM: return "DDIM";
+        case SAMPLER_DDPM: return "DDPM";
+        case SAMPLER_DPMPP: return "DPM-Solver++(2M)";
+        case SAMPLER_HEUN: return "Heun";
+    }
+    return "";
+}
+
 static std::string sampler_text(const Config& c) {
-    static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun"};
-    std::string line = NAMES[c.sampler];
+    std::string line = sampler_name(c.sampler);
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
@@ -4260,7 +4286,7 @@ static bool is_validated(const Trainer& t, bool ended) {
 // What rank 0 finds, on every rank.
 static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
 
-// What a stop or a crash came before: the validation and the samples that were due when the run ended.
+// Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended before.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool ended = t->step == t->start.config.steps;
@@ -4447,8 +4473,8 @@ static struct Stream {
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
-// The side stream's newest events. Who waits for an older one gets the newer event that has taken its slot, which
-// is right as well, only later.
+// The side stream's newest events. Waiting for an older one waits for the newer event that has taken its slot, which
+// comes after it.
 enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
@@ -4550,6 +4576,7 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
 enum { MEETING_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
+static std::string nccl_address();
 
 // Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
 static void watch_nccl() {
@@ -4560,7 +4587,7 @@ static void watch_nccl() {
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
         if (!nccl_connected && seconds_now() - start > MEETING_SECONDS)
-            fail("%d ranks have not met at MASTER_ADDR and MASTER_PORT", world.size);
+            fail("%d ranks have not met at %s", world.size, nccl_address().c_str());
     };
     while (!nccl_closing) {
         std::string why = failure_of(check);
@@ -4645,8 +4672,8 @@ static void launch_graph(Graph* graph, auto launches) {
     }
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)graph->executable.get(), main_stream.handle));
 }
-static void record_event(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
-static void synchronize_event(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
+static void mark_step_end(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
+static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
 
 // What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
@@ -4811,7 +4838,8 @@ template <typename Layer> static void run(Layer layer) {
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
-// groupnorm_backward_sums make them. Channels come in multiples of 32, so 16 bytes lie in one tensor of x.
+// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_config, so 16 bytes
+// lie in one tensor of x.
 enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
     NORM_TILE_THREADS = 256,
@@ -5161,8 +5189,8 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
 
 // dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with ACCUMULATE. It also
 // writes `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device
-// memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each. normed may
-// be dy; dx may be dresidual or, if normed is not, dy. The first weight_blocks blocks make dw and dbias.
+// memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each. The declaration in
+// section 3 says which of them may be the same. The first weight_blocks blocks make dw and dbias.
 template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
@@ -5632,7 +5660,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-// Every product of the network is one of two kernels:
+// Every linear layer and convolution is one of two kernels, or section 12's for the same; attention has its own:
 //   gemm_kernel             out (M, N) = A (M, K) B (K, N), forward and input gradients: a tile per block;
 //   weight_gradient_kernel  dw = dout^T A: the reduction runs over the pixels, split over blocks.
 // A's row m is pixel m's channels (1x1), or its 3x3 neighbourhood, which is never written out: a block loads
@@ -5765,7 +5793,8 @@ struct GemmTile {
     static constexpr bool TRANSPOSED = TRANSPOSED_;
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
-    static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;  // (8 + 2)^2 >= (8 + 2) * (16 + 2) / 2
+    // With its halo a patch of 64 pixels has (8 + 2)^2 = 100 rows, and one of 128 (8 + 2) * (16 + 2) = 180.
+    static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;
     static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
@@ -6086,8 +6115,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const
     gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
 }
 
-// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual. A thread makes VEC
-// outputs.
+// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
+// makes VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
@@ -6105,9 +6134,9 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
 
 // ---- which kernel does a GEMM
 
-// The portable kernels, by the pixels and channels of a block's tile; and section 12's, by the pixels: 128,
-// which may be two small images, or 256, the tile of each of two warpgroups; x may be normed on the way
-// there.
+// PORTABLE: by the pixels and channels of a block's tile. HOPPER, of section 12: tiles of 64 channels by 128 pixels, which
+// may be two small images, or by 256, which two warpgroups compute in ping-pong; NORMED also norms the input on the way.
+// Their order counts: HOPPER_128 is the first of section 12, HOPPER_256 the first of 256 pixels.
 enum GemmKernel {
     PORTABLE_128x128,
     PORTABLE_128x64,
@@ -6197,7 +6226,7 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     return choice;
 }
 
-// Which kernel does a GEMM. This follows from the sizes and the GPU alone.
+// Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
 template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
     if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper<TAPS>(g);
     return choose_portable<TAPS, TRANSPOSED>(g);
@@ -6242,6 +6271,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
             break;
         case PORTABLE_128x16:
             if constexpr (!TRANSPOSED) launch_portable<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            else assert(false);  // choose_portable has it for forward only
             break;
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
@@ -6590,7 +6620,7 @@ static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Bac
     const Gemm g = backward_input_gemm(dx, dout, layer, options);
     launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
-static bool launch_hopper_weight_gradient(WeightGradient g);  // section 12: whether it takes one of 3x3
+static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
@@ -6600,7 +6630,7 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
-    if (TAPS > 1 && launch_hopper_weight_gradient(g)) return;
+    if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient(g);
 
     using Tile = WeightTile<TAPS>;
     g.patch = make_patch(dout, TAPS, Tile::PIXELS);
@@ -7298,7 +7328,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
         block.await_turn(parity);
         block.multiply(c, patch, stage);
         if (block.splits > 1) block.combine(c);
-        if (block.rank > 0) return;
+        if (block.rank > 0) return;  // a block of a cluster has one tile
 
         UNROLLED_FOR (int k = 0; k < Tile::SUBTILES; k++) {
             auto& outputs = shared.patches[patch.slot].outputs[k];
@@ -7349,7 +7379,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
                 launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
                 break;
             case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_SUBTILES, 7, true>>(g); break;
-            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);
+            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);  // HOPPER_128
         }
     }
 }
@@ -7519,7 +7549,7 @@ static float hopper_weight_gradient_us(int O, int C, int pixel_tiles, int warpgr
 }
 
 // conv3x3_backward_weight, by the warpgroups and splits that should take the least time.
-static bool launch_hopper_weight_gradient(WeightGradient g) {
+static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, 9, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
     const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
@@ -7538,10 +7568,7 @@ static bool launch_hopper_weight_gradient(WeightGradient g) {
     }
     if (best_warpgroups == 3) launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<3>>);
     else launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<1>>);
-    return true;
 }
 
 }  // namespace gpu
-#elif defined(__CUDACC__)
-static bool gpu::launch_hopper_weight_gradient(WeightGradient) { return false; }
 #endif  // HOPPER

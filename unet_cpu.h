@@ -1256,8 +1256,8 @@ static void wait_for(Event) {}
 #endif
 static Event on_side_stream_deferred(auto launches) { return on_side_stream(launches); }
 static void launch_graph(Graph*, auto launches) { launches(); }
-static void record_event(int) {}
-static void synchronize_event(int) {}
+static void mark_step_end(int) {}
+static void wait_for_step(int) {}
 static double backend_peak() { return 0; }
 static std::pair<int, int> head_channels() { return {1, INT_MAX}; }
 static size_t backend_memory_available() { return host_memory_available(); }

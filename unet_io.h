@@ -459,7 +459,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
      "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(num_samples), INT, SAMPLING, FREE, "16",
-     "how many pictures to draw; in a grid while training, of which there are none with 0", Bounds(0, 1e6)},
+     "pictures to draw, and in each grid while training; 0: no grids", Bounds(0, 1e6)},
     {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "draw these classes, such as cat,dog, equally many of each; without it, all. Without names 0-4,7"},

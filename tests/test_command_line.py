@@ -355,7 +355,7 @@ def test_config_of_new_run_from_weights(tmp_path, images8):
 def test_summary():
     """The last line of a run of this file counts what passed, failed and was skipped, and says why. A test that runs a
     program of tests counts as these, also in another process."""
-    words = [sys.executable, ROOT / "tests/run.py", "-k", "schedule_by_known_values or gpu_missing or test_ladder[silu]"]
+    words = [sys.executable, ROOT / "tests/run.py", "-k", "schedule_by_known_values or gpu_missing or test_ladder[elementwise]"]
     lines = [run(*words, *side_by_side, env=dict(os.environ, TRAIN_UNET_BF16="/nowhere/train_unet")).stdout.splitlines()[-1]
              for side_by_side in ([], ["-n", "0"])]
     why = "no GPU on this machine|/nowhere/train_unet is not built"

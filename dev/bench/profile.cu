@@ -213,8 +213,8 @@ static void measure_entries(Trainer* t) {
             enqueue_step(t);
             measuring = false;
         });
-        record_event(0);
-        synchronize_event(0);
+        mark_step_end(0);
+        wait_for_step(0);
         if (n < WARMUP) continue;
         for (Entry& entry : entries) entry.ms.push_back((float)milliseconds_between(entry.begin, entry.end));
     }

@@ -572,7 +572,7 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
     place_parameters(&plan);
     Config modulated = c;
     modulated.use_scale_shift_norm = 1;  // backward reads the projections again
-    time_buffers(&plan, modulated);
+    compute_lifetimes(&plan, modulated);
     place_buffers(&plan);
     return plan;
 }
