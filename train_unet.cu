@@ -1860,7 +1860,7 @@ static double cosine_beta(int t, int T) {
 }
 
 // Alpha is shifted so that its last is 0 and scaled so that its first stays: algorithm 1 of Lin et al.,
-// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023).
+// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where alpha^2 + sigma^2 = 1.
 static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
     double first = schedule->front().alpha, last = schedule->back().alpha;
     for (NoiseLevel& level : *schedule) {
@@ -1886,24 +1886,29 @@ static NoiseLevel edm_level(int t, int T) {
     return {c_in, c_in * sigma};
 }
 
-// The level of each timestep, from the least noise to the most.
+// The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by it; the
+// last has a sigma of about 1, because sampling begins with noise of that; it may have no image, but not with --predict eps.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
     int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
-    double abar = 1;  // alpha^2, where that is a product of 1 - beta
-    for (int t = 0; t < T; t++) {
-        switch (c.noise_schedule) {
-            case SCHEDULE_FLOW: schedule.push_back(flow_level(t, T)); continue;
-            case SCHEDULE_EDM: schedule.push_back(edm_level(t, T)); continue;
+    double abar = 1;
+    auto after_beta = [&](double beta) {
+        abar *= 1 - beta;
+        return NoiseLevel{sqrt(abar), sqrt(1 - abar)};
+    };
+    for (int t = 0; t < T; t++)
+        switch ((NoiseSchedule)c.noise_schedule) {
+            case SCHEDULE_LINEAR: schedule.push_back(after_beta(linear_beta(t, T))); break;
+            case SCHEDULE_COSINE: schedule.push_back(after_beta(cosine_beta(t, T))); break;
+            case SCHEDULE_FLOW: schedule.push_back(flow_level(t, T)); break;
+            case SCHEDULE_EDM: schedule.push_back(edm_level(t, T)); break;
         }
-        abar *= 1 - (c.noise_schedule == SCHEDULE_LINEAR ? linear_beta(t, T) : cosine_beta(t, T));
-        schedule.push_back({sqrt(abar), sqrt(1 - abar)});
-    }
     if (c.zero_terminal_snr) rescale_to_zero_terminal_snr(&schedule);
     return schedule;
 }
 
-// What the network predicts: eps times the noise + x0 times the image. Another prediction is one line here.
+// What the network predicts: eps times the noise + x0 times the image. A new prediction is a line in target_at and a name:
+// in the enumeration Prediction and in FLAGS of unet_io.h. Loss weights and samplers follow.
 struct Target {
     double eps, x0;
 };
@@ -1913,13 +1918,14 @@ static Target edm_target(NoiseLevel level) {
     return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
 }
 static Target target_at(int predict, NoiseLevel level) {
-    switch (predict) {
+    switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
         case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho (2022), appendix D
         case PREDICT_FLOW: return {1, -1};                   // the velocity of Liu et al. (2022)
         case PREDICT_EDM: return edm_target(level);
-        default: return {0, 1};
+        case PREDICT_X0: return {0, 1};
     }
+    return {};
 }
 
 // What a prediction says of the image: x0 = x times the noised image + out times the prediction. It solves

@@ -1297,7 +1297,10 @@ static void twin_case(const Case& c, Verdict* v) {
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
         config.predict = c.arg(2), config.min_snr_gamma = (float)c.at("reals")[0];
         std::vector<Timestep> chain = make_timesteps(config);
-        for (size_t t = 0; t < n; t++) v->note(text("t = %zu", t), fabs(chain.at(t).weight / values[t] - 1));
+        for (size_t t = 0; t < n; t++) {
+            double weight = chain.at(t).weight;
+            v->note(text("t = %zu", t), fabs(values[t] ? weight / values[t] - 1 : weight));
+        }
     } else if (c.is("sampler")) {  // args: T, schedule, predict, sampler, steps; values (S, 6)
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1), config.predict = c.arg(2);

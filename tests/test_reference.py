@@ -92,9 +92,10 @@ def chain_cases(add):
                   ("ddpm", "uniform", 1, "linear", False))),
             ("ddim", {}, "flow", "flow", False), ("ddim", dict(eta=0.6, sample_steps=11), "v", "flow", False),
             ("ddpm", dict(sample_steps=30), "x0", "flow", False), ("dpmpp", {}, "flow", "flow", False),
-            ("heun", dict(sample_steps=9), "flow", "flow", False), ("heun", dict(spacing="karras"), "edm", "edm", False),
-            ("ddim", dict(spacing="karras", sample_steps=18), "edm", "edm", False), ("dpmpp", {}, "edm", "edm", False),
-            ("ddpm", {}, "edm", "edm", False), ("ddim", {}, "flow", "cosine", False)):
+            ("heun", dict(sample_steps=9), "flow", "flow", False), ("heun", dict(spacing="karras", threshold="none"), "edm", "edm", False),
+            ("ddim", dict(spacing="karras", sample_steps=18), "edm", "edm", False),
+            ("dpmpp", dict(threshold="none"), "edm", "edm", False),
+            ("ddpm", dict(threshold="none"), "edm", "edm", False), ("ddim", {}, "flow", "cosine", False)):
         config = Config(**TOY | dict(image_size=9, channel_mult=(1,), diffusion_steps=300, predict=predict,
                                      zero_terminal_snr=zero, noise_schedule=schedule))
         pictures = train_unet.sample(Network(config), [5, 4000000000], sampler, **flags).numpy()
