@@ -781,7 +781,7 @@ PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine",
                  batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
-                 steps=4000, save_every=1000, sample_every=1000, data_file="data/faces.bin"),
+                 steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
                     attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,
                     lr=3e-4, lr_schedule="cosine", warmup_steps=500, steps=20000),

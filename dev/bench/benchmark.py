@@ -51,9 +51,11 @@ class Case(NamedTuple):
     preset: str
     batch_size: int
     timed: int  # steps or calls of a round
+    busy: str = "no"  # whether other programs keep "one" core busy, or "each"
 
 
 CASES = (Case("step", "unet64", 4, 2), Case("step", "tiny", 8, 10),
+         Case("step", "tiny", 8, 10, "one"), Case("step", "tiny", 8, 10, "each"),
          Case("call", "unet64", 1, 8), Case("call", "unet64", 16, 2))
 KINDS = ("eager", "eager, channels_last", "torch.compile", "torch.compile, channels_last")  # of PyTorch
 ROUNDS = 5  # of a case: the program, then each kind of PyTorch
@@ -132,6 +134,22 @@ def answer(worker):
     raise UserError("PyTorch's process ended before it had measured")
 
 
+@contextlib.contextmanager
+def busy_cores(which):
+    """Keeps "one" core busy meanwhile, "each" of those that this process may use, or "no" core."""
+    cores = sorted(os.sched_getaffinity(0))
+    others = []
+    try:
+        for core in {"no": [], "one": cores[:1], "each": cores}[which]:
+            others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            os.sched_setaffinity(others[-1].pid, {core})
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def measure_case(case, threads):
     """{"./train_unet" or a kind of PyTorch: (median of the rounds in ms, peak memory in GB)}."""
     found = {name: [] for name in ("./train_unet", *KINDS)}
@@ -143,6 +161,7 @@ def measure_case(case, threads):
             workers[kind] = running.enter_context(subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment))
             answer(workers[kind])  # one after another: each has the processors for itself
+        running.enter_context(busy_cores(case.busy))
         for _ in range(ROUNDS):
             found["./train_unet"].append(time_program(case, threads))
             for kind, worker in workers.items():
@@ -150,7 +169,7 @@ def measure_case(case, threads):
                 found[kind].append(json.loads(answer(worker)))
     medians = {name: (float(np.median([ms for ms, _ in rounds])), max(memory for _, memory in rounds))
                for name, rounds in found.items()}
-    print(f"a {case.what} of {case.preset}, batch {case.batch_size}:")
+    print(f"a {case.what} of {case.preset}, batch {case.batch_size}, {case.busy} core busy with another program:")
     for name, (ms, memory) in medians.items():
         each = ", ".join(f"{ms:.1f}" for ms, _ in found[name])
         print(f"    {name}: {ms:.1f} ms ({each}), {memory:.2f} GB", flush=True)
@@ -165,7 +184,7 @@ def seconds_to_draw(threads):
         times = []
         for _ in range(PICTURES["runs"]):
             start = time.perf_counter()
-            launched([*program, "--generate", str(PICTURES["pictures"]), "--sampler", "dpmpp", "--sample_steps",
+            launched([*program, "--generate", "--num_samples", str(PICTURES["pictures"]), "--sampler", "dpmpp", "--sample_steps",
                       str(PICTURES["steps"]), "--output_name", os.path.join(folder, "grid.png")],
                      "train_unet on ", OMP_NUM_THREADS=str(threads))
             times.append(time.perf_counter() - start)
@@ -178,10 +197,17 @@ def render_cpu(found, seconds, processor, built):
              "|---|---|---:|---:|---:|---:|---:|\n")
     calls = ("| a call of | batch | `./train_unet`, ms | PyTorch's | times as fast | PyTorch's best |\n"
              "|---|---:|---:|---:|---:|---|\n")
+    shared = ("| a step of `tiny` while | `./train_unet`, ms | PyTorch's | times as fast | PyTorch's best |\n"
+              "|---|---:|---:|---:|---|\n")
     for case, times in found.items():
         best = min(KINDS, key=lambda kind: times[kind][0])
         ours, theirs = times["./train_unet"], times[best]
         faster, size = f"{theirs[0] / ours[0]:.2f}", case.batch_size
+        if case.preset == "tiny":
+            shared += (f"| {case.busy} core is busy with another program | {ours[0]:.1f} | {theirs[0]:.1f} | {faster} |"
+                       f" {best} |\n")
+        if case.busy != "no":
+            continue
         if case.what == "call":
             calls += f"| {case.preset} | {size} | {ours[0]:.1f} | {theirs[0]:.1f} | {faster} | {best} |\n"
             continue
@@ -190,8 +216,8 @@ def render_cpu(found, seconds, processor, built):
             steps += (f"| {name} | {case.preset} | {size} | {ms:.1f} | {1e3 * size / ms:.1f} | {memory:.2f} GB"
                       f" |{times_as_fast} |\n")
     pictures = PICTURES["pictures"]
-    return (f"On {processor}.\n\n{steps}\n{calls}\nDrawing: `./train_unet --generate {pictures} --sampler dpmpp"
-            f" --sample_steps {PICTURES['steps']}` of a `tiny` checkpoint takes\n{seconds:.2f} s from its start to"
+    return (f"On {processor}.\n\n{steps}\n{shared}\n{calls}\nDrawing: `./train_unet --generate --num_samples {pictures}"
+            f" --sampler dpmpp --sample_steps {PICTURES['steps']}` of a `tiny` checkpoint takes\n{seconds:.2f} s from its start to"
             f" its end, {seconds / pictures:.3f} s a picture.\n")
 
 
