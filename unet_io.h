@@ -508,8 +508,8 @@ static std::vector<Preset> PRESETS = {
     // 32 groups would leave one channel a group at this width: see check_config
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
-     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict v --noise_schedule cosine "
-     "--batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
+     "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict flow --noise_schedule flow "
+     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
      "--sample_every 500"},
     {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
     {"fashion32", IN_MINUTES "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 "

@@ -779,8 +779,8 @@ ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000,
            resblock_updown=True, use_scale_shift_norm=True, ema_rate=0.9999)
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
-                 attention_resolutions=(8,), norm_groups=8, predict="v", noise_schedule="cosine",
-                 batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
+                 attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",
+                 timestep_sampling="lognormal", batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
                  steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
                     attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,

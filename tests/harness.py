@@ -108,7 +108,8 @@ TRAINING = {
         weight_decay=0.1, grad_clip=1.0, ema_rate=(0.5, 0.9), max_period=1000, seed=26)),
     "flow, lognormal": Config(**TOY | dict(
         image_size=16, batch_size=5, lr=1e-3, seed=27, noise_schedule="flow", predict="flow", class_cond=True,
-        num_classes=3, cond_drop_prob=0.2, timestep_sampling="lognormal", timestep_mean=-0.4, timestep_std=1.3)),
+        num_classes=3, cond_drop_prob=0.2, timestep_sampling="lognormal", timestep_mean=-0.4, timestep_std=1.3,
+        learn_sigma=True)),
     "edm": Config(**TOY | dict(
         image_size=16, batch_size=3, lr=1e-3, seed=28, noise_schedule="edm", predict="edm", dropout=0.1,
         timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2, diffusion_steps=300)),
@@ -119,7 +120,7 @@ PREDICTIONS = ("eps", "v", "x0", "flow", "edm")       # as the program numbers t
 SCHEDULES = ("linear", "cosine", "flow", "edm")
 
 
-def target(predict, alpha, sigma, x0, eps):
+def target_of(predict, alpha, sigma, x0, eps):
     """What a network is to predict of x = alpha x0 + sigma eps, as the papers have it."""
     if predict == "edm":  # Karras et al. 2022, equation 8 and table 1, of y = x0 + ratio eps; with alpha above 0
         data, ratio = 0.5, sigma / alpha

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import generate
 import train_unet
 import unet_io
-from harness import ADM, TOY, TRAIN, call, error_of, perturbed_file, run, same_bits, write_toy_images
+from harness import (
+    ADM, PREDICTIONS, SCHEDULES, TOY, TRAIN, call, error_of, perturbed_file, run, same_bits, target_of, write_toy_images)
 from unet_io import Config
 
 OPTIONS = {
@@ -207,6 +208,23 @@ def bits(config, x0, t, noise, out, v):
     above, below = (cdf((x0 + side / 255 - mean) * np.exp(-0.5 * learned)) for side in (1, -1))
     chance = np.where(x0 < -0.999, above, np.where(x0 > 0.999, 1 - below, above - below))
     return -np.log(np.maximum(chance, 1e-12)).mean() / np.log(2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_posterior(schedule):
+    """The tables of the bound, from the joint distribution of a timestep and the one before: precisions add up."""
+    levels = unet_io.noise_levels(Config(noise_schedule=schedule, diffusion_steps=100))
+    (alpha, sigma), (after, more) = (level[:-1] for level in levels), (level[1:] for level in levels)
+    kept, fresh = after / alpha, more**2 - (after / alpha * sigma) ** 2  # x' = kept x + a normal of the variance fresh
+    variance = 1 / (1 / sigma**2 + kept**2 / fresh)
+    least, span = unet_io.variance_range(levels)
+    assert np.abs(least[1:] - np.log(variance)).max() < 1e-9 and least[0] == least[1]
+    assert np.abs((least + span)[1:] - np.log(fresh)).max() < 1e-9
+    for predict in PREDICTIONS[1:]:
+        factor = unet_io.mean_factors(levels, predict)[1:]
+        x0 = target_of(predict, after[:-1], more[:-1], 0.3, 0.0), target_of(predict, after[:-1], more[:-1], 1.3, -after[:-1] / more[:-1])
+        expected = (variance * alpha / sigma**2)[:-1] / (x0[1] - x0[0])  # the second has the same x and an x0 larger by 1
+        assert np.abs(factor[:-1] / expected - 1).max() < 1e-8, predict
 
 
 BOUNDS = [Config(**TOY | dict(learn_sigma=True) | more) for more in (

@@ -187,6 +187,14 @@ def test_heads_that_differ(tmp_path):
         assert says in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("objective", [dict(noise_schedule="flow", predict="flow"), dict(predict="edm")])
+def test_objectives_that_schedulers_lack(tmp_path, objective):
+    """A DDPMScheduler knows neither flow matching nor EDM: nothing is written that would draw wrong pictures."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | objective))
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/out/")
+    assert "DDPMScheduler knows neither" in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("first", [0.5, 1.5])
 def test_sinusoids_that_do_not_fit(tmp_path, first):
     """UNet2DModel has as many as its first level has channels; ours are every k-th of them, for a whole k."""

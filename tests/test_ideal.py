@@ -15,7 +15,7 @@ import torch
 import train_unet
 import unet_io
 from harness import (
-    SMALL, NETWORK, PREDICTIONS, ROOT, SCHEDULES, TRAIN, perturbed_file, picture, run, script, target)
+    SMALL, NETWORK, PREDICTIONS, ROOT, SCHEDULES, TRAIN, perturbed_file, picture, run, script, target_of)
 from unet_io import Config
 
 SEEDS, STEPS = range(1000), (1, 2, 3, 5, 10, 25, 50)
@@ -48,7 +48,7 @@ class Ideal:
         self.calls += 1
         alpha, sigma = (float(level[int(t[0])]) for level in self.levels)
         x0 = ideal_x0(x, alpha, sigma)
-        return target(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma)
+        return target_of(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma)
 
 
 @functools.lru_cache

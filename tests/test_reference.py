@@ -12,7 +12,7 @@ import train_unet
 import unet_io
 from harness import (
     PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
-    script, target)
+    script, target_of)
 from unet_io import Config, Stream, flags_of
 
 
@@ -69,7 +69,7 @@ class Network:
         t, x = int(t[0]), x.double()
         alpha, sigma = (float(level[t]) for level in self.levels)
         x0 = 1.6 * torch.tanh(x + t / self.config.diffusion_steps / 2)
-        return target(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma).float()
+        return target_of(self.config.predict, alpha, sigma, x0, (x - alpha * x0) / sigma).float()
 
 
 def chain_cases(add):
@@ -252,7 +252,7 @@ def test_order_of_samplers(schedule, zero):
         def __call__(self, x, t):
             a, s = (float(level[int(t[0])]) for level in self.levels)
             x0 = 0.3 + 0.25 * a / (0.25 * a**2 + s**2) * (x.double() - 0.3 * a)
-            return target("v", a, s, x0, (x - a * x0) / s)
+            return target_of("v", a, s, x0, (x - a * x0) / s)
 
     config = Config(**TOY | dict(diffusion_steps=4000, predict="v", noise_schedule=schedule,
                                  zero_terminal_snr=zero))
