@@ -690,10 +690,10 @@ class Config(Settings):
     flip: bool = _setting(False, "mirror half of the images left-right")
     offset_noise: float = _setting(0.0, "one more normal a channel in the training noise, times this",
                                    low=0, high=10)
-    timestep_sampling: str = _setting("uniform", "which timesteps are trained: all alike, or those whose"
+    timestep_sampling: str = _setting("uniform", "how timesteps are drawn: all alike, or so that"
                                                  " log(sigma / alpha) is normal", choices=("uniform", "lognormal"))
-    timestep_mean: float = _setting(0.0, "of that normal", low=-20, high=20)
-    timestep_std: float = _setting(1.0, "its standard deviation", low=0.01, high=20)
+    timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
+    timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))

@@ -751,7 +751,7 @@ def table_rows(text):
 
 def speed_table(pages):
     """README.md's table: the same figures as in the long tables in the texts of the devices' pages, a pair a line."""
-    text = ("| on | model, in | batch | ms a step | PyTorch's | times as fast | memory | PyTorch's |\n"
+    text = ("| on | model, in | batch | ms a step | PyTorch's, ms | times as fast | memory | PyTorch's memory |\n"
             "|---|---|---:|---:|---:|---:|---:|---:|\n")
     models = {"gpu": "unet64", "adm64": "adm64", "cpu": "unet64"}
     for name, page in itertools.product(models, pages):
