@@ -1057,6 +1057,7 @@ struct Model : OptimiserMemory {
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
+    uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SamplerStep* sampler;         // every step from noise to a sample, in order
     struct SamplerState* sampler_state;  // where the batch being sampled is among them
     struct SampleSpec* specs;            // (B): what its samples come from
@@ -1946,7 +1947,6 @@ struct Timestep {
     float alpha, sigma;                                                    // of the NoiseLevel
     float target_eps, target_x0;                                           // of the Target
     float weight;                                                          // of the squared error
-    uint32_t last_word;  // the largest random word that draws this timestep: see draw_timestep
     float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
 };
 
@@ -1963,12 +1963,23 @@ static double cumulative_probability(const Config& c, const std::vector<NoiseLev
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// The timestep that a random word draws: the first whose last_word is not smaller.
-HOST_DEVICE static inline int draw_timestep(const Timestep* schedule, int T, uint32_t word) {
+// The largest random word that draws each timestep, rising.
+static std::vector<uint32_t> make_last_words(const Config& c) {
+    std::vector<NoiseLevel> schedule = make_schedule(c);
+    std::vector<uint32_t> last_words;
+    for (int t = 0; t < c.diffusion_steps; t++) {
+        double words = ceil(0x1p32 * cumulative_probability(c, schedule, t));
+        last_words.push_back((uint32_t)(std::max(words, 1.0) - 1));
+    }
+    return last_words;
+}
+
+// The timestep, of T, that a random word draws: the first whose last word is not smaller.
+HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, uint32_t word) {
     int first = 0, last = T - 1;
     while (first < last) {
         int middle = (first + last) / 2;
-        if (word <= schedule[middle].last_word) {
+        if (word <= last_words[middle]) {
             last = middle;
         } else {
             first = middle + 1;
@@ -1995,7 +2006,6 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
         double weight =
             c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) * x0_error * x0_error : 1;
 
-        double words = ceil(0x1p32 * cumulative_probability(c, schedule, t));
         int clipped = std::max(t, 1);
         double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
         double posterior_variance = beta_at(clipped) * ratio * ratio;
@@ -2004,7 +2014,6 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
                              .target_eps = (float)target.eps,
                              .target_x0 = (float)target.x0,
                              .weight = (float)weight,
-                             .last_word = (uint32_t)(std::max(words, 1.0) - 1),
                              .posterior_log_variance_clipped = (float)log(posterior_variance),
                              .log_variance_range = (float)log(beta_at(t) / posterior_variance),
                              .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error)});
@@ -2658,6 +2667,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(1, m->state, m->sampler_state);
     place(world.size, m->stops);
     place(c.diffusion_steps, m->schedule);
+    place(c.diffusion_steps, m->last_words);
     place(batch * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
     place(make_sampler(c).size(), m->sampler);
@@ -2742,6 +2752,8 @@ static void allocate_model(Model* m) {
     lay_out_model(m, m->memory.get());
     std::vector<Timestep> schedule = make_timesteps(m->config);
     backend_upload(m->schedule, schedule.data(), schedule.size() * sizeof(Timestep));
+    std::vector<uint32_t> last_words = make_last_words(m->config);
+    backend_upload(m->last_words, last_words.data(), last_words.size() * sizeof(uint32_t));
 }
 
 // to = from, (n), rounded to the layers' precision.
@@ -2836,11 +2848,11 @@ struct BatchSource {
     const float* floats;
     const int* order;  // (slots, count)
     int count, slots, batch, size, channels, flip, diffusion_steps;
-    const Timestep* schedule;  // (diffusion_steps)
     uint32_t seed;
     const int* labels = nullptr;  // (count); null: not wanted
     int no_class = 0;             // what stands for a label that is dropped, with this probability
     float drop = 0;
+    const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
 };
 
 // A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, and
@@ -2861,7 +2873,7 @@ struct BeginStep {
         int image = s.order[n / s.count % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] = draw_timestep(s.schedule, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
+        timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
         if (!s.labels) return;
         uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
@@ -2993,10 +3005,10 @@ static void prepare_steps(Trainer* t) {
                  .channels = c.in_channels,
                  .flip = c.flip,
                  .diffusion_steps = c.diffusion_steps,
-                 .schedule = t->model.schedule,
                  .seed = c.seed,
                  .no_class = c.num_classes,
-                 .drop = c.cond_drop_prob};
+                 .drop = c.cond_drop_prob,
+                 .last_words = m->last_words};
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3195,7 +3207,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
 }
 
 // The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
-static double validation_batch_loss(Trainer* t, const std::vector<Timestep>& schedule, int first, int B) {
+static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
@@ -3203,7 +3215,7 @@ static double validation_batch_loss(Trainer* t, const std::vector<Timestep>& sch
     std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
     for (int b = 0; b < B; b++)
-        timesteps[b] = draw_timestep(schedule.data(), c.diffusion_steps,
+        timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps,
                                      random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0));
     backend_upload(m->images, images.data(), images.size() * sizeof(float));
     backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
@@ -3224,14 +3236,14 @@ static double validation_batch_loss(Trainer* t, const std::vector<Timestep>& sch
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
-    std::vector<Timestep> schedule = make_timesteps(m->config);
+    std::vector<uint32_t> last_words = make_last_words(m->config);
     std::vector<double> sums(ceil_div(count, batch));
     auto [begin, end] = share_of(sums.size(), world.rank);
 
     use_weights(m, chosen_weights(m));
     for (size_t i = begin; i < end && !stop_asked; i++) {
         int first = (int)i * batch;
-        sums[i] = validation_batch_loss(t, schedule, first, std::min(batch, count - first));
+        sums[i] = validation_batch_loss(t, last_words, first, std::min(batch, count - first));
     }
     if (!agree_to_stop(m)) collect(&sums, m);
     use_weights(m, m->master);

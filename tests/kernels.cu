@@ -993,6 +993,9 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     StepState before = StepState();
     before.step = step, before.history.skipped = 2;
     Pair<StepState> state(std::vector<StepState>(1, before));
+    Config config = default_config();
+    config.diffusion_steps = 1000, config.timestep_sampling = bytes ? TIMESTEPS_LOGNORMAL : TIMESTEPS_UNIFORM;
+    Pair<uint32_t> last_words(make_last_words(config));
     auto source = [&](auto on) {
         return BatchSource{on(byte_pixels, bytes),
                            on(pixels, !bytes),
@@ -1007,9 +1010,9 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                            99,
                            on(labels),
                            1000,
-                           0.3f};
+                           0.3f,
+                           on(last_words)};
     };
-    Config config = default_config();
     config.optimiser.lr_schedule = lr_schedule, config.optimiser.warmup_steps = 100,
     config.optimiser.lr_steps = 5000;
     config.optimiser.weight_decay = 0.01f, config.optimiser.final_lr_fraction = 0.1f,

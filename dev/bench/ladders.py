@@ -241,6 +241,8 @@ def main():
         write_between(results_page("CPU"), {"ladders:cpu": table})
         print(table)
         return
+    if sys.argv[1:]:
+        sys.exit(__doc__)
     outputs = outputs_in("build/dev")
     path = HERE / "results-H100.md"
     if outputs:

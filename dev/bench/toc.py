@@ -29,6 +29,8 @@ def contents(code):
 
 
 def main():
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
     code = PATH.read_text()
     new = LIST.sub(lambda _: contents(code), code, count=1)
     if "--check" not in sys.argv:
