@@ -6638,7 +6638,7 @@ static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Bac
     const Gemm g = backward_input_gemm(dx, dout, layer, options);
     launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
 }
-static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
+template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
@@ -6648,7 +6648,7 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
-    if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient(g);
+    if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
     using Tile = WeightTile<TAPS>;
     g.patch = make_patch(dout, TAPS, Tile::PIXELS);
@@ -7567,8 +7567,8 @@ static float hopper_weight_gradient_us(int O, int C, int pixel_tiles, int warpgr
 }
 
 // conv3x3_backward_weight, by the warpgroups and splits that should take the least time.
-static void launch_hopper_weight_gradient(WeightGradient g) {
-    g.patch = make_patch(g.dout, 9, 64);
+template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
+    g.patch = make_patch(g.dout, TAPS, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
     const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
     int best_warpgroups = 0;
