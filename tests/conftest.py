@@ -24,13 +24,14 @@ ON_A_GPU = ["test_gpu.py", "test_torch_ops.py", "test_dev.py", "test_gpu_"] if s
     "test_torch_ops.py"]
 
 
-# What only `make test ALL=1` runs, besides whole files: what takes long, and further cases of what others show. A name
-# means every case of a test, a name with brackets one.
+# What only `make test ALL=1` runs, besides whole files: what takes long, and further cases of what others show. A
+# name means every case of a test.
 ALL_ONLY_FILES = {"test_dev", "test_dit", "test_planted", "test_quality", "test_signals", "test_torch_ops"}
 ALL_ONLY = {
     "test_command_line": {"test_dry_run", "test_summary", "test_time_of_a_dry_run"},
     "test_files": {"test_damaged_files_in_python"},
     "test_flag_values": {"test_ends_of_flags", "test_little_memory", "test_sanitized"},
+    "test_ideal": {"test_no_explosion"},
     "test_imports": {"test_fractions_of_num_channels", "test_hostile_pt_files"},
     "test_layers": {"test_default_model", "test_layers_of_other_processors", "test_more_damaged_files", "test_sanitized"},
     "test_pictures": {"test_grids_that_fit", "test_png", "test_png_is_small"},
@@ -41,6 +42,7 @@ ALL_ONLY = {
 }
 # Of these, `make test` runs the cases that are named here.
 SOME_CASES = {
+    "test_errors": {"linear", "flow"},
     "test_model": {"toy", "scale and shift", "classes", "resampling blocks", "learned variance, eps", "everything"},
     "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything", "flow, lognormal", "edm"},
 }
@@ -52,7 +54,7 @@ def is_for_all_only(item):
     case = item.callspec.id if hasattr(item, "callspec") else ""
     if file in ALL_ONLY_FILES or name in ALL_ONLY.get(file, ()):
         return True
-    return file in ("test_layers", "test_training") and name in SOME_CASES and case not in SOME_CASES[name]
+    return file in ("test_ideal", "test_layers", "test_training") and name in SOME_CASES and case not in SOME_CASES[name]
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist's own comes later, and looks at the groups
