@@ -245,10 +245,11 @@ python:
 		echo "Python:       python3 with its venv module is needed (Debian: python3-venv)"; exit 1; \
 	elif $(SYSTEM_TORCH); then echo "Python:       the system's python3 has PyTorch; adding the small packages that it lacks in .venv"; \
 		python3 -m venv --system-site-packages .venv && \
-		grep -v '^torch' requirements.txt | .venv/bin/pip install -q -r /dev/stdin && touch .venv/ready; \
+		grep -v '^torch' requirements.txt | .venv/bin/pip install -r /dev/stdin && touch .venv/ready; \
 	else echo "Python:       no python3 with PyTorch 2.4 or later; installing requirements.txt into .venv"; \
-		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once)"; \
-		python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && touch .venv/ready; fi
+		echo "              (on Linux about 2.5 GB to download, 5.5 GB on the disk; once. A build of PyTorch for the CPU, some 200 MB,"; \
+		echo "              does as well: Ctrl-C, install that from PyTorch's own index, and call make again)"; \
+		python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && touch .venv/ready; fi
 
 RUN_PYTHON = $$(if $(SYSTEM_READY) || [ ! -e .venv/ready ]; then echo python3; else echo .venv/bin/python; fi)
 
