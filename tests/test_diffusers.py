@@ -22,7 +22,9 @@ from unet_io import Config, UserError
 
 FILES = ["model_index.json", "scheduler/scheduler_config.json", "unet/config.json",
          "unet/diffusion_pytorch_model.safetensors"]
-TINY = {name: value for name, value in unet_io.PRESETS["tiny"].items() if name in Config.__dataclass_fields__}
+# the network of the preset tiny, and an objective that diffusers' DDPMScheduler knows
+TINY = {name: value for name, value in unet_io.PRESETS["tiny"].items() if name in Config.__dataclass_fields__} | dict(
+    predict="v", noise_schedule="cosine", timestep_sampling="uniform")
 CONFIGS = {
     "toy": TOY,
     "the preset tiny": TINY,

@@ -68,6 +68,7 @@ microbatch = 3
 flip = 1
 predict = v
 noise_schedule = cosine
+timestep_sampling = uniform
 zero_terminal_snr = 1
 offset_noise = 0.1
 min_snr_gamma = 5
