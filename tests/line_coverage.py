@@ -4,7 +4,8 @@
 
 builds the program and its two test programs with counters, runs the tests on the CPU with them, and then calls this with the
 folder of the builds. A line counts as reached where any of the programs ran it. Code for the GPU is not compiled there, and
-so not counted. What a test ends by SIGKILL leaves no counts.
+so not counted. What a test ends by SIGKILL leaves no counts. test_config_that_can_not_be_written
+fails here, because the counters are larger than the files that it allows.
 """
 import collections
 import json
