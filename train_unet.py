@@ -551,7 +551,7 @@ def unet_without_memory(config, path):
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
-        levels = unet_io.noise_levels(config)
+        levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
         self.signal, self.noise, self.weights, self.least, self.span, self.factor = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -692,7 +692,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
         if isinstance(network, nn.Module):
             network.eval()
     T, strength = config.diffusion_steps, edit.strength if edit else 1
-    chain = unet_io.noise_levels(config)
+    chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     steps = sampler_steps(config, sampler, sample_steps)
     spacing = USUAL_SPACING[sampler] if spacing == "auto" else spacing
     times = unet_io.spaced_timesteps(spacing, chain, steps)[::-1]

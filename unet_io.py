@@ -328,7 +328,9 @@ def normals(seed, stream, count, sample=0, step=0):
 def timesteps(config, sample, step, stream=Stream.TIMESTEP):
     """One timestep in [0, diffusion_steps) a sample, drawn by --timestep_sampling: int64 of the shape of `sample`."""
     drawn = words(config.seed, stream, 1, sample, step)[..., 0]
-    return np.searchsorted(last_words(config), drawn).astype(np.int64)
+    bounds = last_words(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr,
+                        config.timestep_sampling, config.timestep_mean, config.timestep_std)
+    return np.searchsorted(bounds, drawn).astype(np.int64)
 
 
 def flips(seed, sample, step):
@@ -413,22 +415,22 @@ class NoiseLevels(typing.NamedTuple):
 SIGMA_DATA = 0.5  # the standard deviation of the images, as Karras et al. 2022 assume it
 
 
-def noise_levels(config):
-    """The NoiseLevels of a Config's chain. Raises UserError where it is too short: see alphas_bar.
+def noise_levels(diffusion_steps, noise_schedule, zero_terminal_snr=False):
+    """The NoiseLevels of a chain. Raises UserError where it is too short: see alphas_bar.
 
     flow: the straight line from image to noise, Liu et al. 2022, "Flow Straight and Fast"; edm: Karras et al. 2022,
     "Elucidating the Design Space of Diffusion-Based Generative Models", sigmas by equation 5, and their c_in, by which
     they scale what the network sees, in both alpha and sigma.
     """
-    T = config.diffusion_steps
-    if config.noise_schedule == "flow":
+    T = diffusion_steps
+    if noise_schedule == "flow":
         s = np.arange(1, T + 1) / T
         return NoiseLevels(1 - s, s)
-    if config.noise_schedule == "edm":
+    if noise_schedule == "edm":
         sigma = np.linspace(0.002 ** (1 / 7), 80 ** (1 / 7), T) ** 7
         c_in = 1 / np.sqrt(sigma**2 + SIGMA_DATA**2)
         return NoiseLevels(c_in, c_in * sigma)
-    abar = alphas_bar(T, config.noise_schedule, config.zero_terminal_snr)
+    abar = alphas_bar(T, noise_schedule, zero_terminal_snr)
     return NoiseLevels(np.sqrt(abar), np.sqrt(1 - abar))
 
 
@@ -475,16 +477,9 @@ def x0_factor(levels, predict):
         return -sigma / (alpha**2 + sigma**2)
     if predict == "flow":  # x0 = (x - sigma u) / (alpha + sigma)
         return -sigma / (alpha + sigma)
-    if predict == "edm":  # x0 = c_skip y + c_out F
-        return edm_factors(levels)[1]
+    if predict == "edm":  # x0 = c_skip y + c_out F, Karras et al. 2022, table 1
+        return SIGMA_DATA * sigma / np.sqrt(sigma**2 + (SIGMA_DATA * alpha) ** 2)
     return np.ones_like(alpha)
-
-
-def edm_factors(levels):
-    """c_skip and c_out of Karras et al. 2022, table 1, at noise ratios; for y = x / alpha. Where alpha is 0: 0, SIGMA_DATA."""
-    alpha, sigma = levels
-    scale = sigma**2 + (SIGMA_DATA * alpha) ** 2
-    return (SIGMA_DATA * alpha) ** 2 / scale, SIGMA_DATA * sigma / scale**0.5
 
 
 def loss_weights(levels, predict, min_snr_gamma):
@@ -502,21 +497,22 @@ def loss_weights(levels, predict, min_snr_gamma):
     return np.minimum(snr, min_snr_gamma) * x0_factor(levels, predict) ** 2
 
 
-def last_words(config):
+@functools.lru_cache(maxsize=4)
+def last_words(diffusion_steps, noise_schedule, zero_terminal_snr, timestep_sampling, timestep_mean, timestep_std):
     """The largest random word that draws each timestep: uint32 (T,), rising.
 
     uniform: all are equally likely; lognormal: log(sigma / alpha) is normal (Karras et al. 2022, table 1), which for the
     flow schedule is the logit-normal distribution of Esser et al. 2024, "Scaling Rectified Flow Transformers". A timestep
     stands for the levels nearer to it than to its neighbours, by sigma / (alpha + sigma).
     """
-    T = config.diffusion_steps
-    if config.timestep_sampling == "uniform":
+    T = diffusion_steps
+    if timestep_sampling == "uniform":
         probabilities = np.arange(1, T + 1) / T
     else:
-        alpha, sigma = noise_levels(config)
+        alpha, sigma = noise_levels(T, noise_schedule, zero_terminal_snr)
         part = sigma / (alpha + sigma)
         middle = (part[:-1] + part[1:]) / 2
-        deviations = (np.log(middle / (1 - middle)) - config.timestep_mean) / config.timestep_std
+        deviations = (np.log(middle / (1 - middle)) - timestep_mean) / timestep_std
         probabilities = np.array([math.erfc(-d / math.sqrt(2)) / 2 for d in deviations] + [1.0])
     return (np.maximum(np.ceil(2.0**32 * probabilities), 1) - 1).astype(np.uint32)
 

@@ -213,7 +213,7 @@ def bits(config, x0, t, noise, out, v):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_posterior(schedule):
     """The tables of the bound, from the joint distribution of a timestep and the one before: precisions add up."""
-    levels = unet_io.noise_levels(Config(noise_schedule=schedule, diffusion_steps=100))
+    levels = unet_io.noise_levels(100, schedule)
     (alpha, sigma), (after, more) = (level[:-1] for level in levels), (level[1:] for level in levels)
     kept, fresh = after / alpha, more**2 - (after / alpha * sigma) ** 2  # x' = kept x + a normal of the variance fresh
     variance = 1 / (1 / sigma**2 + kept**2 / fresh)

@@ -63,7 +63,7 @@ class Network:
     """A made-up network, the same in network.cu: it takes x for noise on a picture 1.6 tanh(x + t / 2T)."""
     def __init__(self, config):
         self.config = config
-        self.levels = unet_io.noise_levels(config)
+        self.levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
 
     def __call__(self, x, t):
         t, x = int(t[0]), x.double()
@@ -138,7 +138,7 @@ def twin_cases():
                                      ("cosine", "v", 0), ("cosine", "eps", 20), ("edm", "edm", 5)):
         # the published formula, w = min(SNR, gamma) / r with r = 1, SNR, SNR + 1 for x0, eps, v; r is the square of the
         # prediction's change where x stays and x0 changes by 1
-        levels = unet_io.noise_levels(Config(noise_schedule=schedule, diffusion_steps=200))
+        levels = unet_io.noise_levels(200, schedule)
         snr = (levels.alpha / levels.sigma) ** 2
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = {"x0": 1, "eps": snr, "v": snr + 1, "flow": (1 + levels.alpha / levels.sigma) ** 2,
@@ -157,7 +157,7 @@ def twin_cases():
             add(f"abar {schedule} {T} zero {zero}", [T, schedule == "cosine", zero],
                 unet_io.alphas_bar(T, schedule, zero))
     for T, schedule in ((1000, "linear"), (1000, "flow"), (2, "flow"), (1000, "edm"), (2, "edm"), (4000, "cosine")):
-        levels = unet_io.noise_levels(Config(diffusion_steps=T, noise_schedule=schedule))
+        levels = unet_io.noise_levels(T, schedule)
         add(f"levels {schedule} {T}", [T, SCHEDULES.index(schedule)], np.concatenate(levels))
     for T, schedule, predict, sampler, count in (
             (1000, "linear", "eps", "ddim", 50), (1000, "linear", "eps", "ddpm", 1000),
