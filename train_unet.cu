@@ -4068,10 +4068,9 @@ static void prepare_run(Trainer* t) {
     read_datasets(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
-    for (long step : gather_numbers(&t->model, (int)t->step))
-        if (step != t->step)
-            fail("the ranks see other checkpoints, of step %ld and of %ld: they must share %s", step, t->step,
-                 c.out_dir);
+    auto [lowest, highest] = std::ranges::minmax(gather_numbers(&t->model, (int)t->step));
+    if (lowest != highest)
+        fail("the ranks see other checkpoints, of step %d and of %d: they must share %s", lowest, highest, c.out_dir);
     load_start(t);
     prepare_steps(t);
     if (world.rank) return;

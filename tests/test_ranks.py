@@ -285,7 +285,7 @@ def test_other_checkpoints(tmp_path, images8, faults):
         else
             echo >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -le {listed} ] || touch {tmp_path}/seen
         fi"""
-    refused(TRAIN, "--resume", folder, "--processes", 2, "--steps", 6, says=["of step 4", "of 2"],
+    refused(TRAIN, "--resume", folder, "--processes", 2, "--steps", 6, says=["of step 2 and of 4"],
             env=faults(folder, at=1, until=10**6, kind=script))
     assert not checkpoint_in(folder, 6).exists() and nothing_is_left(tmp_path)
 
