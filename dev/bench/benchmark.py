@@ -721,11 +721,14 @@ def benchmark_ranks():
 
 
 def render_ranks(found):
-    """The table of several GPUs. sends: of the default model's gradients and bf16 weights; waits: more than without."""
+    """The table of several GPUs. What is sent are the default model's gradients and bf16 weights; waiting is how much
+    longer a step is than the same step that sends nothing."""
     rows, floats = found["rows"], 320 * 65536  # as 2, 4 and 8 ranks divide them
     how = " or ".join(sorted({row["theirs"]["how"] for row in rows if row["theirs"]}))
-    text = (f"| {found['gpu']}, bf16: GPUs | images each | images/s | of as many times one | DistributedDataParallel's,"
-            f" torch.compile, {how} | times as fast | sends a step | waits for it |\n"
+    text = (f"`unet64` in bf16 on {found['gpu']}. Efficiency is 100% where N GPUs do N times one GPU's images. PyTorch is"
+            f" DistributedDataParallel with torch.compile, {how}.\n\n"
+            "| GPUs | images a step on each | images/s | efficiency | PyTorch's images/s | times PyTorch"
+            " | sent by each GPU a step | of a step, waiting for it |\n"
             "|---:|---:|---:|---:|---:|---:|---:|---:|\n")
     for row in rows:
         gpus, batch, ours = row["gpus"], row["batch"], row["ours"]
