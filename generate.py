@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, seed_noise)
+                        refuse_contradictions, sample, sampler_steps, seed_noise, usual_sampler)
 from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -597,11 +597,11 @@ def main():
         help="how often: more makes what is drawn fit better to what is kept (default: 10)")
     add("--interpolate", type=int, metavar="N",
         help="N pictures on the way from the first of two --seeds to the second")
-    add("--sampler", choices=list(SAMPLERS), default="ddim", help="default: ddim")
+    add("--sampler", choices=list(SAMPLERS), help="default: ddim; of a model of --consistency: consistency")
     add("--sample_steps", type=int, metavar="N",
-        help="steps (default: ddim 50, ddpm all timesteps, dpmpp and heun 25)")
+        help="steps (default: ddim 50, ddpm all timesteps, dpmpp and heun 25, consistency 2)")
     add("--spacing", choices=unet_io.SPACINGS, default="auto",
-        help="which timesteps; auto: dpmpp and heun trailing, the others uniform; karras: as EDM (default: auto)")
+        help="which timesteps; auto: uniform for ddim and ddpm, else trailing; karras: as EDM (default: auto)")
     add("--eta", type=float, default=0.0, metavar="X",
         help="how much of ddpm's noise ddim adds at every step (default: 0)")
     add("--threshold", choices=THRESHOLDS,
@@ -628,7 +628,8 @@ def main():
                         help="short for --model_weights FILE --export STEM.bin, for ./train_unet; of a .bin of an"
                              " earlier format everything is kept, so that a run can be resumed")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
-    model_flags.add_argument("--preset", choices=list(unet_io.PRESETS), help="a known model's")
+    models = [name for name in unet_io.PRESETS if name != "consistency"]  # which is a way to train
+    model_flags.add_argument("--preset", choices=models, help="a known model's")
     kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
     for field in dataclasses.fields(Config):
         if field.name in ARCHITECTURE + DIFFUSION and field.metadata["help"]:
@@ -654,15 +655,10 @@ def main():
     if not 0 <= args.seed <= 2**32 - count:
         raise UserError(f"--seed {args.seed} must be from 0 to 4294967295, less the number of images")
     unet_io.check_range("eta", args.eta)
-    if args.eta > 0 and args.sampler != "ddim":
-        raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     if args.interpolate:
         if args.interpolate < 2 or len(set(args.seeds or ())) != 2 or len(args.seeds) != 2:
             raise UserError("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9"
                             " --interpolate 8")
-        if args.sampler == "ddpm" or args.eta > 0:
-            raise UserError("--interpolate needs a sampler that adds no noise: another than ddpm, and no"
-                            " --eta")
         if args.mask:
             raise UserError("--interpolate and --mask, which adds noise, don't go together")
 
@@ -707,6 +703,13 @@ def main():
         return
     model.to(device).eval()
     config = model.config
+    args.sampler = args.sampler or usual_sampler(config)
+    if args.eta > 0 and args.sampler != "ddim":
+        raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
+    adds_noise = args.sampler == "ddpm" or args.eta > 0 or args.sampler == "consistency" and args.sample_steps != 1
+    if args.interpolate and adds_noise:
+        raise UserError("--interpolate needs a sampler that adds no noise: no ddpm, no --eta, and no more than"
+                        " --sample_steps 1 of consistency")
     images = unet_io.read_images(args.nearest) if args.nearest else None
     held_out = unet_io.read_images(args.quality) if args.quality else None
     for given in filter(None, (images, held_out)):

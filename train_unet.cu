@@ -129,7 +129,7 @@ enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_E
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0, PREDICT_FLOW, PREDICT_EDM };
 enum TimestepSampling { TIMESTEPS_UNIFORM, TIMESTEPS_LOGNORMAL };
 enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
-enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN };
+enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN, SAMPLER_CONSISTENCY };
 enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
@@ -158,7 +158,7 @@ struct Config {
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, microbatch, steps, flip;
+    int batch_size, microbatch, steps, flip, consistency;
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
@@ -192,6 +192,7 @@ static int sampler_steps(const Config& c) {
     switch (c.sampler) {
         case SAMPLER_DDPM: return c.diffusion_steps;
         case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
+        case SAMPLER_CONSISTENCY: return 2;
         default: return std::min(25, c.diffusion_steps);
     }
 }
@@ -1029,6 +1030,14 @@ struct OptimiserMemory {
     float* gradients;
 };
 
+// The earlier noised images of consistency tuning: see section 6.
+struct ConsistencyPairs {
+    int* timesteps;  // (batch_size): the earlier one of each sample
+    float* gaps;     // (batch_size): how much larger the noise_fraction of its own is
+    float* weights;  // (batch_size): what its squared error counts for
+    float* errors;   // (B, H, W, PIXEL): in x0, of the answers at the earlier timesteps
+};
+
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
@@ -1057,6 +1066,7 @@ struct Model : OptimiserMemory {
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
+    ConsistencyPairs pairs = {};         // with --consistency
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SamplerStep* sampler;         // every step from noise to a sample, in order
     struct SamplerState* sampler_state;  // where the batch being sampled is among them
@@ -1948,17 +1958,20 @@ struct Timestep {
     float target_eps, target_x0;                                           // of the Target
     float weight;                                                          // of the squared error
     float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
+    float noise_fraction, x0_error;  // with --consistency; the error in x0 where that of the prediction is 1
 };
+
+// The noise's part of the sum of alpha and sigma: it rises from 0 to 1, in equal steps with the flow schedule.
+static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); }
 
 // The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
 // noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is the logit-normal distribution of
 // Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024). A timestep stands for the
-// levels that are nearer to it than to its neighbours, by the noise's part of the sum of alpha and sigma.
+// levels that are nearer to it than to its neighbours, by their noise_fraction.
 static double cumulative_probability(const Config& c, const std::vector<NoiseLevel>& schedule, int t) {
     if (c.timestep_sampling == TIMESTEPS_UNIFORM) return (t + 1.0) / c.diffusion_steps;
     if (t == c.diffusion_steps - 1) return 1;
-    auto part = [](NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); };
-    double middle = (part(schedule[t]) + part(schedule[t + 1])) / 2;
+    double middle = (noise_fraction(schedule[t]) + noise_fraction(schedule[t + 1])) / 2;
     double deviations = (log(middle / (1 - middle)) - c.timestep_mean) / c.timestep_std;
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
@@ -2016,7 +2029,9 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
                              .weight = (float)weight,
                              .posterior_log_variance_clipped = (float)log(posterior_variance),
                              .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                             .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error)});
+                             .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error),
+                             .noise_fraction = (float)noise_fraction(level),
+                             .x0_error = (float)x0_error});
     }
     return timesteps;
 }
@@ -2092,10 +2107,12 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 struct BatchLoss {
     float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
     const int* timesteps = nullptr;  // (B)
-    const Timestep* schedule = nullptr;  // (diffusion_steps): w_b = schedule[t_b].weight
+    const Timestep* schedule = nullptr;  // (diffusion_steps)
     int B, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
+    const float* weights = nullptr;   // (B): w_b; null: the schedule's
     HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
+    HOST_DEVICE float weight_of(int b) const { return weights ? weights[b] : schedule[timesteps[b]].weight; }
 };
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
@@ -2154,7 +2171,7 @@ template <typename T> struct PredictionLoss {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
         int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.schedule[t].weight;
+        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(first + b);
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2189,6 +2206,97 @@ template <typename T> struct PredictionLoss {
     }
 };
 
+// ---- consistency tuning -----------------------------------------------------------------------------------
+// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to see the same image in all noised forms of
+// it, so that one call draws a picture from noise alone. Each sample is noised twice with the same noise: to its timestep,
+// and to an earlier one. The image that the network sees in the second, held constant, is what it is to see in the first.
+// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2, in the last of STAGES 255/256.
+HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
+    enum { STAGES = 8 };
+    int64_t stage = steps > 0 ? step * STAGES / steps : 0;
+    return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
+}
+
+// The earlier timestep of every sample of the batch. Before the first timestep comes the image itself: what the network
+// would answer there does not count, and the gap is the whole noise_fraction. An item is a sample.
+struct DrawPairs {
+    ConsistencyPairs pairs;
+    const int* timesteps;      // (batch)
+    const Timestep* schedule;  // (diffusion_steps)
+    const int64_t* step;
+    int steps, batch;
+
+    size_t items() const { return batch; }
+    HOST_DEVICE void operator()(size_t b) const {
+        float own = schedule[timesteps[b]].noise_fraction;
+        float most = own * pair_ratio(*step, steps);
+        int count = 0, last = timesteps[b];  // of the timesteps with at most that noise
+        while (count < last) {
+            int middle = (count + last) / 2;
+            if (schedule[middle].noise_fraction <= most) {
+                count = middle + 1;
+            } else {
+                last = middle;
+            }
+        }
+        pairs.timesteps[b] = count ? count - 1 : 0;
+        pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
+    }
+};
+
+// By how much the image that the network sees in the earlier noised images, B samples of the batch from `first` on, differs
+// from the image itself. An item is an element.
+template <typename T> struct EarlierErrors {
+    ConsistencyPairs pairs;
+    const T* out;              // (B, H, W, PIXEL): the network's answer
+    const float* target;       // (B, H, W, PIXEL): the right one
+    const int* timesteps;      // (batch): the samples' own
+    const Timestep* schedule;  // (diffusion_steps)
+    int first, B, pixels;
+
+    size_t items() const { return (size_t)B * pixels * PIXEL; }
+    HOST_DEVICE void operator()(size_t i) const {
+        int b = first + (int)(i / ((size_t)pixels * PIXEL));
+        bool is_image = pairs.gaps[b] == schedule[timesteps[b]].noise_fraction;
+        float x0_error = is_image ? 0 : schedule[pairs.timesteps[b]].x0_error;
+        pairs.errors[i] = x0_error * ((float)out[i] - target[i]);
+    }
+};
+
+// target (B, H, W, PIXEL) becomes the prediction in which the network would see the same image as in the earlier one.
+struct ConsistentTarget {
+    float* target;
+    ConsistencyPairs pairs;
+    const int* timesteps;      // (batch)
+    const Timestep* schedule;  // (diffusion_steps)
+    int first, B, pixels;
+
+    size_t items() const { return (size_t)B * pixels * PIXEL; }
+    HOST_DEVICE void operator()(size_t i) const {
+        int b = first + (int)(i / ((size_t)pixels * PIXEL));
+        target[i] += pairs.errors[i] / schedule[timesteps[b]].x0_error;
+    }
+};
+
+// What the squared errors of B samples from `first` on count for: that of x0 is divided by its own root, which is held
+// constant, so that no sample outweighs the others (the paper's adaptive weight, with c = 0), and by the gap. An item is a
+// sample, whose squared errors have been added up.
+struct ConsistencyWeights {
+    ConsistencyPairs pairs;
+    BatchLoss loss;
+    int first, B;
+
+    size_t items() const { return B; }
+    HOST_DEVICE void operator()(size_t item) const {
+        int b = first + (int)item, parts = loss_parts(loss.pixels);
+        float squares = 0;
+        for (int i = 0; i < parts; i++) squares += loss.parts[b * parts + i];
+        float root = sqrtf(squares / (float)(loss.pixels * loss.channels));
+        float x0_error = fabsf(loss.schedule[loss.timesteps[b]].x0_error);
+        pairs.weights[b] = x0_error / (pairs.gaps[b] * fmaxf(root, 1e-6f));
+    }
+};
+
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
 // function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
@@ -2213,9 +2321,9 @@ struct SamplerStep {
 
 // --spacing auto: what has the smallest error with an ideal denoiser (test_ideal.py); for DDIM and DDPM guided-diffusion's.
 static int spacing_of(const Config& c) {
-    bool second_order = c.sampler == SAMPLER_DPMPP || c.sampler == SAMPLER_HEUN;
+    bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     if (c.spacing != SPACING_AUTO) return c.spacing;
-    return second_order ? SPACING_TRAILING : SPACING_UNIFORM;
+    return is_uniform ? SPACING_UNIFORM : SPACING_TRAILING;
 }
 
 // guided-diffusion's space_timesteps(T, [count]): the first and the last among them. One alone is the last,
@@ -2275,6 +2383,11 @@ static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
 
 // DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7, which is DDIM with eta = 1.
 static SampleUpdate ddpm_step(NoiseLevel from, NoiseLevel to) { return ddim_step(from, to, 1); }
+
+// Song et al., "Consistency Models" (2023), algorithm 1: what is seen becomes the picture, and is noised again.
+static SampleUpdate consistency_step(NoiseLevel to) {
+    return {.x0 = (float)to.alpha, .noise = (float)to.sigma};
+}
 
 // DPM-Solver++(2M), Lu et al. (2022), algorithm 2: DDIM, with x0 extrapolated by means of the step before,
 // which came from `before`; its time is -log(noise_ratio). Over a step more than twice as long as that one
@@ -2336,6 +2449,8 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
             call(i - 1, second);
         } else if (c.sampler == SAMPLER_DPMPP && i < last) {
             call(i, dpmpp_step(level_of(i + 1), from, to));
+        } else if (c.sampler == SAMPLER_CONSISTENCY) {
+            call(i, consistency_step(to));
         } else if (c.sampler == SAMPLER_DDPM) {
             call(i, ddpm_step(from, to));
             if (c.learn_sigma && i) steps.back().max_log_sigma_ratio = (float)log(from.sigma / to.sigma);
@@ -2670,6 +2785,11 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(c.diffusion_steps, m->last_words);
     place(batch * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
+    if (c.consistency && plan.training) {
+        place(batch, m->pairs.timesteps);
+        place(batch, m->pairs.gaps, m->pairs.weights);
+        place(B * pixels * PIXEL, m->pairs.errors);
+    }
     place(make_sampler(c).size(), m->sampler);
     place(B, m->specs);
     return arena.used;
@@ -2837,7 +2957,8 @@ static BatchLoss batch_loss(const Model* m, int B) {
             .pixels = c.image_size * c.image_size,
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
-            .variance_parts = m->variance_losses};
+            .variance_parts = m->variance_losses,
+            .weights = m->pairs.weights};
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -2920,7 +3041,7 @@ struct FinishStep {
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
             int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.schedule[t].weight * loss.parts[i];
+            sums[WEIGHTED] += loss.weight_of(i / parts) * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
                 if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
@@ -3026,6 +3147,16 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
                          c.in_channels, c.offset_noise, c.seed});
 }
 
+// pairs.errors of B images, samples of the batch from `first` on: the network is called at the earlier timesteps.
+static void see_earlier(Model* m, int B, int first) {
+    std::swap(m->timesteps, m->pairs.timesteps);
+    add_noise(m, B, first, m->timesteps + first, &m->state->step);
+    unet_forward(m, B, first);
+    std::swap(m->timesteps, m->pairs.timesteps);
+    int pixels = m->config.image_size * m->config.image_size;
+    run(EarlierErrors<floatX>{m->pairs, unet_output(m), m->target, m->timesteps, m->schedule, first, B, pixels});
+}
+
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
 static void microbatch_gradient(Trainer* t, int i, float* dw) {
     Model* m = &t->model;
@@ -3034,13 +3165,19 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
     int B = std::min(m->plan.batch, c.batch_size - first);
 
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-    add_noise(m, B, first, m->timesteps + first, &m->state->step);
-
     m->dropout_step = &m->state->step;
+    if (c.consistency) see_earlier(m, B, first);
+    add_noise(m, B, first, m->timesteps + first, &m->state->step);
     unet_forward(m, B, first);
+
+    BatchLoss loss = batch_loss(m, c.batch_size);
+    if (c.consistency) {
+        run(ConsistentTarget{m->target, m->pairs, m->timesteps, m->schedule, first, B, loss.pixels});
+        run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
+        run(ConsistencyWeights{m->pairs, loss, first, B});
+    }
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
-    BatchLoss loss = batch_loss(m, c.batch_size);
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
     unet_backward(m, B, dw);
     m->dropout_step = nullptr;
@@ -3085,6 +3222,7 @@ static void gather_results(Model* m, const int* stop) {
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
             if (losses) gather(losses, images * loss_parts(pixels));
+        if (m->pairs.weights) gather(m->pairs.weights, images);
         gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
@@ -3111,6 +3249,8 @@ static void enqueue_step(Trainer* t) {
     size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
 
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
+    if (m->config.consistency)
+        run(DrawPairs{m->pairs, m->timesteps, m->schedule, &m->state->step, hyper.lr_steps, m->config.batch_size});
     tree_gradient(t, m->rank * count, count, m->gradients);
 
     if (is_sharded(m)) reduce_gradient(m);
@@ -3745,6 +3885,7 @@ static const char* sampler_name(int sampler) {
         case SAMPLER_DDPM: return "DDPM";
         case SAMPLER_DPMPP: return "DPM-Solver++(2M)";
         case SAMPLER_HEUN: return "Heun";
+        case SAMPLER_CONSISTENCY: return "consistency";
     }
     return "";
 }
@@ -3769,6 +3910,7 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
+    choose_sampler(&config, given, file.config);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
@@ -3963,6 +4105,8 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     } else if (*config.model_weights) {
         t->start = open_weights(config.model_weights);
         take_from_file(&config, given, t->start, TO_START);
+    } else if (config.consistency) {
+        fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }
     std::vector<std::string> class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);

@@ -553,10 +553,11 @@ class Diffusion:
     def __init__(self, config, device="cpu"):
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
-        self.signal, self.noise, self.weights, self.least, self.span, self.factor = (  # (T,) each
+        self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
                 *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
-                *unet_io.variance_range(levels), unet_io.mean_factors(levels, config.predict)))
+                *unet_io.variance_range(levels), unet_io.mean_factors(levels, config.predict),
+                unet_io.x0_factor(levels, config.predict)))
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
@@ -607,8 +608,13 @@ class Diffusion:
         return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
 
 
-SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25}  # steps unless told; None: all timesteps
-USUAL_SPACING = {"ddim": "uniform", "ddpm": "uniform", "dpmpp": "trailing", "heun": "trailing"}
+SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
+USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
+
+
+def usual_sampler(config):
+    """The sampler of a model that was not told one."""
+    return "consistency" if config.consistency else "ddim"
 
 
 def sampler_steps(config, sampler, sample_steps=None):
@@ -777,6 +783,10 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
             x = a_next * x0 + math.sqrt(max(s_next**2 - fresh**2, 0)) * eps
             if fresh > 0:
                 x = x + fresh * noise(k)
+        elif sampler == "consistency":  # Song et al. 2023, "Consistency Models", algorithm 1
+            x = a_next * x0
+            if s_next > 0:
+                x = x + s_next * noise(k)
         elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2
             h, D = lambdas[i + 1] - lambdas[i], x0
             if i and s_next > 0 and h <= 2 * (lambdas[i] - lambdas[i - 1]):  # over a longer step it would overshoot
@@ -856,14 +866,35 @@ class Trainer:
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
-        x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
+        pairs = self.config.consistency and weighted
+        earlier, gaps = unet_io.earlier_timesteps(self.config, t, self.steps_done) if pairs else (t, t)
+        x0, t, noise, earlier, gaps = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise, earlier, gaps))
         classes = () if y is None else (torch.from_numpy(y).to(self.device),)
+        out, target = self.answer(x0, t, noise, classes)
+        if pairs:
+            return self.consistency_loss(out, target + self.seen_earlier(x0, t, earlier, noise, classes), t, gaps)
+        return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
+            out[:, :target.shape[1]], target)
+
+    def answer(self, x0, t, noise, classes):
+        """(what the network answers to the noised images, what it should): both (B, C, H, W)."""
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
             out = self.forward(x.to(self.dtype), t, *classes)
-        out, target = out.to(self.dtype), target.to(self.dtype)
-        return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
-            out[:, :target.shape[1]], target)
+        return out.to(self.dtype), target.to(self.dtype)
+
+    @torch.no_grad()
+    def seen_earlier(self, x0, t, earlier, noise, classes):
+        """By how much the answers at t would have to differ for the image that the network sees at the earlier timesteps."""
+        out, target = self.answer(x0, earlier.clamp(min=0), noise, classes)
+        x0_errors = torch.where(earlier < 0, 0, self.diffusion.x0_errors[earlier]) / self.diffusion.x0_errors[t]
+        return x0_errors[:, None, None, None].to(self.dtype) * (out - target)
+
+    def consistency_loss(self, out, target, t, gaps):
+        """The squared error in x0, divided by its own root, which is held constant, and by the gap: a scalar tensor."""
+        losses = (out - target).square().mean((1, 2, 3))
+        roots = losses.detach().sqrt().clamp(min=1e-6)
+        return (self.diffusion.x0_errors[t].abs() / gaps * losses / roots).mean()
 
     def step(self):
         """One AdamW step and the update of the averages; returns the loss, a float.
@@ -1406,12 +1437,12 @@ def train(config, run, given):
 
 
 def sample_average(trainer, seeds, classes=None):
-    """Pictures from the first averaged weights, where there are any, by DDIM."""
+    """Pictures from the first averaged weights, where there are any, by the model's usual sampler."""
     kept = [p.detach().clone() for p in trainer.parameters]
     try:
         if trainer.emas:
             torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
-        return sample(trainer.model, seeds, device=trainer.device, classes=classes)
+        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device, classes=classes)
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)
 

@@ -438,6 +438,8 @@ static std::vector<Flag> FLAGS = {
      "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", Bounds(0.01, 20)},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
      "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", Bounds(0, 0.9999999)},
+    {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
+     "tune --model_weights to draw in one or two steps; --preset consistency says how"},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
      Bounds(0, 1e6)},
@@ -469,12 +471,13 @@ static std::vector<Flag> FLAGS = {
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
      Bounds(0, 1000)},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
-     "DDIM, DDPM (adds noise), DPM-Solver++(2M) or Heun's (both second order)", "ddim|ddpm|dpmpp|heun"},
+     "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: usual after --consistency",
+     "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25. A step calls the network once, heun's twice",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency 2. A step calls the network once, heun's twice",
      Bounds(0, 100000)},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
-     "which timesteps: auto: dpmpp and heun trailing, the others uniform; karras: as EDM",
+     "which timesteps: auto: uniform for ddim and ddpm, else trailing; karras: as EDM",
      "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
      Bounds(0, 1)},
@@ -520,6 +523,8 @@ static std::vector<Preset> PRESETS = {
      "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
      "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "
      "--save_every 5000 --sample_every 5000 --val_every 5000"},
+    {"consistency", "--consistency 1 --timestep_sampling lognormal --timestep_mean -0.8 --timestep_std 1.6 --lr 1e-4 "
+                    "--warmup_steps 100 --batch_size 128 --steps 2000"},
     {"adm64", OF_IMAGENET
      "--num_channels 192 --num_res_blocks 3 --num_head_channels 64 --noise_schedule cosine --dropout 0.1"},
     {"adm128", OF_IMAGENET "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_heads 4 "
@@ -913,6 +918,10 @@ static void check_config(const Config& c) {
     if ((c.zero_terminal_snr || is_flow) && c.predict == PREDICT_EPS)
         fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s",
              is_flow ? "--noise_schedule flow" : "--zero_terminal_snr", is_flow ? "flow" : "x0");
+    if (c.consistency && c.predict == PREDICT_EPS)
+        fail("--consistency needs a network that sees an image in noise alone: not one of --predict eps");
+    if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
+        fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
     if (c.sample_steps > c.diffusion_steps)
@@ -1615,9 +1624,15 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
     }
 }
 
+// A model of --consistency draws by the sampler of this name, unless another is given.
+static void choose_sampler(Config* config, const std::vector<GivenFlag>& given, const Config& model) {
+    if (model.consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
+}
+
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
+    choose_sampler(&config, given, config);
     config.optimiser.lr_steps = config.steps;
     return config;
 }

@@ -439,6 +439,26 @@ def _before(levels):
     return NoiseLevels(np.append(1.0, levels.alpha[:-1]), np.append(0.0, levels.sigma[:-1]))
 
 
+def noise_fractions(levels):
+    """The noise's part of the sum of alpha and sigma: float64 (T,), rising from 0 to 1."""
+    return levels.sigma / (levels.alpha + levels.sigma)
+
+
+def earlier_timesteps(config, t, step):
+    """The pairs of consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"), of timesteps t (B,).
+
+    The noise_fraction of the earlier timestep is at most 1/2 of the other's, in the last of eight stages of the run 255/256.
+    Before the first timestep comes the image itself, -1. Returns (int64 (B,), float32 (B,)): the earlier timesteps, and how
+    much larger t's noise_fraction is.
+    """
+    levels = noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    fractions = noise_fractions(levels).astype(np.float32)
+    stage = min(step * 8 // config.lr_steps, 7) if config.lr_steps else 0
+    most = fractions[t] * np.float32(1 - 0.5 ** (stage + 1))
+    earlier = np.searchsorted(fractions, most, side="right") - 1
+    return earlier, fractions[t] - np.where(earlier < 0, np.float32(0), fractions[earlier])
+
+
 def transition_variance(less, more):
     """The variance of the noise that leads from one level to a noisier one: beta where alpha^2 + sigma^2 = 1."""
     return more.sigma**2 - (more.alpha / less.alpha) ** 2 * less.sigma**2
@@ -503,15 +523,14 @@ def last_words(diffusion_steps, noise_schedule, zero_terminal_snr, timestep_samp
 
     uniform: all are equally likely; lognormal: log(sigma / alpha) is normal (Karras et al. 2022, table 1), which for the
     flow schedule is the logit-normal distribution of Esser et al. 2024, "Scaling Rectified Flow Transformers". A timestep
-    stands for the levels nearer to it than to its neighbours, by sigma / (alpha + sigma).
+    stands for the levels nearer to it than to its neighbours, by their noise_fractions.
     """
     T = diffusion_steps
     if timestep_sampling == "uniform":
         probabilities = np.arange(1, T + 1) / T
     else:
-        alpha, sigma = noise_levels(T, noise_schedule, zero_terminal_snr)
-        part = sigma / (alpha + sigma)
-        middle = (part[:-1] + part[1:]) / 2
+        fractions = noise_fractions(noise_levels(T, noise_schedule, zero_terminal_snr))
+        middle = (fractions[:-1] + fractions[1:]) / 2
         deviations = (np.log(middle / (1 - middle)) - timestep_mean) / timestep_std
         probabilities = np.array([math.erfc(-d / math.sqrt(2)) / 2 for d in deviations] + [1.0])
     return (np.maximum(np.ceil(2.0**32 * probabilities), 1) - 1).astype(np.uint32)
@@ -642,6 +661,11 @@ class Settings:
             name = "zero_terminal_snr" if self.zero_terminal_snr else "noise_schedule flow"
             raise UserError(f"{prefix}{name} leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
+        if self.consistency and self.predict == "eps":
+            raise UserError(f"{prefix}consistency needs a network that sees an image in noise alone: not one of predict eps")
+        if self.consistency and (self.learn_sigma or self.min_snr_gamma):
+            other = "learn_sigma" if self.learn_sigma else "min_snr_gamma"
+            raise UserError(f"{prefix}consistency has a loss of its own, without {other}")
         return self
 
 
@@ -690,6 +714,7 @@ class Config(Settings):
                                                  " log(sigma / alpha) is normal", choices=("uniform", "lognormal"))
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
+    consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
@@ -797,6 +822,8 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
+    "consistency": dict(consistency=True, timestep_sampling="lognormal", timestep_mean=-0.8, timestep_std=1.6, lr=1e-4,
+                        warmup_steps=100, batch_size=128, steps=2000),
 }
 
 
@@ -1319,7 +1346,7 @@ def class_section(names):
 RUN_SETTINGS = dict.fromkeys(("steps", "log_every", "save_every", "sample_every", "val_every", "keep", "keep_every",
                               "microbatch", "num_samples", "sample_steps", "use_ema"), (int, None))
 RUN_SETTINGS |= dict.fromkeys(("eta", "guidance_scale"), (float, None))
-RUN_SETTINGS |= {"sampler": (str, ("ddim", "ddpm", "dpmpp", "heun")), "threshold": (str, THRESHOLDS),
+RUN_SETTINGS |= {"sampler": (str, ("ddim", "ddpm", "dpmpp", "heun", "consistency")), "threshold": (str, THRESHOLDS),
                  "spacing": (str, SPACINGS)}
 RUN_SETTINGS |= dict.fromkeys(("data_file", "val_file", "model_weights"), (str, None))
 RUN_SETTINGS |= {"guidance_interval": (str, None)}  # only of files of version 2

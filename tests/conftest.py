@@ -44,7 +44,8 @@ ALL_ONLY = {
 SOME_CASES = {
     "test_errors": {"linear", "flow"},
     "test_model": {"toy", "scale and shift", "classes", "resampling blocks", "learned variance, eps", "everything"},
-    "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything", "flow, lognormal", "edm"},
+    "test_training": {"eps", "clipping, linear, averages", "classes, some hidden", "everything", "flow, lognormal", "edm",
+                      "consistency, flow"},
 }
 
 

@@ -113,6 +113,19 @@ TRAINING = {
     "edm": Config(**TOY | dict(
         image_size=16, batch_size=3, lr=1e-3, seed=28, noise_schedule="edm", predict="edm", dropout=0.1,
         timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2, diffusion_steps=300)),
+    # short chains, so that there are pairs with the image itself, and answers that differ by more than rounding
+    "consistency, flow": Config(**TOY | dict(
+        image_size=16, batch_size=5, lr=1e-3, lr_steps=20, seed=30, noise_schedule="flow", predict="flow", dropout=0.1,
+        class_cond=True, num_classes=3, cond_drop_prob=0.2, timestep_sampling="lognormal", consistency=True,
+        diffusion_steps=20)),
+    "consistency, v, zero terminal SNR": Config(**TOY | dict(
+        image_size=16, batch_size=3, lr=1e-3, lr_steps=20, seed=31, noise_schedule="cosine", predict="v",
+        zero_terminal_snr=True, offset_noise=0.1, consistency=True, diffusion_steps=10)),
+    "consistency, edm": Config(**TOY | dict(
+        batch_size=5, lr=1e-3, lr_steps=20, seed=32, noise_schedule="edm", predict="edm", consistency=True,
+        timestep_sampling="lognormal", timestep_mean=-0.8, timestep_std=1.6, diffusion_steps=40)),
+    "consistency, x0": Config(**TOY | dict(batch_size=3, lr=1e-4, lr_steps=20, seed=33, predict="x0", consistency=True,
+                                           noise_schedule="cosine", diffusion_steps=6)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }

@@ -45,6 +45,25 @@ def nothing_is_left(folder):
     return True
 
 
+def test_same_bits_of_consistency(tmp_path, images8):
+    """Tuning on 1, 2 and 4 ranks, and stopped half-way: the same checkpoint, bit for bit."""
+    config = dataclasses.replace(RESUMED, batch_size=8, consistency=True, predict="v", learn_sigma=False)
+    perturbed_file(tmp_path / "start.bin", config)
+    flags = start_flags(config, images8, "run", 16, microbatch=2, save_every=8, log_every=1, num_samples=7,
+                        model_weights=tmp_path / "start.bin")
+    found = {}
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run(TRAIN, *flags, "--processes", ranks, cwd=folder)
+        found[ranks] = files_of(folder / "run")
+    assert found[1] == found[2] == found[4]
+    (tmp_path / "parts").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "1/run", 8), tmp_path / "parts")
+    run(TRAIN, "--resume", tmp_path / "parts")
+    assert checkpoint_in(tmp_path / "parts", 16).read_bytes() == found[1][checkpoint_in(tmp_path / "1/run", 16).name]
+
+
 @pytest.mark.parametrize("batch, microbatch", SHAPES.values(), ids=SHAPES)
 def test_same_bits(tmp_path, images8, batch, microbatch):
     """20 steps with everything on 1, 2 and 4 ranks: checkpoints, grids, configuration; and the log's losses."""
