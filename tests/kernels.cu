@@ -854,7 +854,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     for (int i = 0; i < 1000; i++)
         timesteps.push_back(
             {0.3f + 0.001f * i, 0.9f - 0.0007f * i, eps_part(0.3f + 0.001f * i), x0_part(0.9f - 0.0007f * i),
-             0.5f + 0.001f * i, -3 - 0.005f * i, 0.3f, 0.1f});
+             0.5f + 0.001f * i, -3 - 0.005f * i, 0.3f, 0.1f, 0.001f * (i + 1), 0.2f + 0.001f * i});
     Pair<Timestep> chain(timesteps);
     Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
@@ -940,6 +940,22 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
               on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
                                                               on(images)});
           });
+    Floats gaps(B), weights(B), errors(n);
+    Pair<int> earlier(std::vector<int>(B, 0));
+    auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(weights), on(errors)}; };
+    check("draw pairs", shape, {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
+        on.run(DrawPairs{pairs(on), on(mixed), on(chain), &on(state)->step, 200000, B});
+    });
+    check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
+        on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), on(out), on(target), on(mixed), on(chain), 0, B, H * W});
+    });
+    check("consistent target", shape, {{&target, KEPT, "target", FLOAT_LIMIT}}, [&](auto on) {
+        on.run(ConsistentTarget{on(target), pairs(on), on(mixed), on(chain), 0, B, H * W});
+    });
+    check("consistency weights", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
+        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
+        on.run(ConsistencyWeights{pairs(on), batch, 0, B});
+    });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
             Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
