@@ -823,7 +823,7 @@ PRESETS = {
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
     "consistency": dict(consistency=True, timestep_sampling="lognormal", timestep_mean=-0.8, timestep_std=1.6, lr=1e-4,
-                        warmup_steps=100, batch_size=128, steps=2000),
+                        lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=128, steps=2000),
 }
 
 
