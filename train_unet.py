@@ -553,6 +553,11 @@ class Diffusion:
     def __init__(self, config, device="cpu"):
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
+        if config.consistency and config.predict == "eps":
+            raise UserError("--consistency needs a network that sees an image in noise alone: not one of --predict eps")
+        if config.consistency and (config.learn_sigma or config.min_snr_gamma):
+            other = "--learn_sigma" if config.learn_sigma else "--min_snr_gamma"
+            raise UserError(f"--consistency has a loss of its own, without {other}")
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
                 *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
@@ -1225,6 +1230,8 @@ def start_model(config, run, given):
             if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
+    if not run.model_weights and config.consistency:
+        raise UserError("--consistency tunes a trained model; name its checkpoint with --model_weights")
     if not run.model_weights:
         return None, None, ""
     import convert  # which imports this file

@@ -523,8 +523,6 @@ static std::vector<Preset> PRESETS = {
      "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
      "--noise_schedule cosine --batch_size 64 --warmup_steps 1000 --ema_rate 0.9999 --steps 200000 "
      "--save_every 5000 --sample_every 5000 --val_every 5000"},
-    {"consistency", "--consistency 1 --timestep_sampling lognormal --timestep_mean -0.8 --timestep_std 1.6 --lr 1e-4 "
-                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 2000"},
     {"adm64", OF_IMAGENET
      "--num_channels 192 --num_res_blocks 3 --num_head_channels 64 --noise_schedule cosine --dropout 0.1"},
     {"adm128", OF_IMAGENET "--image_size 128 --num_channels 256 --channel_mult 1,1,2,3,4 --num_heads 4 "
@@ -532,6 +530,8 @@ static std::vector<Preset> PRESETS = {
     {"adm256",
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
+    {"consistency", "--consistency 1 --timestep_sampling lognormal --timestep_mean -0.8 --timestep_std 1.6 --lr 1e-4 "
+                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 2000"},
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }

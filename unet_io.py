@@ -661,11 +661,6 @@ class Settings:
             name = "zero_terminal_snr" if self.zero_terminal_snr else "noise_schedule flow"
             raise UserError(f"{prefix}{name} leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
-        if self.consistency and self.predict == "eps":
-            raise UserError(f"{prefix}consistency needs a network that sees an image in noise alone: not one of predict eps")
-        if self.consistency and (self.learn_sigma or self.min_snr_gamma):
-            other = "learn_sigma" if self.learn_sigma else "min_snr_gamma"
-            raise UserError(f"{prefix}consistency has a loss of its own, without {other}")
         return self
 
 

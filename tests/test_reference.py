@@ -11,7 +11,7 @@ import torch
 import train_unet
 import unet_io
 from harness import (
-    PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective, run, same_bits,
+    PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective, perturbed_file, run, same_bits,
     script, target_of)
 from unet_io import Config, Stream, flags_of
 
@@ -313,9 +313,12 @@ def test_flags_of_both_programs(tmp_path):
         assert train_unet.parse_flags([*flags_of(config), "--steps", "20"])[1] == dataclasses.replace(
             config, lr_steps=20)
     shared = {field.name for field in dataclasses.fields(Config)} | train_unet.RUN_FLAGS.keys()
-    standard = effective()
+    perturbed_file(tmp_path / "start.bin", Config(**TOY | dict(predict="v")))
     for preset, values in unet_io.PRESETS.items():
-        theirs = effective("--preset", preset)
+        start = ["--model_weights", tmp_path / "start.bin"] if preset == "consistency" else []  # it tunes a model
+        standard, theirs = effective(*start), effective("--preset", preset, *start)
+        if start:
+            assert theirs.pop("sampler") == "consistency"
         assert {name for name in shared & theirs.keys() if theirs[name] != standard[name]} <= values.keys()
         for name, value in values.items():
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
