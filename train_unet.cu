@@ -53,7 +53,7 @@
 //   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
 //        block; attention block; up- and down-sampling; last block
 //   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
-//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; samplers
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; samplers
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
