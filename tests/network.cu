@@ -746,6 +746,9 @@ static void test_refusals() {
         {{{"data_file", " a.bin"}}, "blank"},
         {{{"data_file", "a.bin\t"}}, "blank"},
         {{{"data_file", "\"a.bin\""}}, "quote"},
+        {{{"consistency", "1"}}, "--predict eps"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"learn_sigma", "1"}}, "--learn_sigma"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"min_snr_gamma", "5"}}, "--min_snr_gamma"},
     };
     int refused = 0;
     std::string bad;
@@ -770,6 +773,7 @@ static void test_refusals() {
         good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
         Config config = given_config(parse_flags({"--preset", preset.name}));
+        if (config.consistency) config.predict = PREDICT_V;  // of the model that it tunes
         good &= refusal([&] { check_config(config); }).empty();
     }
     report(good, "presets", "and other sound configurations are let through");
