@@ -318,8 +318,8 @@ static Work timestep_work(const Problem& p) {
 // ==== mse ==================================================================================================
 
 enum { PART = 4096 };
-// What the loss needs of the schedule (1000, 8): the weight of a timestep's error is column 4.
-HOST_DEVICE static inline float weight_of(const float* schedule, int t) { return schedule[8 * t + 4]; }
+// What the loss needs of the schedule (1000, 10): the weight of a timestep's error is column 4.
+HOST_DEVICE static inline float weight_of(const float* schedule, int t) { return schedule[10 * t + 4]; }
 
 static void mse0(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
@@ -341,7 +341,7 @@ static void mse0(Problem& p) {
 
 #ifdef PROGRAM
 static_assert((int)PART == (int)LOSS_CHUNK);
-static_assert(sizeof(Timestep) == 8 * sizeof(float) && offsetof(Timestep, weight) == 4 * sizeof(float));
+static_assert(sizeof(Timestep) == 10 * sizeof(float) && offsetof(Timestep, weight) == 4 * sizeof(float));
 template <typename Real>
 static PredictionLoss<Real> mse_layer(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");

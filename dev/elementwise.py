@@ -113,7 +113,7 @@ MSE_CASES = {"3x3336": dict(B=3, n=3336),
 
 def mse_inputs(random, B, n):
     return {"x": random(B, n), "target": random(B, n), "t": random.integers(0, 1000, (B,)).double(),
-            "chain": random(1000, 8, scale=0.1, mean=1.0)}
+            "chain": random(1000, 10, scale=0.1, mean=1.0)}
 
 
 def weighted_loss(x, t):
