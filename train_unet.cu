@@ -1987,18 +1987,23 @@ static std::vector<uint32_t> make_last_words(const Config& c) {
     return last_words;
 }
 
-// The timestep, of T, that a random word draws: the first whose last word is not smaller.
-HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, uint32_t word) {
-    int first = 0, last = T - 1;
-    while (first < last) {
-        int middle = (first + last) / 2;
-        if (word <= last_words[middle]) {
-            last = middle;
+// The first timestep before `end` for which something holds that holds for all later ones too; `end` where there is none.
+HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
+    int first = 0;
+    while (first < end) {
+        int middle = (first + end) / 2;
+        if (holds(middle)) {
+            end = middle;
         } else {
             first = middle + 1;
         }
     }
     return first;
+}
+
+// The timestep, of T, that a random word draws: the first whose last word is not smaller.
+HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, uint32_t word) {
+    return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
 }
 
 static std::vector<Timestep> make_timesteps(const Config& c) {
@@ -2230,15 +2235,7 @@ struct DrawPairs {
     HOST_DEVICE void operator()(size_t b) const {
         float own = schedule[timesteps[b]].noise_fraction;
         float most = own * pair_ratio(*step, steps);
-        int count = 0, last = timesteps[b];  // of the timesteps with at most that noise
-        while (count < last) {
-            int middle = (count + last) / 2;
-            if (schedule[middle].noise_fraction <= most) {
-                count = middle + 1;
-            } else {
-                last = middle;
-            }
-        }
+        int count = first_timestep(timesteps[b], [&](int t) { return schedule[t].noise_fraction > most; });
         pairs.timesteps[b] = count ? count - 1 : 0;
         pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
     }
@@ -2248,33 +2245,31 @@ struct DrawPairs {
 // from the image itself. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
-    const T* out;              // (B, H, W, PIXEL): the network's answer
-    const float* target;       // (B, H, W, PIXEL): the right one
-    const int* timesteps;      // (batch): the samples' own
-    const Timestep* schedule;  // (diffusion_steps)
-    int first, B, pixels;
+    BatchLoss loss;
+    int first, B;
+    const T* out;         // (B, H, W, PIXEL): the network's answer
+    const float* target;  // (B, H, W, PIXEL): the right one
 
-    size_t items() const { return (size_t)B * pixels * PIXEL; }
+    size_t items() const { return (size_t)B * loss.pixels * PIXEL; }
     HOST_DEVICE void operator()(size_t i) const {
-        int b = first + (int)(i / ((size_t)pixels * PIXEL));
-        bool is_image = pairs.gaps[b] == schedule[timesteps[b]].noise_fraction;
-        float x0_error = is_image ? 0 : schedule[pairs.timesteps[b]].x0_error;
+        int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
+        bool is_image = pairs.gaps[b] == loss.schedule[loss.timesteps[b]].noise_fraction;
+        float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[b]].x0_error;
         pairs.errors[i] = x0_error * ((float)out[i] - target[i]);
     }
 };
 
 // target (B, H, W, PIXEL) becomes the prediction in which the network would see the same image as in the earlier one.
 struct ConsistentTarget {
-    float* target;
     ConsistencyPairs pairs;
-    const int* timesteps;      // (batch)
-    const Timestep* schedule;  // (diffusion_steps)
-    int first, B, pixels;
+    BatchLoss loss;
+    int first, B;
+    float* target;
 
-    size_t items() const { return (size_t)B * pixels * PIXEL; }
+    size_t items() const { return (size_t)B * loss.pixels * PIXEL; }
     HOST_DEVICE void operator()(size_t i) const {
-        int b = first + (int)(i / ((size_t)pixels * PIXEL));
-        target[i] += pairs.errors[i] / schedule[timesteps[b]].x0_error;
+        int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
+        target[i] += pairs.errors[i] / loss.schedule[loss.timesteps[b]].x0_error;
     }
 };
 
@@ -3148,13 +3143,12 @@ static void add_noise(Model* m, int B, int first, const int* timesteps, const in
 }
 
 // pairs.errors of B images, samples of the batch from `first` on: the network is called at the earlier timesteps.
-static void see_earlier(Model* m, int B, int first) {
+static void see_earlier(Model* m, const BatchLoss& loss, int B, int first) {
     std::swap(m->timesteps, m->pairs.timesteps);
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
     unet_forward(m, B, first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    int pixels = m->config.image_size * m->config.image_size;
-    run(EarlierErrors<floatX>{m->pairs, unet_output(m), m->target, m->timesteps, m->schedule, first, B, pixels});
+    run(EarlierErrors<floatX>{m->pairs, loss, first, B, unet_output(m), m->target});
 }
 
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
@@ -3165,14 +3159,13 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
     int B = std::min(m->plan.batch, c.batch_size - first);
 
     run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
+    BatchLoss loss = batch_loss(m, c.batch_size);
     m->dropout_step = &m->state->step;
-    if (c.consistency) see_earlier(m, B, first);
+    if (c.consistency) see_earlier(m, loss, B, first);
     add_noise(m, B, first, m->timesteps + first, &m->state->step);
     unet_forward(m, B, first);
-
-    BatchLoss loss = batch_loss(m, c.batch_size);
     if (c.consistency) {
-        run(ConsistentTarget{m->target, m->pairs, m->timesteps, m->schedule, first, B, loss.pixels});
+        run(ConsistentTarget{m->pairs, loss, first, B, m->target});
         run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss, first, B});
     }

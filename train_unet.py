@@ -558,6 +558,7 @@ class Diffusion:
         if config.consistency and (config.learn_sigma or config.min_snr_gamma):
             other = "--learn_sigma" if config.learn_sigma else "--min_snr_gamma"
             raise UserError(f"--consistency has a loss of its own, without {other}")
+        self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
                 *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
@@ -587,6 +588,15 @@ class Diffusion:
         if self.learn_sigma:
             losses = losses + len(self.signal) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
         return losses.mean()
+
+    def consistency_loss(self, out, target, t, gaps):
+        """The squared error in x0, divided by its own root, which is held constant, and by the gap: a scalar tensor.
+
+        target: the prediction that sees the same image as the earlier one; gaps: as unet_io.earlier_timesteps has them.
+        """
+        losses = (out - target).square().mean((1, 2, 3))
+        roots = losses.detach().sqrt().clamp(min=1e-6)
+        return (self.x0_errors[t].abs() / gaps * losses / roots).mean()
 
     def bound(self, errors, v, t, x0):
         """Each sample's term of the variational bound, in bits a dimension: (B,).
@@ -872,12 +882,14 @@ class Trainer:
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
         pairs = self.config.consistency and weighted
-        earlier, gaps = unet_io.earlier_timesteps(self.config, t, self.steps_done) if pairs else (t, t)
+        earlier, gaps = unet_io.earlier_timesteps(
+            self.diffusion.fractions, t, self.steps_done, self.config.lr_steps) if pairs else (t, t)
         x0, t, noise, earlier, gaps = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise, earlier, gaps))
         classes = () if y is None else (torch.from_numpy(y).to(self.device),)
         out, target = self.answer(x0, t, noise, classes)
         if pairs:
-            return self.consistency_loss(out, target + self.seen_earlier(x0, t, earlier, noise, classes), t, gaps)
+            target = target + self.seen_earlier(x0, t, earlier, noise, classes)
+            return self.diffusion.consistency_loss(out, target, t, gaps)
         return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
             out[:, :target.shape[1]], target)
 
@@ -894,12 +906,6 @@ class Trainer:
         out, target = self.answer(x0, earlier.clamp(min=0), noise, classes)
         x0_errors = torch.where(earlier < 0, 0, self.diffusion.x0_errors[earlier]) / self.diffusion.x0_errors[t]
         return x0_errors[:, None, None, None].to(self.dtype) * (out - target)
-
-    def consistency_loss(self, out, target, t, gaps):
-        """The squared error in x0, divided by its own root, which is held constant, and by the gap: a scalar tensor."""
-        losses = (out - target).square().mean((1, 2, 3))
-        roots = losses.detach().sqrt().clamp(min=1e-6)
-        return (self.diffusion.x0_errors[t].abs() / gaps * losses / roots).mean()
 
     def step(self):
         """One AdamW step and the update of the averages; returns the loss, a float.

@@ -444,16 +444,14 @@ def noise_fractions(levels):
     return levels.sigma / (levels.alpha + levels.sigma)
 
 
-def earlier_timesteps(config, t, step):
+def earlier_timesteps(fractions, t, step, steps):
     """The pairs of consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"), of timesteps t (B,).
 
-    The noise_fraction of the earlier timestep is at most 1/2 of the other's, in the last of eight stages of the run 255/256.
-    Before the first timestep comes the image itself, -1. Returns (int64 (B,), float32 (B,)): the earlier timesteps, and how
-    much larger t's noise_fraction is.
+    fractions: float32 (T,), the noise_fractions. That of the earlier timestep is at most 1/2 of the other's, in the last of
+    eight stages of the run's steps 255/256. Before the first timestep comes the image itself, -1. Returns (int64 (B,),
+    float32 (B,)): the earlier timesteps, and how much larger t's noise_fraction is.
     """
-    levels = noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
-    fractions = noise_fractions(levels).astype(np.float32)
-    stage = min(step * 8 // config.lr_steps, 7) if config.lr_steps else 0
+    stage = min(step * 8 // steps, 7) if steps else 0
     most = fractions[t] * np.float32(1 - 0.5 ** (stage + 1))
     earlier = np.searchsorted(fractions, most, side="right") - 1
     return earlier, fractions[t] - np.where(earlier < 0, np.float32(0), fractions[earlier])

@@ -947,10 +947,12 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         on.run(DrawPairs{pairs(on), on(mixed), on(chain), &on(state)->step, 200000, B});
     });
     check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
-        on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), on(out), on(target), on(mixed), on(chain), 0, B, H * W});
+        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
+        on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, 0, B, on(out), on(target)});
     });
     check("consistent target", shape, {{&target, KEPT, "target", FLOAT_LIMIT}}, [&](auto on) {
-        on.run(ConsistentTarget{on(target), pairs(on), on(mixed), on(chain), 0, B, H * W});
+        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
+        on.run(ConsistentTarget{pairs(on), batch, 0, B, on(target)});
     });
     check("consistency weights", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};

@@ -11,8 +11,8 @@ import torch
 import train_unet
 import unet_io
 from harness import (
-    PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective, perturbed_file, run, same_bits,
-    script, target_of)
+    PREDICTIONS, QUICK, RESUMED, ROOT, NETWORK, SCHEDULES, TOY, TRAIN, TRAINING, checkpoint_in, effective,
+    perturbed_file, run, same_bits, script, target_of)
 from unet_io import Config, Stream, flags_of
 
 
