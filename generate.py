@@ -615,7 +615,7 @@ def main():
              " their classes, as evaluators read them; .npy: of floats, (N, C, H, W)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
     add("--show", type=unet_io.parse_bool, default=True, metavar="X",
-        help="show the grid in the terminal, where that can be (default: 1); 0: don't")
+        help="show the grid in the terminal too (default: 1)")
     add("--strip", type=int, default=0, metavar="N",
         help="also write OUTPUT_strip.png: a row a picture, N steps from noise to picture")
     add("--nearest", metavar="FILE.bin",

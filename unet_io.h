@@ -486,7 +486,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
      Bounds(0, 4)},
-    {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show --generate's PNG in the terminal, where that can be; 0: don't"},
+    {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", Bounds(1, 64)},
