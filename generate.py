@@ -614,6 +614,8 @@ def main():
         help="all pictures in a grid (default: samples.png); .npz: as an array of bytes, (N, H, W, C), with"
              " their classes, as evaluators read them; .npy: of floats, (N, C, H, W)")
     add("--output_dir", metavar="FOLDER", help="also write each picture as a PNG of its own here")
+    add("--show", type=unet_io.parse_bool, default=True, metavar="X",
+        help="show the grid in the terminal too (default: 1)")
     add("--strip", type=int, default=0, metavar="N",
         help="also write OUTPUT_strip.png: a row a picture, N steps from noise to picture")
     add("--nearest", metavar="FILE.bin",
@@ -776,6 +778,8 @@ def main():
         unet_io.save_grid(args.output_name, pictures, layout)
         said = unet_io.rows_text(rows, count, groups, layout)
     unet_io.say(f"wrote {args.output_name}{said}")
+    if args.show and not as_floats and not as_bytes:
+        unet_io.show_grid(unet_io.draw_grid(pictures, layout))
     if args.strip:
         layout = unet_io.grid_layout(count * args.strip, count, config.image_size)
         unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), layout)

@@ -102,6 +102,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -167,7 +168,7 @@ struct Config {
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     Path seeds, classes, class_names;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold;
+    int generate, sampler, sample_steps, spacing, use_ema, threshold, show;
     float eta, guidance_scale;
     // what to do
     int gpus, processes, resume_given, print_config, dry_run, help;
@@ -3921,8 +3922,9 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
 static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
+    bool as_arrays = has_ending(c.output_name, ".npz");
     std::string rows;
-    if (has_ending(c.output_name, ".npz")) {
+    if (as_arrays) {
         std::vector<int> classes;
         for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
         write_arrays(c.output_name, samples, classes, c);
@@ -3932,6 +3934,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
+    if (c.show && !as_arrays) show_grid(c.output_name, samples, grid.layout, c);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {

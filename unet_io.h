@@ -486,6 +486,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
      Bounds(0, 4)},
+    {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", Bounds(1, 64)},
@@ -1515,25 +1516,38 @@ static GridLayout grid_layout(int N, int groups, int image_size) {
     return best;
 }
 
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps. What a viewer may refuse is said.
-static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
-                       const Config& c, int gap = 2) {
+// A picture of bytes in the lines that write_png takes: (height, 1 + width * channels).
+struct Raster {
+    int width, height, channels;
+    std::vector<uint8_t> lines;
+    size_t place(size_t x, size_t y) const { return y * (1 + (size_t)width * channels) + 1 + x * channels; }
+    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
+};
+
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
+static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
     int width = layout.columns * (H + gap) + gap;
     int height = layout.rows() * (H + gap) + gap;
-    size_t pitch = 1 + (size_t)width * C;
-    std::vector<uint8_t> lines(pitch * height, 255);
+    Raster grid = {width, height, C, std::vector<uint8_t>((1 + (size_t)width * C) * height, 255)};
     for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
         int n = (int)(i / H / H);
         size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
         size_t x = layout.column(n) * (H + gap) + gap + i % H;
-        for (int k = 0; k < C; k++) lines[y * pitch + 1 + x * C + k] = byte_of(pictures[i * PIXEL + k]);
+        for (int k = 0; k < C; k++) grid.lines[grid.place(x, y) + k] = byte_of(pictures[i * PIXEL + k]);
     }
-    write_png(path, std::move(lines), width, height);
+    return grid;
+}
 
-    if (std::max(width, height) > 4000 && layout.N > 1)
+// What a viewer may refuse is said.
+static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
+                       const Config& c, int gap = 2) {
+    Raster grid = draw_grid(pictures, layout, c, gap);
+    write_png(path, std::move(grid.lines), grid.width, grid.height);
+
+    if (grid.is_large() && layout.N > 1)
         say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
-            path.c_str(), width, height);
+            path.c_str(), grid.width, grid.height);
 }
 
 static std::string little_endian(uint64_t value, int bytes) {
@@ -1600,6 +1614,125 @@ static void write_arrays(const std::string& path, const std::vector<float>& pict
     file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), bytes);
     if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
     file.commit();
+}
+
+// ---- pictures in a terminal -------------------------------------------------------------------------------
+// How a terminal can show a picture: by kitty's graphics protocol, by iTerm2's inline images, or as coloured text.
+enum Display { DISPLAY_NOTHING, DISPLAY_KITTY, DISPLAY_ITERM, DISPLAY_HALF_BLOCKS };
+
+static std::string environment(const char* name) {
+    const char* value = getenv(name);
+    return value ? value : "";
+}
+
+// What standard output can show, by the environment alone: a terminal that is asked may never answer.
+static Display terminal_display() {
+    std::string term = environment("TERM"), program = environment("TERM_PROGRAM");
+    if (!isatty(1) || term.empty() || term == "dumb") return DISPLAY_NOTHING;
+
+    // tmux and its like draw the screen themselves, and pass no pictures on
+    bool is_inside = term.starts_with("tmux") || term.starts_with("screen");
+    for (const char* name : {"TMUX", "STY", "ZELLIJ"}) is_inside |= !environment(name).empty();
+    // a program that kitty starts, such as another terminal, inherits its KITTY_WINDOW_ID
+    bool is_kitty = term == "xterm-kitty" || (program.empty() && !environment("KITTY_WINDOW_ID").empty());
+    bool is_ghostty = term == "xterm-ghostty" || program == "ghostty";
+    bool is_iterm = program == "iTerm.app" || environment("LC_TERMINAL") == "iTerm2";  // the second also over ssh
+    bool is_like_iterm = program == "WezTerm" || program == "mintty";
+    if (!is_inside && (is_kitty || is_ghostty)) return DISPLAY_KITTY;
+    if (!is_inside && (is_iterm || is_like_iterm)) return DISPLAY_ITERM;
+
+    std::string locale;
+    for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"})  // the first that is set counts
+        if (locale.empty()) locale = environment(name);
+    bool has_half_blocks = strcasestr(locale.c_str(), "utf-8") || strcasestr(locale.c_str(), "utf8");
+    return has_half_blocks && environment("NO_COLOR").empty() ? DISPLAY_HALF_BLOCKS : DISPLAY_NOTHING;
+}
+
+static int terminal_columns() {
+    struct winsize size = {};
+    return !ioctl(1, TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
+}
+
+// RFC 4648, section 4.
+static std::string base64(const std::string& bytes) {
+    const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::string encoded;
+    for (size_t i = 0; i < bytes.size(); i += 3) {
+        size_t count = std::min((size_t)3, bytes.size() - i);
+        uint32_t word = 0;
+        for (size_t k = 0; k < count; k++) word |= (uint32_t)(uint8_t)bytes[i + k] << (16 - 8 * k);
+        for (size_t k = 0; k < 4; k++) encoded += k <= count ? digits[word >> (18 - 6 * k) & 63] : '=';
+    }
+    return encoded;
+}
+
+// A PNG so many cells wide, in chunks of 4,096 characters; q=2: the terminal is not to answer.
+// https://sw.kovidgoyal.net/kitty/graphics-protocol/
+static std::string kitty_picture(const std::string& png, int cells) {
+    std::string encoded = base64(png), shown, keys = text("a=T,f=100,q=2,c=%d,", cells);
+    for (size_t at = 0, chunk = 4096; at < encoded.size(); at += chunk) {
+        bool has_more = at + chunk < encoded.size();
+        shown += "\x1B_G" + keys + text("m=%d;", has_more) + encoded.substr(at, chunk) + "\x1B\\";
+        keys = "";
+    }
+    return shown + "\n";
+}
+
+// https://iterm2.com/documentation-images.html
+static std::string iterm_picture(const std::string& png, int cells) {
+    return text("\x1B]1337;File=inline=1;size=%zu;width=%d:", png.size(), cells) + base64(png) + "\a\n";
+}
+
+// The mean colour, "R;G;B", of the pixels that pixel (x, y) covers where the picture is scaled down to w x h. What is
+// transparent lies over white.
+static std::string mean_colour(const Raster& picture, int x, int y, int w, int h) {
+    int left = x * picture.width / w, right = (x + 1) * picture.width / w;
+    int top = y * picture.height / h, bottom = (y + 1) * picture.height / h;
+    bool has_alpha = picture.channels % 2 == 0, is_grey = picture.channels < 3;
+    int64_t sums[3] = {0}, whole = 255 * (int64_t)(right - left) * (bottom - top);
+    for (int v = top; v < bottom; v++)
+        for (int u = left; u < right; u++) {
+            const uint8_t* pixel = &picture.lines[picture.place(u, v)];
+            int alpha = has_alpha ? pixel[picture.channels - 1] : 255;
+            for (int k = 0; k < 3; k++) sums[k] += pixel[is_grey ? 0 : k] * alpha + 255 * (255 - alpha);
+        }
+
+    auto mean = [&](int k) { return (int)((sums[k] + whole / 2) / whole); };
+    return text("%d;%d;%d", mean(0), mean(1), mean(2));
+}
+
+// Scaled down to as many columns. Each cell shows two pixels: the colour of its sign, the upper half block, and below it
+// the colour of its background.
+static std::string half_blocks(const Raster& picture, int columns) {
+    int w = std::min(picture.width, columns);
+    int rows = std::max(1, (int)((int64_t)picture.height * w / picture.width / 2));
+    std::string shown;
+    for (int row = 0; row < rows; row++) {
+        for (int x = 0; x < w; x++) {
+            std::string upper = mean_colour(picture, x, 2 * row, w, 2 * rows);
+            std::string lower = mean_colour(picture, x, 2 * row + 1, w, 2 * rows);
+            shown += "\x1B[38;2;" + upper + ";48;2;" + lower + "m\u2580";
+        }
+        shown += "\x1B[0m\n";
+    }
+    return shown;
+}
+
+// Shows the grid that the PNG file `path` holds, where standard output is a terminal that can.
+static void show_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
+                      const Config& c) {
+    Display display = terminal_display();
+    if (display == DISPLAY_NOTHING) return;
+    Raster grid = draw_grid(pictures, layout, c);
+    if (grid.is_large()) return;
+
+    int columns = terminal_columns();
+    int cells = std::min((grid.width + 7) / 8, columns);  // a cell is some 8 pixels wide, or 16 on a fine screen
+    std::string shown;
+    if (display == DISPLAY_KITTY) shown = kitty_picture(read_text(path), cells);
+    if (display == DISPLAY_ITERM) shown = iterm_picture(read_text(path), cells);
+    if (display == DISPLAY_HALF_BLOCKS) shown = half_blocks(grid, columns);
+    fputs(shown.c_str(), stdout);
 }
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------

@@ -9,13 +9,15 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
-8. pictures                   to_uint8, picture_format, grid_layout, rows_text, save_grid, save_arrays
+8. pictures                   to_uint8, picture_format, grid_layout, rows_text, draw_grid, save_grid, save_arrays
+9. pictures in a terminal     show_grid
 
 All files are little-endian, a header of 256 int32 and then data; docs/formats.md describes them byte by byte.
 Every reader compares the header with the length of the file before it allocates anything, and raises
 UserError, whose text is one sentence for the user, when the file can't be used.
 """
 import argparse
+import base64
 import contextlib
 import dataclasses
 import difflib
@@ -1637,16 +1639,19 @@ def picture_format(path):
     return name
 
 
-def save_picture(path, pixels):
-    """Write uint8 (C, H, W): grey, grey and alpha, RGB or RGBA, in the format that the name's ending tells;
-    whole or not at all."""
+def encode_picture(file, pixels, kind):
+    """Write uint8 (C, H, W), grey, grey and alpha, RGB or RGBA, into an open file, in a format of Pillow's."""
     from PIL import Image
-    path = os.fspath(path)
     array = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+    Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(file, kind)
+
+
+def save_picture(path, pixels):
+    """Write a picture as encode_picture takes it, in the format that the name's ending tells; whole or not at all."""
+    path = os.fspath(path)
     try:
         with replacing(path) as file:
-            image = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
-            image.save(file, picture_format(path))
+            encode_picture(file, pixels, picture_format(path))
     except ValueError as error:
         raise UserError(f"{path} can't be written: {error}") from None
 
@@ -1703,10 +1708,10 @@ def rows_text(names, n, groups, layout):
     return f" ({kind}: {', '.join(names)})"
 
 
-def save_grid(path, pixels, layout=None, gap=2):
-    """Write uint8 (N, C, H, W) as one picture, row by row on white, `gap` pixels around and between.
+def draw_grid(pixels, layout=None, gap=2):
+    """Pictures, uint8 (N, C, H, W), as one, (C, height, width), row by row on white, `gap` pixels around and between.
 
-    layout: grid_layout's, about square unless given. What a viewer may refuse is said.
+    layout: grid_layout's, about square unless given.
     """
     n, channels, height, width = pixels.shape
     layout = layout or grid_layout(n, 0, width)
@@ -1716,8 +1721,14 @@ def save_grid(path, pixels, layout=None, gap=2):
         row, column = layout.place(i)
         y, x = gap + row * (height + gap), gap + column * (width + gap)
         grid[:, y:y + height, x:x + width] = pixels[i]
+    return grid
+
+
+def save_grid(path, pixels, layout=None, gap=2):
+    """Write what draw_grid draws. What a viewer may refuse is said."""
+    grid = draw_grid(pixels, layout, gap)
     save_picture(path, grid)
-    if max(grid.shape) > 4000 and n > 1:
+    if max(grid.shape) > 4000 and len(pixels) > 1:
         say(f"{path} has {grid.shape[2]} x {grid.shape[1]} pixels; --output_name X.npz or --output_dir suits"
             f" so many pictures better")
 
@@ -1730,3 +1741,89 @@ def save_arrays(path, pixels, classes=None):
         arrays.append(np.array(classes, np.int64))
     with replacing(path) as file:
         np.savez(file, *arrays)
+
+
+# ----------------------------------------------------------------------------------------------------
+# 9. pictures in a terminal
+
+def terminal_display():
+    """How standard output can show a picture: "kitty", by its graphics protocol; "iterm", as an inline image of
+    iTerm2; "half blocks", as coloured text; "" where it can't. By the environment alone: a terminal that is asked may
+    never answer."""
+    env = {name: os.environ.get(name, "") for name in (
+        "TERM", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID", "TMUX", "STY", "ZELLIJ", "NO_COLOR")}
+    term, program = env["TERM"], env["TERM_PROGRAM"]
+    if not sys.stdout.isatty() or term in ("", "dumb"):
+        return ""
+    # tmux and its like draw the screen themselves, and pass no pictures on
+    is_inside = term.startswith(("tmux", "screen")) or any(env[name] for name in ("TMUX", "STY", "ZELLIJ"))
+    # a program that kitty starts, such as another terminal, inherits its KITTY_WINDOW_ID
+    is_kitty = term == "xterm-kitty" or not program and env["KITTY_WINDOW_ID"]
+    is_ghostty = term == "xterm-ghostty" or program == "ghostty"
+    is_iterm = program == "iTerm.app" or env["LC_TERMINAL"] == "iTerm2"  # the second also over ssh
+    is_like_iterm = program in ("WezTerm", "mintty")
+    if not is_inside and (is_kitty or is_ghostty):
+        return "kitty"
+    if not is_inside and (is_iterm or is_like_iterm):
+        return "iterm"
+    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "").lower()
+    return "half blocks" if ("utf-8" in locale or "utf8" in locale) and not env["NO_COLOR"] else ""
+
+
+def kitty_picture(png, cells):
+    """The bytes of a PNG, so many cells wide, in chunks of 4,096 characters; q=2: the terminal is not to answer.
+    https://sw.kovidgoyal.net/kitty/graphics-protocol/"""
+    encoded, chunk = base64.b64encode(png).decode(), 4096
+    shown, keys = "", f"a=T,f=100,q=2,c={cells},"
+    for at in range(0, len(encoded), chunk):
+        has_more = at + chunk < len(encoded)
+        shown += f"\x1b_G{keys}m={has_more:d};{encoded[at:at + chunk]}\x1b\\"
+        keys = ""
+    return shown + "\n"
+
+
+def iterm_picture(png, cells):
+    """The bytes of a PNG, so many cells wide. https://iterm2.com/documentation-images.html"""
+    return f"\x1b]1337;File=inline=1;size={len(png)};width={cells}:{base64.b64encode(png).decode()}\a\n"
+
+
+def half_blocks(picture, columns):
+    """uint8 (C, height, width) as text, scaled down to so many columns. Each cell shows two pixels: the colour of its
+    sign, the upper half block, and below it the colour of its background. A pixel is the mean of those that it
+    covers; what is transparent lies over white."""
+    channels, height, width = picture.shape
+    w = min(width, columns)
+    rows = max(1, height * w // width // 2)
+    left, top = np.arange(w + 1) * width // w, np.arange(2 * rows + 1) * height // (2 * rows)
+
+    wide = picture.astype(np.int64)
+    alpha = wide[-1] if channels % 2 == 0 else np.int64(255)
+    colours = wide[:3] if channels >= 3 else wide[[0, 0, 0]]
+    sums = colours * alpha + 255 * (255 - alpha)
+    sums = np.add.reduceat(np.add.reduceat(sums, top[:-1], axis=1), left[:-1], axis=2)
+    whole = 255 * np.diff(top)[:, None] * np.diff(left)
+    means = np.moveaxis((sums + whole // 2) // whole, 0, -1)  # (2 * rows, w, 3)
+
+    def cell(upper, lower):
+        return "\x1b[38;2;{};{};{};48;2;{};{};{}m\u2580".format(*upper, *lower)
+    lines = ("".join(map(cell, *pair)) for pair in zip(means[0::2], means[1::2]))
+    return "".join(line + "\x1b[0m\n" for line in lines)
+
+
+def show_grid(grid):
+    """Show a picture, uint8 (C, height, width), where standard output is a terminal that can; as ./train_unet does."""
+    display = terminal_display()
+    if not display or max(grid.shape) > 4000:
+        return
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except OSError:
+        columns = 80
+    if display == "half blocks":
+        shown = half_blocks(grid, columns)
+    else:
+        file = io.BytesIO()
+        encode_picture(file, grid, "PNG")
+        cells = min((grid.shape[2] + 7) // 8, columns)  # a cell is some 8 pixels wide, or 16 on a fine screen
+        shown = (kitty_picture if display == "kitty" else iterm_picture)(file.getvalue(), cells)
+    sys.stdout.write(shown)
