@@ -139,6 +139,7 @@ enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynam
 struct Hyper {
     float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
     int lr_schedule, warmup_steps, lr_steps;
+    int ema_warmup;            // 0: the start is a trained model, from which the averages go on at their full rate
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
 
@@ -159,7 +160,7 @@ struct Config {
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, microbatch, steps, flip, consistency;
+    int batch_size, microbatch, steps, flip, consistency, path_steps;
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
@@ -472,7 +473,8 @@ enum RandomStream {  // mirrored in unet_io.py
     STREAM_VAL_NOISE,
     STREAM_PERTURB,
     STREAM_LABEL,
-    STREAM_OFFSET
+    STREAM_OFFSET,
+    STREAM_PATH
 };
 
 struct Philox {
@@ -1031,12 +1033,19 @@ struct OptimiserMemory {
     float* gradients;
 };
 
-// The earlier noised images of consistency tuning: see section 6.
+// The earlier noised images of consistency tuning with pairs: see section 6.
 struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier one of each sample
     float* gaps;     // (batch_size): how much larger the noise_fraction of its own is
     float* weights;  // (batch_size): what its squared error counts for
     float* errors;   // (B, H, W, PIXEL): in x0, of the answers at the earlier timesteps
+};
+
+// What consistency tuning with paths learns from: see section 6.
+struct SamplerPaths {
+    float* teacher;               // the parameters of the model that is tuned: all (num_floats), or a rank's shard
+    struct SamplerStep* sampler;  // (path_steps + 1): noise, then the steps of a path
+    float* points;                // (path_steps + 1, images of this rank, H, W, PIXEL): noise first, pictures last
 };
 
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
@@ -1067,7 +1076,8 @@ struct Model : OptimiserMemory {
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
-    ConsistencyPairs pairs = {};         // with --consistency
+    ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
+    SamplerPaths paths = {};             // with --path_steps
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SamplerStep* sampler;         // every step from noise to a sample, in order
     struct SamplerState* sampler_state;  // where the batch being sampled is among them
@@ -2293,6 +2303,41 @@ struct ConsistencyWeights {
     }
 };
 
+// ---- paths of the sampler ---------------------------------------------------------------------------------
+// The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
+// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from every point of
+// such a path the network that is tuned learns to see the picture at its end. A path serves path_steps training steps, and
+// each of them takes its samples from all points alike.
+HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_steps) {
+    return (int)((sample + step) % path_steps);
+}
+
+// x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
+template <typename T> struct LoadPathPoints {
+    TensorOf<T> x_t;
+    float* target;             // (B, H, W, PIXEL)
+    const float* points;       // (path_steps + 1, images, H, W, PIXEL)
+    const Timestep* schedule;  // (diffusion_steps)
+    const int* timesteps;      // (B)
+    const int64_t* step;
+    int path_steps, images;     // of this rank
+    int first, first_of_rank;  // samples of the batch
+
+    size_t items() const { return x_t.count(); }
+    HOST_DEVICE void operator()(size_t i) const {
+        size_t elements = (size_t)x_t.T() * PIXEL;
+        size_t b = i / elements, path = first - first_of_rank + b;
+        int point = path_point(first + b, *step, path_steps);
+        float x = points[((size_t)point * images + path) * elements + i % elements];
+        float x0 = points[((size_t)path_steps * images + path) * elements + i % elements];
+
+        const Timestep at = schedule[timesteps[b]];
+        float eps = (x - at.alpha * x0) / at.sigma;
+        x_t.data[i] = (T)x;
+        target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
+    }
+};
+
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
 // function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
@@ -2455,6 +2500,13 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         }
     }
     return steps;
+}
+// The steps of a path, the noise that it begins with among them: see SamplerPaths.
+static std::vector<SamplerStep> make_path(Config c) {
+    c.sampler = SAMPLER_DPMPP;
+    c.spacing = SPACING_TRAILING;
+    c.sample_steps = c.path_steps;
+    return make_sampler(c);
 }
 static long network_calls(const std::vector<SamplerStep>& steps) {
     return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
@@ -2681,7 +2733,7 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
                .eps = c.adam_eps,
                .correction1 = (float)(1 - pow((double)c.beta1, n)),
                .correction2 = (float)(1 - pow((double)c.beta2, n))};
-    double rising = 1 - pow(1 + n, -0.75);
+    double rising = c.ema_warmup ? 1 - pow(1 + n, -0.75) : 1;
     for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
     return a;
 }
@@ -2781,7 +2833,11 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(c.diffusion_steps, m->last_words);
     place(batch * loss_parts((int)pixels), m->losses);
     if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
-    if (c.consistency && plan.training) {
+    if (c.path_steps && plan.training) {
+        place(m->shard, m->paths.teacher);
+        place(c.path_steps + 1, m->paths.sampler);
+        place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->paths.points);
+    } else if (c.consistency && plan.training) {
         place(batch, m->pairs.timesteps);
         place(batch, m->pairs.gaps, m->pairs.weights);
         place(B * pixels * PIXEL, m->pairs.errors);
@@ -2906,6 +2962,7 @@ static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
+    if (m->paths.teacher) backend_copy(m->paths.teacher, m->master, m->shard * sizeof(float));
 }
 
 // A tensor's values, as they lie in memory, into an array of parameters: what this rank's shard has of it.
@@ -2970,10 +3027,25 @@ struct BatchSource {
     int no_class = 0;             // what stands for a label that is dropped, with this probability
     float drop = 0;
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
+    const SamplerStep* path = nullptr;     // (path_steps + 1): see SamplerPaths
+    int path_steps = 0;
+
+    // The class of a sample of an image, unless the random word drops it.
+    HOST_DEVICE int label_of(int image, uint32_t word) const {
+        return (word >> 8) * 0x1p-24f < drop ? no_class : labels[image];
+    }
 };
 
-// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, and
-// computes the state's update. An item is a sample.
+// What path number b of the batch starts from: of those that serve steps [count * path_steps, (count + 1) * path_steps).
+// Its class is that of a random image.
+HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, (uint32_t)b, (uint32_t)count); };
+    int image = (int)((uint64_t)word(1) * s.count >> 32);
+    return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
+}
+
+// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes those of
+// its point of a path, and computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -2992,9 +3064,10 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
-        if (!s.labels) return;
-        uint32_t word = random_word(s.seed, STREAM_LABEL, 0, b, step);
-        labels[b] = (word >> 8) * 0x1p-24f < s.drop ? s.no_class : s.labels[image];
+        if (s.labels) labels[b] = s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
+        if (!s.path) return;
+        timesteps[b] = s.path[1 + path_point(b, step, s.path_steps)].timestep;
+        if (s.labels) labels[b] = path_start(s, b, step / s.path_steps).label;
     }
 };
 
@@ -3058,6 +3131,51 @@ struct FinishStep {
     }
 };
 
+// ---- a step of the sampler --------------------------------------------------------------------------------
+// Between training steps target and images are free for x and what the sampler saves.
+static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
+    return {.input = unet_input(m, B),
+            .out = unet_output(m),
+            .channels = m->config.in_channels,
+            .clamps = m->config.threshold == THRESHOLD_CLAMP,
+            .guidance = guidance,
+            .x = m->target,
+            .saved = m->images,
+            .specs = m->specs,
+            .state = m->sampler_state};
+}
+
+// The network's calls for one step of B samples.
+static int rows_of(const SampleBatch<floatX>& batch) { return batch.guidance == 1 ? batch.input.B : 2 * batch.input.B; }
+
+static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
+    size_t values = batch.input.count();
+    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
+        backend_zero(held, values * sizeof(float));
+    backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
+    backend_zero(m->sampler_state, sizeof(SamplerState));
+}
+
+// The next of the device's steps `sampler`; calls: whether it calls the network. No step reads anything from the host, so
+// that a graph of it, one for each B and one for the step that calls nothing, serves all steps.
+typedef std::map<std::pair<int, bool>, Graph> SamplerGraphs;
+static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep* sampler, bool calls,
+                              SamplerGraphs* graphs) {
+    int B = batch.input.B, rows = rows_of(batch);
+    launch_graph(&(*graphs)[{B, calls}], [&] {
+        run(SetModelInputs{.state = m->sampler_state,
+                           .timesteps = m->timesteps,
+                           .labels = m->labels,
+                           .sampler = sampler,
+                           .specs = m->specs,
+                           .rows = rows,
+                           .samples = B,
+                           .no_class = m->config.num_classes});
+        if (calls) unet_forward(m, rows);
+        run(UpdateSamples<floatX>{batch});
+    });
+}
+
 // All ranks have agreed that the run ends after this step. stop_asked, in section 2, says that this process has received a
 // signal: with several ranks that alone ends nothing, see agree_to_stop.
 static std::atomic<int> stop_requested = 0;
@@ -3082,6 +3200,8 @@ struct Trainer {
     std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     Graph graph;                                  // of a step
+    SamplerGraphs path_graphs;
+    int64_t paths = -1;  // which paths the device has: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3125,7 +3245,13 @@ static void prepare_steps(Trainer* t) {
                  .seed = c.seed,
                  .no_class = c.num_classes,
                  .drop = c.cond_drop_prob,
-                 .last_words = m->last_words};
+                 .last_words = m->last_words,
+                 .path = m->paths.sampler,
+                 .path_steps = c.path_steps};
+    if (c.path_steps) {
+        std::vector<SamplerStep> path = make_path(c);
+        backend_upload(m->paths.sampler, path.data(), path.size() * sizeof(SamplerStep));
+    }
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3152,6 +3278,24 @@ static void see_earlier(Model* m, const BatchLoss& loss, int B, int first) {
     run(EarlierErrors<floatX>{m->pairs, loss, first, B, unet_output(m), m->target});
 }
 
+// The images of a batch that this rank trains on: how many at most, and which is the first.
+static int images_of_rank(const Model* m) { return microbatches_of(m) * m->plan.batch; }
+static int first_image_of_rank(const Model* m) { return m->rank * images_of_rank(m); }
+
+// What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
+static void load_path_points(Model* m, int B, int first) {
+    run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
+                               .target = m->target,
+                               .points = m->paths.points,
+                               .schedule = m->schedule,
+                               .timesteps = m->timesteps + first,
+                               .step = &m->state->step,
+                               .path_steps = m->config.path_steps,
+                               .images = images_of_rank(m),
+                               .first = first,
+                               .first_of_rank = first_image_of_rank(m)});
+}
+
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
 static void microbatch_gradient(Trainer* t, int i, float* dw) {
     Model* m = &t->model;
@@ -3159,13 +3303,17 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
     int first = i * m->plan.batch;
     int B = std::min(m->plan.batch, c.batch_size - first);
 
-    run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
     BatchLoss loss = batch_loss(m, c.batch_size);
     m->dropout_step = &m->state->step;
-    if (c.consistency) see_earlier(m, loss, B, first);
-    add_noise(m, B, first, m->timesteps + first, &m->state->step);
+    if (c.path_steps) {
+        load_path_points(m, B, first);
+    } else {
+        run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
+        if (c.consistency) see_earlier(m, loss, B, first);
+        add_noise(m, B, first, m->timesteps + first, &m->state->step);
+    }
     unet_forward(m, B, first);
-    if (c.consistency) {
+    if (m->pairs.weights) {
         run(ConsistentTarget{m->pairs, loss, first, B, m->target});
         run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss, first, B});
@@ -3243,7 +3391,7 @@ static void enqueue_step(Trainer* t) {
     size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
 
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
-    if (m->config.consistency)
+    if (m->pairs.weights)
         run(DrawPairs{m->pairs, m->timesteps, m->schedule, &m->state->step, hyper.lr_steps, m->config.batch_size});
     tree_gradient(t, m->rank * count, count, m->gradients);
 
@@ -3260,8 +3408,42 @@ static void enqueue_step(Trainer* t) {
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
+// What the samples of a micro-batch start from. An item is a sample.
+struct StartPaths {
+    SampleSpec* specs;  // (B)
+    BatchSource source;
+    int B, first;
+    int64_t count;  // see path_start
+
+    size_t items() const { return B; }
+    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, count); }
+};
+
+// Draws this rank's paths, the `count`-th of the run, with the weights that the run started from.
+static void draw_paths(Trainer* t, int64_t count) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+    size_t image_bytes = (size_t)c.image_size * c.image_size * PIXEL * sizeof(float), images = images_of_rank(m);
+    int start = first_image_of_rank(m), end = std::min<int>(start + images, c.batch_size);
+    use_weights(m, m->paths.teacher);
+    for (int first = start; first < end; first += m->plan.batch) {
+        int B = std::min(m->plan.batch, end - first);
+        run(StartPaths{m->specs, t->source, B, first, count});
+        SampleBatch<floatX> batch = samples_of(m, B, 1);
+        begin_samples(m, batch);
+        for (int step = 0; step <= c.path_steps; step++) {
+            take_sampler_step(m, batch, m->paths.sampler, step > 0, &t->path_graphs);
+            char* point = (char*)m->paths.points + (step * images + first - start) * image_bytes;
+            backend_copy(point, batch.x, B * image_bytes);
+        }
+    }
+    use_weights(m, m->master);
+    t->paths = count;
+}
+
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
+    if (s.path && t->begun / s.path_steps != t->paths) draw_paths(t, t->begun / s.path_steps);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
@@ -3435,41 +3617,23 @@ struct Progress {
     }
 };
 
-// Makes B samples: after it batch.x holds them, unless it was stopped. No step reads anything from the host,
-// so that a graph of it, one for each B and one for the step that calls nothing, serves all steps.
-typedef std::map<std::pair<int, bool>, Graph> SamplerGraphs;
+// Makes B samples: after it batch.x holds them, unless it was stopped.
 static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
                          SamplerGraphs* graphs, Progress* progress) {
-    int B = batch.input.B, rows = is_guided(m->config) ? 2 * B : B, begun = 0;
-    size_t values = batch.input.count();
-    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
-        backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), rows / B * values * sizeof(floatX));
-    backend_zero(m->sampler_state, sizeof(SamplerState));
-
+    int begun = 0;
+    begin_samples(m, batch);
     for (const SamplerStep& step : steps) {
         wait_for_step(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
         if (stop_asked) return;
         bool calls = step.timestep >= 0;
-        launch_graph(&(*graphs)[{B, calls}], [&] {
-            run(SetModelInputs{.state = m->sampler_state,
-                               .timesteps = m->timesteps,
-                               .labels = m->labels,
-                               .sampler = m->sampler,
-                               .specs = m->specs,
-                               .rows = rows,
-                               .samples = B,
-                               .no_class = m->config.num_classes});
-            if (calls) unet_forward(m, rows);
-            run(UpdateSamples<floatX>{batch});
-        });
+        take_sampler_step(m, batch, m->sampler, calls, graphs);
         mark_step_end(begun++ % STEPS_IN_FLIGHT);
         if (calls) progress->count();
     }
 }
 
 // samples (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank makes some of the batches, and rank 0 has
-// them all in the end. While nothing is trained target and images are free for x and what the sampler saves.
+// them all in the end.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
@@ -3486,15 +3650,7 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
     for (size_t first = begin; first < end && !stop_asked; first += most) {
         int B = (int)std::min(most, end - first);
         backend_upload(m->specs, &specs[first], B * sizeof(SampleSpec));
-        SampleBatch<floatX> batch = {.input = unet_input(m, B),
-                                     .out = unet_output(m),
-                                     .channels = c.in_channels,
-                                     .clamps = c.threshold == THRESHOLD_CLAMP,
-                                     .guidance = c.guidance_scale,
-                                     .x = m->target,
-                                     .saved = m->images,
-                                     .specs = m->specs,
-                                     .state = m->sampler_state};
+        SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
         sample_batch(m, batch, steps, &graphs, &progress);
         backend_download(&(*samples)[first * elements], batch.x, B * elements * sizeof(float));
     }
@@ -3510,9 +3666,9 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 
 // The parameters that a run has, each with its section's name.
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
-    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v};
+    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v, m.paths.teacher};
     std::vector<std::pair<const char*, float*>> arrays;
-    for (int i = 0; i < MAX_EMAS + 3; i++)
+    for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
@@ -4107,6 +4263,7 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     std::vector<std::string> class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
+    config.optimiser.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
@@ -4142,7 +4299,8 @@ static void load_start(Trainer* t) {
     const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
     if (!m->config.resume_given) {
-        read_parameters(*m, m->master, file, "weights", t->kept_rows);
+        bool is_tuned = m->config.consistency && file.sections.contains("ema");  // from the model that draws better
+        read_parameters(*m, m->master, file, is_tuned ? "ema" : "weights", t->kept_rows);
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {

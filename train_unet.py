@@ -14,6 +14,7 @@ Shapes: B images, C channels, H = W pixels a side, E = 4 * num_channels the widt
 import argparse
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import json
 import math
@@ -558,6 +559,10 @@ class Diffusion:
         if config.consistency and (config.learn_sigma or config.min_snr_gamma):
             other = "--learn_sigma" if config.learn_sigma else "--min_snr_gamma"
             raise UserError(f"--consistency has a loss of its own, without {other}")
+        if config.path_steps and not config.consistency:
+            raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
+        if config.path_steps > config.diffusion_steps:
+            raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -694,7 +699,7 @@ def seed_noise(seeds, shape, call=0):
 @torch.no_grad()
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
            eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
-           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto"):
+           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto", path=None):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
@@ -703,7 +708,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     each picture. guidance_scale: what is drawn differs so many times as much from a picture without a class
     (Ho and Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide
     (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
-    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING.
+    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING. path: a list, which gets the tensors
+    (len(seeds), C, H, W) that the steps start from.
     Raises UserError where a strength above 0 leaves no timestep.
     Each sampler stands here as its paper has it, for x = alpha x0 + sigma eps: step i goes from the levels alpha[i], near
     0, and sigma[i] to those of i + 1; the last are 1 and 0.
@@ -779,6 +785,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
         x = noised(0, x)
     for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
         x = with_known(x, i, k - 1)
+        if path is not None:
+            path.append(x)
         a, s, a_next, s_next = alpha[i], sigma[i], alpha[j], sigma[j]
         if j < i:  # back to more noise
             x = a_next / a * x + math.sqrt(s_next**2 - (a_next / a * s) ** 2) * noise(k)
@@ -860,7 +868,7 @@ class Trainer:
     "torch", or "native" as in use_native_operators.
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
-                 compile=False, operators="torch"):
+                 compile=False, operators="torch", threshold="clamp"):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
@@ -878,10 +886,30 @@ class Trainer:
                                betas=(config.beta1, config.beta2), eps=config.adam_eps)
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
+        self.teacher = copy.deepcopy(self.model) if config.path_steps else None  # draws the paths, limited by threshold
+        self.threshold, self.paths, self.paths_drawn = threshold, None, None
+
+    def path_batch(self, step):
+        """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
+        timesteps of the points where the samples are, and the noise that leads from one to the other."""
+        config, count = self.config, step // self.config.path_steps
+        if self.paths_drawn != count:
+            seeds, classes = unet_io.path_starts(config, count, self.images.labels)
+            points = []
+            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device, threshold=self.threshold,
+                          classes=classes, path=points)
+            self.paths = torch.stack(points).cpu().numpy(), ends.numpy(), classes
+            self.paths_drawn = count
+        points, ends, classes = self.paths
+        at = unet_io.path_points(config, step)
+        levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+        t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
+        alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
+        return ends, t, (points[at, np.arange(len(at))] - alpha * ends) / sigma, classes
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
-        pairs = self.config.consistency and weighted
+        pairs = self.config.consistency and not self.config.path_steps and weighted
         earlier, gaps = unet_io.earlier_timesteps(
             self.diffusion.fractions, t, self.steps_done, self.config.lr_steps) if pairs else (t, t)
         x0, t, noise, earlier, gaps = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise, earlier, gaps))
@@ -916,8 +944,11 @@ class Trainer:
         if self.config.dropout:
             self.model.replay_dropout(self.config.seed, step)
         self.model.train()
-        batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
-        self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
+        if self.config.path_steps:
+            batch = self.path_batch(step)
+        else:
+            batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
+            self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(*batch)
         loss.backward()
@@ -932,7 +963,7 @@ class Trainer:
                 group["lr"] = unet_io.learning_rate(self.config, step)
             self.optimizer.step()
             for rate, ema in zip(self.config.ema_rate, self.emas):
-                keep = unet_io.ema_decay(rate, updates)
+                keep = unet_io.ema_decay(rate, updates, warmup=not self.config.consistency)
                 torch._foreach_lerp_(ema, [p.detach() for p in self.parameters], 1 - keep)
         self.steps_done += 1
         return loss.item()
@@ -968,6 +999,8 @@ class Trainer:
 
         tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
+        if self.teacher:
+            tensors["teacher"] = list(self.teacher.parameters())
         sections = {name: to_numpy(file_order(self.model, values)) for name, values in tensors.items()}
         for name, arrays in sections.items():
             if not all(np.isfinite(array).all() for array in arrays):
@@ -984,6 +1017,8 @@ class Trainer:
         for name, ema in zip(unet_io.EMA_SECTIONS, self.emas):
             if name in sections:
                 set_tensors(self.model, ema, sections[name], path)
+        if self.teacher:
+            set_tensors(self.teacher, list(self.teacher.parameters()), sections["teacher"], path)
         for p in self.parameters:
             self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step - self.history.skipped)),
                                            exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -1244,7 +1279,8 @@ def start_model(config, run, given):
     told = {} if convert.tells_all(run.model_weights) else unet_io.PRESETS.get(run.preset, {}) | given
     told = {name: value for name, value in told.items() if name in ARCHITECTURE + DIFFUSION}
     free = OF_CLASSES if given.get("class_cond", True) else ()
-    model, checkpoint = load_model(run.model_weights, use_ema=0, overrides=told, free=free)
+    tunes = config.consistency  # from the averages, where there are any: the model that draws better
+    model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=told, free=free)
     if not (checkpoint.config.class_cond or given.get("class_cond")):
         free = ()
     adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free)
@@ -1357,7 +1393,7 @@ def train(config, run, given):
         unet_io.say(f"note: {line}")
     compile = device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
-                      operators=run.operators)
+                      operators=run.operators, threshold=run.threshold)
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)

@@ -440,6 +440,9 @@ static std::vector<Flag> FLAGS = {
      "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", Bounds(0, 0.9999999)},
     {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
+    {FIELD(path_steps), INT, TRAINING, FIXED, "0",
+     "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
+     Bounds(0, 1000)},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
      Bounds(0, 1e6)},
@@ -921,6 +924,9 @@ static void check_config(const Config& c) {
              is_flow ? "--noise_schedule flow" : "--zero_terminal_snr", is_flow ? "flow" : "x0");
     if (c.consistency && c.predict == PREDICT_EPS)
         fail("--consistency needs a network that sees an image in noise alone: not one of --predict eps");
+    if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
+    if (c.path_steps > c.diffusion_steps)
+        fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
@@ -1102,7 +1108,7 @@ enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
-static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"};
+static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher"};
 
 // What --skip_outliers goes by; the section `state` of a checkpoint.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped

@@ -286,6 +286,7 @@ class Stream(enum.IntEnum):
     PERTURB = 9
     LABEL = 10
     OFFSET = 11
+    PATH = 12
 
 
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -362,6 +363,22 @@ def dropped(seed, sample, step, probability):
     """Whether each sample's label is hidden at this step: bool of the shape of `sample`."""
     u = (words(seed, Stream.LABEL, 1, sample, step)[..., 0] >> np.uint32(8)) * np.float32(2.0**-24)
     return u < np.float32(probability)
+
+
+def path_points(config, step):
+    """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,)."""
+    return (np.arange(config.batch_size) + step) % config.path_steps
+
+
+def path_starts(config, count, labels):
+    """What the paths number `count`, from 0, start from: the seeds, uint32 (batch_size,), and with class_cond the classes of
+    random images, int64 (batch_size,), otherwise None. labels: those of all images."""
+    drawn = words(config.seed, Stream.PATH, 3, np.arange(config.batch_size), count)
+    if not config.class_cond:
+        return drawn[:, 0], None
+    images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> np.uint64(32)
+    hidden = (drawn[:, 2] >> np.uint32(8)) * np.float32(2.0**-24) < np.float32(config.cond_drop_prob)
+    return drawn[:, 0], np.where(hidden, config.num_classes, labels[images.astype(np.int64)]).astype(np.int64)
 
 
 def batch_indices(seed, step, batch_size, n):
@@ -710,6 +727,8 @@ class Config(Settings):
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
+    path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
+                                  " pairs of timesteps", low=0, high=1000)
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
@@ -881,9 +900,9 @@ def learning_rate(config, step):
     return rate
 
 
-def ema_decay(rate, update):
-    """How much of the average is kept at an update (0-based); less at first, so that it warms up."""
-    return min(rate, 1 - (2 + update) ** -0.75)
+def ema_decay(rate, update, warmup=True):
+    """How much of the average is kept at an update (0-based); with a warm-up less at first."""
+    return min(rate, 1 - (2 + update) ** -0.75) if warmup else rate
 
 
 @dataclasses.dataclass
@@ -1308,7 +1327,7 @@ def write_old_images(path, pixels):
 #    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
-TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v")  # float32, in named_parameters() order
+TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v", "teacher")  # float32, in named_parameters() order
 TEXT_SECTIONS = ("class_names", "data_checksum")
 WEIGHTS_VERSION = 3
 FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS, FIELD_LOSS, FIELD_LR_STEPS = range(2, 9)

@@ -126,6 +126,11 @@ TRAINING = {
         timestep_sampling="lognormal", timestep_mean=-0.8, timestep_std=1.6, diffusion_steps=40)),
     "consistency, x0": Config(**TOY | dict(batch_size=3, lr=1e-4, lr_steps=20, seed=33, predict="x0", consistency=True,
                                            noise_schedule="cosine", diffusion_steps=6)),
+    "paths, flow": Config(**TOY | dict(
+        image_size=16, batch_size=5, lr=1e-3, seed=34, noise_schedule="flow", predict="flow", dropout=0.1, class_cond=True,
+        num_classes=3, cond_drop_prob=0.2, consistency=True, path_steps=6, diffusion_steps=100)),
+    "paths, edm": Config(**TOY | dict(batch_size=3, lr=1e-3, seed=35, noise_schedule="edm", predict="edm", consistency=True,
+                                      path_steps=4)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),
 }

@@ -748,6 +748,9 @@ static void test_refusals() {
         {{{"data_file", "\"a.bin\""}}, "quote"},
         {{{"consistency", "1"}}, "--predict eps"},
         {{{"consistency", "1"}, {"predict", "v"}, {"learn_sigma", "1"}}, "--learn_sigma"},
+        {{{"path_steps", "10"}}, "--path_steps 10 goes with --consistency 1"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "11"}, {"diffusion_steps", "10"}, {"noise_schedule", "cosine"}},
+         "--path_steps 11 is more than --diffusion_steps 10"},
         {{{"consistency", "1"}, {"predict", "v"}, {"min_snr_gamma", "5"}}, "--min_snr_gamma"},
     };
     int refused = 0;
@@ -1367,11 +1370,11 @@ static void twin_case(const Case& c, Verdict* v) {
             size_t b = i / (3 * H * H), channel = i / (H * H) % 3, pixel = i % (H * H);
             v->note(text("value %zu", i), fabs(x[b * image + pixel * PIXEL + channel] - values[i]));
         }
-    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped; reals: lr, last fraction, rates
+    } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped, ema_warmup; reals: lr, last fraction, rates
         const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
         Config config = default_config();
         config.optimiser.lr_schedule = c.arg(0), config.optimiser.warmup_steps = c.arg(1),
-        config.optimiser.lr_steps = c.arg(2);
+        config.optimiser.lr_steps = c.arg(2), config.optimiser.ema_warmup = c.arg(4);
         config.optimiser.lr = (float)reals[0], config.optimiser.final_lr_fraction = (float)reals[1];
         config.optimiser.ema_rate[0] = (float)reals[2], config.optimiser.ema_rate[1] = (float)reals[3];
         for (size_t i = 0; i < c.at("at").size(); i++) {

@@ -178,11 +178,12 @@ def twin_cases():
         config = Config(lr=3e-4, lr_schedule=schedule, warmup_steps=warmup, lr_steps=length,
                         final_lr_fraction=last, ema_rate=(0.995, 0.9))
         steps = [s for s in at if s >= skipped]
-        values = [[unet_io.learning_rate(config, s), *(1 - unet_io.ema_decay(rate, s - skipped)
-                                                       for rate in config.ema_rate)] for s in steps]
-        add(f"rate {schedule} warm-up {warmup} of {length} to {last}, {skipped} skipped",
-            [kinds.index(schedule), warmup, length, skipped], np.array(values).reshape(-1),
-            reals=np.array([3e-4, last, *config.ema_rate]), at=steps)
+        for rises in (True, False):
+            values = [[unet_io.learning_rate(config, s), *(1 - unet_io.ema_decay(rate, s - skipped, warmup=rises)
+                                                           for rate in config.ema_rate)] for s in steps]
+            add(f"rate {schedule}, warm-up {warmup} of {length}, to {last}, {skipped} skipped, {rises}",
+                [kinds.index(schedule), warmup, length, skipped, rises], np.array(values).reshape(-1),
+                reals=np.array([3e-4, last, *config.ema_rate]), at=steps)
     return tensors
 
 

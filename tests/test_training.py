@@ -46,7 +46,10 @@ def test_training(tmp_path, name):
     file = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", steps)))
     sections = {"weights": trainer.parameters} | dict(zip(unet_io.EMA_SECTIONS, trainer.emas))
     texts = {"data_checksum"} | ({"class_names"} if config.class_cond else set())
-    assert set(file.sections) == {*sections, "adam_m", "adam_v", "state"} | texts
+    if config.path_steps:
+        assert same_bits(file.sections["teacher"], start)
+    teacher = {"teacher"} if config.path_steps else set()
+    assert set(file.sections) == {*sections, "adam_m", "adam_v", "state"} | teacher | texts
     for section, tensors in sections.items():
         flat = flat_of(tensors)
         away = np.linalg.norm(file.sections[section] - flat) / np.linalg.norm(flat - start)
