@@ -4,7 +4,7 @@ writes the tables of docs/records.md.
     python dev/bench/records.py --prepare               the images of all data sets, once, before the jobs
     python dev/bench/records.py --job fashion-ours-0    one data set, recipe and seed: writes build/records/fashion-ours-0.json
     python dev/bench/records.py --write                 the tables, from the results of all jobs that are there
-    python dev/bench/records.py --smoke                 everything in miniature, also without a GPU, in a minute
+    python dev/bench/records.py --smoke                 everything in miniature, also without a GPU
 
 A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Jobs may run at the same
 time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: starting, compiling, saving,
@@ -269,7 +269,7 @@ def steps_a_minute(path, options, trainer):
 
 
 class Job:
-    """A data set, a recipe and a seed, with the results so far in FOLDER/NAME.json and its runs in FOLDER/NAME."""
+    """DATA-RECIPE-SEED, with the results so far in FOLDER/NAME.json and its runs in FOLDER/NAME. Raises UserError."""
     def __init__(self, name, options):
         self.name, self.options, self.folder = name, options, options.folder / name
         try:
@@ -335,7 +335,7 @@ class Job:
             if not self.is_known(0, ""):
                 self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
             return
-        for minutes in self.options.minutes:
+        for minutes in sorted(self.options.minutes):
             tuned_minutes = round((1 + TUNING) * minutes, 3)
             wanted = [(minutes, sampler) for sampler in self.recipe.samplers]
             wanted += [(tuned_minutes, sampler) for sampler in self.recipe.tuned]
@@ -394,10 +394,10 @@ def table(results):
     text = "| minutes | recipe | steps | calls a picture | " + " | ".join(map(FIGURES.get, names)) + " | seeds |\n"
     text += "|---:|---|---:|---:|" + "---:|" * len(names) + "---:|\n"
     for (minutes, place, calls, sampler), points in sorted(rows.items()):
-        name, *others = sampler.removeprefix("--sampler ").split(" ")[::2]
-        title = list(RECIPES.values())[place].title + f", {name}" * bool(sampler)
-        steps = f"{statistics.mean(point['steps'] for point in points):,.0f}"
-        cells = [f"{minutes:g}", title, steps, str(calls)] if sampler else ["", title, "", ""]
+        title, steps = list(RECIPES.values())[place].title, statistics.mean(point["steps"] for point in points)
+        cells = ["", title, "", ""]
+        if sampler:
+            cells = [f"{minutes:g}", f"{title}, {sampler.split()[1]}", f"{steps:,.0f}", str(calls)]
         cells += [spread([point["figures"][name] for point in points if name in point["figures"]]) for name in names]
         text += f"| {' | '.join([*cells, str(len(points))])} |\n"
     return text
@@ -444,7 +444,9 @@ def main():
     add("--fashion_dir", default="/usr/share/datasets/fashion-mnist", metavar="FOLDER",
         help="Fashion-MNIST's four files for --prepare, as Debian's package dataset-fashion-mnist has them")
     args = parser.parse_args()
-    options = Options(args.folder, tuple(sorted(args.minutes)), time.monotonic() + args.seconds)
+    if min(args.minutes) < 1:
+        raise UserError("--minutes must be 1 or more each")
+    options = Options(args.folder, tuple(args.minutes), time.monotonic() + args.seconds)
     if args.prepare:
         prepare(options, args.fashion_dir)
     elif args.job:
@@ -454,7 +456,7 @@ def main():
     elif args.write:
         results = read_results(args.folder)
         if not results:
-            raise UserError(f"{args.folder} holds no results: a --job writes them")
+            raise UserError(f"{args.folder} holds no results: each --job writes some")
         write_between(PAGE, render(results))
     else:
         smoke(args.folder / "smoke")
