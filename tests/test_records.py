@@ -114,7 +114,8 @@ def small(records, monkeypatch, tmp_path):
     for name in ("ours", "flow"):
         recipe = records.RECIPES[name]
         monkeypatch.setitem(records.RECIPES, name, dataclasses.replace(recipe, samplers=(f"{records.HEUN} 2",)))
-    options = records.Options(tmp_path, (1, 2), math.inf, minute=0.05, probe=0.01, pictures=8, data_sets={"smoke": records.SMOKE})
+    options = records.Options(tmp_path, (1, 2), math.inf, minute=0.05, probe=0.01, pictures=8,
+                              data_sets={"smoke": records.SMOKE})
     records.prepare(options, "")
     return options, records
 

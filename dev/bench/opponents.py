@@ -1,4 +1,4 @@
-"""Training in PyTorch as fast as it goes, for dev/bench/records.py: by other projects' recipes, on the network of train_unet.py.
+"""Training in PyTorch as fast as it goes, for dev/bench/records.py: other projects' recipes on the network of train_unet.py.
 
 On a GPU the network is compiled, channels-last and in bf16, and a whole step is one CUDA graph, with images, random numbers,
 learning rate and averaged weights on the device; a CPU runs the same eagerly. A run's folder holds what ./train_unet's does:
@@ -169,7 +169,7 @@ class PyTorch:
                 self.save()
 
     def save(self):
-        """Write all that a step changes, and the averaged weights for ./train_unet and generate.py. Raises UserError for NaN."""
+        """Write all that a step changes, and the averaged weights for ./train_unet to draw with. Raises UserError for NaN."""
         step, average = int(self.steps_done), to_numpy(file_order(self.model, self.average))
         if not all(np.isfinite(array).all() for array in average):
             raise UserError(f"the weights became NaN or infinite by step {step}, in {self.folder}")

@@ -419,6 +419,7 @@ def render(results):
 
 def smoke(folder):
     """Every recipe in miniature, on images of noise; prints the table."""
+    torch.set_num_threads(1)  # several would only wait for each other
     options = Options(folder, (1, 2), float("inf"), minute=0.2, probe=0.5, pictures=8, data_sets={"smoke": SMOKE})
     prepare(options, "")
     for recipe in RECIPES:
