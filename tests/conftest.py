@@ -26,7 +26,7 @@ ON_A_GPU = ["test_gpu.py", "test_torch_ops.py", "test_dev.py", "test_gpu_"] if s
 
 # What only `make test ALL=1` runs, besides whole files: what takes long, and further cases of what others show. A
 # name means every case of a test.
-ALL_ONLY_FILES = {"test_dev", "test_dit", "test_planted", "test_quality", "test_signals", "test_torch_ops"}
+ALL_ONLY_FILES = {"test_dev", "test_dit", "test_planted", "test_quality", "test_records", "test_signals", "test_torch_ops"}
 ALL_ONLY = {
     "test_command_line": {"test_dry_run", "test_summary", "test_time_of_a_dry_run"},
     "test_files": {"test_damaged_files_in_python"},

@@ -489,7 +489,7 @@ def test_requirements():
 SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy", "torch", "tqdm"],
            "train_unet.py": ["numpy", "torch", "tqdm"], "dev/bench/plot_log.py": ["numpy", "tqdm"],
            "dev/bench/to_tensorboard.py": ["numpy", "PIL", "tqdm"], "dev/bench/benchmark.py": ["numpy", "torch", "tqdm"],
-           "dev/bench/compare_quality.py": ["numpy", "torch", "tqdm"]}
+           "dev/bench/compare_quality.py": ["numpy", "torch", "tqdm"], "dev/bench/records.py": ["numpy", "torch", "tqdm"]}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

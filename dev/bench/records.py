@@ -1,0 +1,467 @@
+"""The best pictures a minute: trains with ./train_unet and with PyTorch for minutes of one GPU, judges what they draw, and
+writes the tables of docs/records.md.
+
+    python dev/bench/records.py --prepare               the images of all data sets, once, before the jobs
+    python dev/bench/records.py --job fashion-ours-0    one data set, recipe and seed: writes build/records/fashion-ours-0.json
+    python dev/bench/records.py --write                 the tables, from the results of all jobs that are there
+    python dev/bench/records.py --smoke                 everything in miniature, also without a GPU
+
+A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Jobs may run at the same
+time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: starting, compiling, saving,
+drawing and judging are not counted on either side.
+"""
+import copy
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+import unet_io  # first, because it explains a missing package
+
+import numpy as np
+import torch
+
+import generate
+import prepare_data
+from benchmark import ROOT, launched, preset_config, processor_name, write_between
+from opponents import DEVICE, ON_GPU, PyTorch, Unfinished, checkpoint_in, log_interval
+from unet_io import UserError
+
+PAGE = ROOT / "docs/records.md"
+PROGRAM = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
+TUNING = 0.2  # of a model's minutes, which its consistency tuning takes besides
+
+
+# ----------------------------------------------------------------------------------------------------
+# what is compared: data sets and recipes
+
+class DataSet(NamedTuple):
+    preset: str   # the network, and what a recipe does not say
+    flags: dict   # Config values for every recipe
+    sizes: tuple  # how many pictures are compared with as many held-out images; the first is what most figures are of
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A way to train. flags: Config values over those of the data set's preset. samplers: flags with which is drawn.
+
+    trainer: "train_unet" or "PyTorch". one_run: one run gives the models of all lengths; otherwise the learning rate falls,
+    and each length is a run of its own. tuned: the same flags for the model after consistency tuning.
+    """
+    title: str
+    trainer: str
+    flags: dict
+    samplers: tuple
+    one_run: bool = True
+    tuned: tuple = ()
+
+
+DATA_SETS = {
+    "fashion": DataSet("fashion32", dict(flip=False, cond_drop_prob=0.0), (5000, 2000)),
+    "emoji": DataSet("unet64", dict(flip=True), (541,)),
+}
+SMOKE = DataSet("fashion32", dict(
+    image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
+    num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
+
+KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
+EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
+CONSISTENCY = "--sampler consistency --sample_steps"
+RECIPES = {
+    "real": Recipe("training images, as a yardstick", "", {}, ()),
+    "ours": Recipe("`./train_unet`, flow matching", "train_unet", KEPT | dict(
+        noise_schedule="flow", predict="flow", timestep_sampling="lognormal"), (f"{HEUN} 25",),
+        tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
+    "ours_v": Recipe("`./train_unet`, v", "train_unet", KEPT, ("--sampler ddim --sample_steps 50",)),
+    # as examples/unconditional_image_generation of diffusers
+    "ddpm": Recipe("PyTorch, DDPM as diffusers", "PyTorch", dict(
+        noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500, beta1=0.95, weight_decay=1e-6,
+        grad_clip=1.0, ema_rate=0.9999), ("--sampler ddim --sample_steps 50",), one_run=False),
+    # as examples/images/cifar10 of torchcfm, whose warm-up is 5,000 steps
+    "flow": Recipe("PyTorch, flow matching as torchcfm", "PyTorch", KEPT | dict(
+        noise_schedule="flow", predict="flow", lr=2e-4, warmup_steps=500, grad_clip=1.0),
+        (f"{EULER} 100", f"{HEUN} 25")),
+}
+FIGURES = {"Frechet": "Fréchet", "Frechet of 2000": "Fréchet of 2,000", "KID x 1000": "KID x 1000",
+           "precision %": "precision %", "recall %": "recall %", "accuracy %": "accuracy %"}
+
+
+class Options(NamedTuple):
+    """What all jobs share. deadline: of time.monotonic()."""
+    folder: pathlib.Path  # of images, runs and results
+    minutes: tuple        # lengths of training
+    deadline: float
+    minute: float = 60.0  # seconds that are called a minute
+    probe: float = 8.0    # seconds of training before it, which tell how many steps fit a minute
+    pictures: int = 5000  # drawn with each model
+    data_sets: dict = DATA_SETS
+
+    def images(self, data, held_out=False):
+        """The file of a data set's images to train on, or of those that are held out."""
+        return str(self.folder / f"data/{data}{'_val' * held_out}.bin")
+
+
+def config_of(data_set, recipe, seed):
+    """The Config of a run: the data set's preset, then what the data set and the recipe say."""
+    config = preset_config(data_set.preset, unet_io.PRESETS[data_set.preset]["batch_size"])
+    return dataclasses.replace(config, **recipe.flags | data_set.flags, seed=seed).check()
+
+
+def prepare(options, fashion_dir):
+    """Write the images of every data set, where they are not there yet. Raises UserError."""
+    for data in options.data_sets:
+        files = [options.images(data, held_out) for held_out in (False, True)]
+        if all(map(os.path.exists, files)):
+            continue
+        os.makedirs(options.folder / "data", exist_ok=True)
+        if data == "fashion":
+            for path, part in zip(files, ("train", "t10k")):
+                prepare_data.prepare_idx(os.path.join(fashion_dir, f"{part}-images-idx3-ubyte.gz"), path, labels=True)
+            continue
+        if data == "emoji":
+            pixels, labels = unet_io.read_images(str(ROOT / "data/emoji.bin")).pixels, None
+        else:
+            pixels = np.random.default_rng(0).integers(0, 256, (48, 1, 8, 8), np.uint8)
+            labels = np.array([str(i % 10) for i in range(len(pixels))])
+        held_out, rest = np.split(unet_io.permutation(0, 0, len(pixels)), [len(pixels) // 3])
+        for path, places in zip(files, (rest, held_out)):
+            unet_io.write_images(path, pixels[places], None if labels is None else labels[places],
+                                 labels if labels is None else unet_io.class_order(labels))
+
+
+# ----------------------------------------------------------------------------------------------------
+# training by ./train_unet; opponents.py has the same in PyTorch
+
+def milliseconds_in(folder, interval):
+    """Those of a step in each regular line of metrics.jsonl. The first line after a start is of a single step."""
+    with open(folder / "metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    return [line["ms"] for line in lines if line["step"] % interval == 0]
+
+
+def run_until(deadline, command, log):
+    """Whether a command came to its end before the deadline; otherwise it was told to save and stop. Raises UserError."""
+    with open(log, "ab") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT) as process:
+        try:
+            process.wait(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            return False
+    if process.returncode:
+        said = log.read_text(errors="replace").strip() or "no message"
+        raise UserError(f"{command[0]} failed with status {process.returncode}: {said.splitlines()[-1]}")
+    return True
+
+
+class Program:
+    """A run of ./train_unet with these flags, a list of words, on a file of images; it goes on from what its folder holds."""
+    def __init__(self, flags, images, folder):
+        self.flags, self.folder = [*flags, "--data_file", images, "--num_samples", "0", "--keep", "1"], folder
+
+    def step_seconds(self, seconds):
+        """The median time of a step in the second half of a run of about so many seconds, which is thrown away."""
+        steps = 20
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                run = copy.copy(self)
+                run.folder = pathlib.Path(folder)
+                run.train(steps, steps, float("inf"))
+                times = milliseconds_in(run.folder, log_interval(steps))
+            time_of_step = 1e-3 * statistics.median(times[len(times) // 2:])
+            steps = max(20, int(seconds / time_of_step))
+        return time_of_step
+
+    def train(self, steps, every, deadline):
+        """Train up to this step, with a checkpoint every so many steps. deadline: of time.monotonic(). Raises Unfinished."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        start = ["--resume", str(self.folder)] if list(self.folder.glob("checkpoint_*.bin")) else self.flags
+        command = [PROGRAM, *start, "--out_dir", str(self.folder), "--steps", str(steps), "--save_every", str(every),
+                   "--keep_every", str(every), "--log_every", str(log_interval(every)), "--sample_every", "0"]
+        if not run_until(deadline, command, self.folder / "log.txt"):
+            raise Unfinished
+
+
+# ----------------------------------------------------------------------------------------------------
+# judging
+
+class Judge:
+    """The figures of pictures beside held-out images, all by generate.py's functions. Raises UserError without its network."""
+    def __init__(self, job):
+        self.network, missing = generate.feature_network()
+        if self.network is None:
+            raise UserError(f"records need {missing}")
+        self.network.to(DEVICE)
+        self.sizes, self.config = job.data_set.sizes, job.config
+        held_out, self.labels = self.some(job.options.images(job.data, held_out=True))
+        self.training_images = self.some(job.images)
+        self.held_out = self.floats(held_out)
+        self.held_out_features = self.features(self.held_out)
+
+    def some(self, path):
+        """(pixels uint8 (N, C, S, S), labels (N,) or None) of the first N images of a file in a random order."""
+        images = unet_io.read_images(path)
+        places = unet_io.permutation(0, 0, len(images))[:self.sizes[0]]
+        labels = None if images.labels is None else images.labels[places]
+        return unet_io.to_uint8(images.floats(places, self.config.image_size)), labels
+
+    def features(self, images):
+        """In fp32, whatever the trainer before allowed."""
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        return generate.features(self.network, images, DEVICE)
+
+    @staticmethod
+    def floats(pixels):
+        return torch.from_numpy(pixels).float() / 127.5 - 1
+
+    def figures(self, pictures, classes):
+        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean."""
+        drawn, found = self.floats(pictures), {}
+        points = self.features(drawn)
+        for size in self.sizes:
+            sets = max(1, len(points) // size)  # each takes every sets-th picture, which spreads classes evenly
+            rows = [generate.feature_figures(points[k::sets][:size], self.held_out_features[:size]) for k in range(sets)]
+            for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
+                title = name if size == self.sizes[0] else f"{name} of {size}"
+                found[title] = float(np.mean([row[name] for row in rows]))
+        if classes is not None:
+            labels, theirs = (torch.from_numpy(np.asarray(values)).long() for values in (classes, self.labels))
+            found["accuracy %"] = 100 * generate.classification_accuracy(drawn, labels, self.held_out, theirs, self.config.seed,
+                                                                          DEVICE)
+        return found
+
+
+def draw(weights, sampler, count, path):
+    """(pictures uint8 (count, C, H, W), classes (count,) or None) of seeds 0 ... count - 1, by ./train_unet, unguided."""
+    launched([PROGRAM, "--generate", "--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1",
+              "--batch_size", "128", *sampler.split(), "--output_name", str(path)], "train_unet on ")
+    with np.load(path) as arrays:
+        return np.ascontiguousarray(np.moveaxis(arrays["arr_0"], -1, 1)), arrays["arr_1"] if "arr_1" in arrays else None
+
+
+def calls_of(sampler):
+    """How often a sampler calls the network for a picture."""
+    words = dict(zip(sampler.split()[::2], sampler.split()[1::2]))
+    steps = int(words["--sample_steps"])
+    return 2 * steps - 1 if words["--sampler"] == "heun" else steps
+
+
+# ----------------------------------------------------------------------------------------------------
+# a job
+
+def steps_a_minute(path, options, trainer):
+    """How many steps of trainer() fit a minute: what the file says, or what is measured now and kept there."""
+    if not path.exists():
+        steps = int(options.minute / trainer().step_seconds(options.probe))
+        with unet_io.replacing(path) as file:
+            file.write(str(max(1, steps)).encode())
+    return int(path.read_text())
+
+
+class Job:
+    """DATA-RECIPE-SEED, with the results so far in FOLDER/NAME.json and its runs in FOLDER/NAME. Raises UserError."""
+    def __init__(self, name, options):
+        self.name, self.options, self.folder = name, options, options.folder / name
+        try:
+            self.data, recipe, seed = name.split("-")
+            self.recipe, self.data_set = RECIPES[recipe], options.data_sets[self.data]
+            self.config = config_of(self.data_set, self.recipe, int(seed))
+        except (KeyError, ValueError):
+            raise UserError(f"--job {name} is none of DATA-RECIPE-SEED with DATA {' or '.join(options.data_sets)}, RECIPE"
+                            f" {' or '.join(RECIPES)}, and SEED a number") from None
+        if not os.path.exists(self.images):
+            raise UserError(f"{self.images} is not there yet: call records.py --prepare first")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = options.folder / f"{name}.json"
+        device = torch.cuda.get_device_name() if ON_GPU else processor_name()
+        self.result = json.loads(self.path.read_text()) if self.path.exists() else dict(
+            data=self.data, recipe=recipe, seed=int(seed), device=device, torch=torch.__version__, points=[])
+
+    @property
+    def images(self):
+        return self.options.images(self.data)
+
+    @functools.cached_property
+    def judge(self):
+        return Judge(self)
+
+    @functools.lru_cache(maxsize=1)
+    def trainer(self, folder):
+        if self.recipe.trainer == "PyTorch":
+            return PyTorch(self.config, self.images, folder)
+        return Program(unet_io.flags_of(self.config), self.images, folder)
+
+    def is_known(self, minutes, sampler):
+        return any((point["minutes"], point["sampler"]) == (minutes, sampler) for point in self.result["points"])
+
+    def note(self, minutes, sampler, pictures, classes, **more):
+        """Judge pictures and write the result."""
+        figures = self.judge.figures(pictures, classes)
+        self.result["points"].append(dict(minutes=minutes, sampler=sampler, **more, figures=figures))
+        with unet_io.replacing(self.path) as file:
+            file.write((json.dumps(self.result, indent=1) + "\n").encode())
+        print(f"{self.name}, {minutes:g} minutes, {sampler}: "
+              + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()), flush=True)
+
+    def note_model(self, minutes, samplers, weights, **more):
+        """Draw and judge what is not known yet of a model. Raises Unfinished."""
+        for sampler in samplers:
+            if self.is_known(minutes, sampler):
+                continue
+            if time.monotonic() > self.options.deadline:
+                raise Unfinished
+            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npz")
+            self.note(minutes, sampler, *drawn, calls=calls_of(sampler), **more)
+
+    def trained(self, folder, trainer, steps, every):
+        """(the checkpoint of this step, the seconds of training up to it); trainer() is called where it is not there yet."""
+        if not checkpoint_in(folder, steps).exists():
+            trainer().train(steps, every, self.options.deadline)
+        return checkpoint_in(folder, steps), 1e-3 * steps * statistics.mean(milliseconds_in(folder, log_interval(every)))
+
+    def run(self):
+        """Train and judge for each length what is not known yet. Raises Unfinished."""
+        if not self.recipe.trainer:
+            if not self.is_known(0, ""):
+                self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
+            return
+        for minutes in sorted(self.options.minutes):
+            tuned_minutes = round((1 + TUNING) * minutes, 3)
+            wanted = [(minutes, sampler) for sampler in self.recipe.samplers]
+            wanted += [(tuned_minutes, sampler) for sampler in self.recipe.tuned]
+            if all(self.is_known(*point) for point in wanted):
+                continue
+            folder = self.folder / ("run" if self.recipe.one_run else f"run_{minutes}")
+            trainer = functools.partial(self.trainer, folder)
+            every = steps_a_minute(self.folder / "steps_a_minute", self.options, trainer)
+            steps = every * minutes
+            weights, seconds = self.trained(folder, trainer, steps, every)
+            self.note_model(minutes, self.recipe.samplers, weights, steps=steps, seconds=seconds)
+
+            if self.recipe.tuned:
+                folder = self.folder / f"tuned_{minutes}"
+                trainer = functools.partial(self.tuner, weights, folder)
+                every = steps_a_minute(self.folder / "tuning_steps_a_minute", self.options, trainer)
+                more = max(1, round(TUNING * minutes * every))
+                weights, more_seconds = self.trained(folder, trainer, more, every)
+                self.note_model(tuned_minutes, self.recipe.tuned, weights, steps=steps + more, seconds=seconds + more_seconds)
+
+    def tuner(self, weights, folder):
+        """The consistency tuning of weights."""
+        flags = ["--preset", "consistency", "--model_weights", str(weights)]
+        for name in ("batch_size", "seed", "flip"):
+            flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
+        return Program(flags, self.images, folder)
+
+
+# ----------------------------------------------------------------------------------------------------
+# the tables
+
+def read_results(folder):
+    """What all jobs in the folder have found: a list of dicts. Raises UserError for more than one kind of GPU."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    devices = sorted({result["device"] for result in results})
+    if len(devices) > 1:
+        raise UserError(f"{folder} holds results of {' and of '.join(devices)}, which no table can compare")
+    return results
+
+
+def spread(values):
+    """'12.30 ± 0.20': mean and sample standard deviation; of one value that alone; of none nothing."""
+    if not values:
+        return ""
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
+def table(results):
+    """The table of one data set: a row for each length, recipe and sampler, of all seeds."""
+    rows = {}
+    for result in results:
+        for point in result["points"]:
+            key = point["minutes"], list(RECIPES).index(result["recipe"]), point["calls"], point["sampler"]
+            rows.setdefault(key, []).append(point)
+    names = [name for name in FIGURES if any(name in point["figures"] for points in rows.values() for point in points)]
+    text = "| minutes | recipe | steps | calls a picture | " + " | ".join(map(FIGURES.get, names)) + " | seeds |\n"
+    text += "|---:|---|---:|---:|" + "---:|" * len(names) + "---:|\n"
+    for (minutes, place, calls, sampler), points in sorted(rows.items()):
+        title, steps = list(RECIPES.values())[place].title, statistics.mean(point["steps"] for point in points)
+        cells = ["", title, "", ""]
+        if sampler:
+            cells = [f"{minutes:g}", f"{title}, {sampler.split()[1]}", f"{steps:,.0f}", str(calls)]
+        cells += [spread([point["figures"][name] for point in points if name in point["figures"]]) for name in names]
+        text += f"| {' | '.join([*cells, str(len(points))])} |\n"
+    return text
+
+
+def render(results):
+    """{marker: text} of the page's tables, of the data sets that have results."""
+    texts = {}
+    for data in dict.fromkeys(result["data"] for result in results):
+        some = [result for result in results if result["data"] == data]
+        trained = [point for result in some for point in result["points"] if point["seconds"]]
+        ratios = [point["seconds"] / (60 * point["minutes"]) for point in trained]
+        text = f"On {some[0]['device']}, PyTorch {some[0]['torch']}."
+        if ratios:
+            text += f" Measured, a minute's steps took from {60 * min(ratios):.1f} to {60 * max(ratios):.1f} s."
+        texts[f"records:{data}"] = f"{text}\n\n{table(some)}"
+    return texts
+
+
+def smoke(folder):
+    """Every recipe in miniature, on images of noise; prints the table."""
+    torch.set_num_threads(1)  # several would only wait for each other
+    options = Options(folder, (1, 2), float("inf"), minute=0.2, probe=0.5, pictures=8, data_sets={"smoke": SMOKE})
+    prepare(options, "")
+    for recipe in RECIPES:
+        Job(f"smoke-{recipe}-0", options).run()
+    print(render(read_results(folder))["records:smoke"])
+
+
+def main():
+    parser = unet_io.Parser(description=__doc__)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prepare", action="store_true", help="write the images of all data sets into FOLDER/data")
+    what.add_argument("--job", metavar="NAME", help="train and judge DATA-RECIPE-SEED, such as fashion-ours-0; DATA is"
+                      f" {' or '.join(DATA_SETS)}, RECIPE {', '.join(RECIPES)}")
+    what.add_argument("--write", action="store_true", help="write the results in FOLDER into docs/records.md")
+    what.add_argument("--smoke", action="store_true", help="everything in miniature, and print its table")
+    add("--folder", type=lambda text: pathlib.Path(text).resolve(), default=ROOT / "build/records",
+        help="where images, runs and results lie (default: build/records)")
+    add("--minutes", type=generate.parse_numbers, default=[1, 2, 5, 10], metavar="LIST",
+        help="lengths of training of --job (default: 1,2,5,10)")
+    add("--seconds", type=float, default=float("inf"), metavar="X",
+        help="after which --job saves and stops, to go on when it is called again (default: never)")
+    add("--fashion_dir", default="/usr/share/datasets/fashion-mnist", metavar="FOLDER",
+        help="Fashion-MNIST's four files for --prepare, as Debian's package dataset-fashion-mnist has them")
+    args = parser.parse_args()
+    if min(args.minutes) < 1:
+        raise UserError("--minutes must be 1 or more each")
+    options = Options(args.folder, tuple(args.minutes), time.monotonic() + args.seconds)
+    if args.prepare:
+        prepare(options, args.fashion_dir)
+    elif args.job:
+        if not ON_GPU:
+            raise UserError("a job counts minutes of a GPU, and PyTorch finds none here; --smoke runs everywhere")
+        Job(args.job, options).run()
+    elif args.write:
+        results = read_results(args.folder)
+        if not results:
+            raise UserError(f"{args.folder} holds no results: each --job writes some")
+        write_between(PAGE, render(results))
+    else:
+        smoke(args.folder / "smoke")
+
+
+if __name__ == "__main__":
+    unet_io.run_script(main)
