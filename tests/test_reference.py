@@ -181,7 +181,7 @@ def twin_cases():
         for rises in (True, False):
             values = [[unet_io.learning_rate(config, s), *(1 - unet_io.ema_decay(rate, s - skipped, warmup=rises)
                                                            for rate in config.ema_rate)] for s in steps]
-            add(f"rate {schedule}, warm-up {warmup} of {length}, to {last}, {skipped} skipped, {rises}",
+            add(f"rate {schedule}, {warmup} of {length}, to {last}, {skipped} skipped, {rises}",
                 [kinds.index(schedule), warmup, length, skipped, rises], np.array(values).reshape(-1),
                 reals=np.array([3e-4, last, *config.ema_rate]), at=steps)
     return tensors
