@@ -2,6 +2,7 @@
 
     python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
     python prepare_data.py --data_dir FOLDER_OR_ZIP --labels --val_fraction 0.1 --output_name FILE.bin
+    python prepare_data.py --data_dir CLIP_ART --fit trim --distinct 16 --output_name FILE.bin
     python prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
     python prepare_data.py --data_dir latents.npz --labels --data_std 1 --output_name FILE.bin
 
@@ -11,9 +12,11 @@ it is transparent, cropped to its central square (or as --fit says) and resized 
 followed; a real folder or file that has several names is taken once, so that no link leads in circles and no
 picture lies on both sides of a split. Hidden files and folders are left out. Files that can't be read are
 named, counted and skipped, and files whose ending is no picture's are counted. A folder that can't be listed
-is refused, because nobody knows what would be missing. Images are written as they come, so that of each only
-its path, its identity and a label stay in memory. Grey pictures of 16 bits have one white for all: 65535, or
-where none of them comes near it, that of the fewest bits that hold them all, or --white_level.
+is refused, because nobody knows what would be missing. --distinct leaves out every picture that looks like one
+before it in the order of the paths, whichever side of a split either is on. Images are written as they come,
+so that of each only its path, its identity and a label stay in memory, and with --distinct a thumbnail. Grey
+pictures of 16 bits have one white for all: 65535, or where none of them comes near it, that of the fewest bits
+that hold them all, or --white_level.
 
 Classes. --labels folder, or --labels alone, takes the name of the folder that a picture lies in, --label_level
 N that of the N-th folder on the way down from --data_dir: of FOLDER/cat/images/x.png level 1 is cat and level
@@ -56,7 +59,7 @@ import zlib
 import unet_io  # first, because it explains a missing package
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageChops, ImageCms, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from unet_io import UserError, class_order, counted, listed, nfc, printable
@@ -656,8 +659,8 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     """The bytes of a picture file -> uint8 (channels, image_size, image_size). Raises what Pillow raises.
 
     channels: 1 grey, 3 RGB, 4 RGBA; only the last keeps what is transparent. fit: crop takes the central
-    square, pad adds what lacks to a square, white or transparent, stretch distorts. white_level: of grey
-    pictures of 16 bits. remarks: a Remarks to add to.
+    square, pad adds what lacks to a square, white or transparent, trim first cuts away what pad would add,
+    stretch distorts. white_level: of grey pictures of 16 bits. remarks: a Remarks to add to.
     """
     remarks = remarks or Remarks()
     image = file = Image.open(io.BytesIO(data), formats=OPENED)
@@ -684,12 +687,14 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         if not (to_convert and to_convert[1] in ("CMYK", "LAB")):
             image = image.convert("RGBA" if channels == 4 else "RGB")
+        if fit == "trim":
+            image = trimmed(image)
         image = resized(image, image_size, fit)
         if to_convert:
             image = converted(image, *to_convert)
         if channels == 4:
             image = image.convert("RGBA")
-        if fit == "pad":
+        if fit in ("pad", "trim"):
             image = padded(image)
         image = image.convert("L") if channels == 1 else image
     with contextlib.suppress(Exception):  # what follows the first picture may be damaged
@@ -698,14 +703,20 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1).copy()
 
 
+def trimmed(image):
+    """Without the white around what is drawn, in RGBA without the transparent; all of it where nothing is drawn."""
+    drawn = image.getchannel("A") if image.mode == "RGBA" else ImageChops.invert(image.convert("RGB"))
+    return image.crop(drawn.getbbox())
+
+
 def resized(image, size, fit):
-    """To size x size pixels, or with `pad` to the largest within that."""
+    """To size x size pixels, or with `pad` and `trim` to the largest within that."""
     box, target = (0, 0, image.width, image.height), (size, size)
     if fit == "crop":
         side = min(image.size)
         left, top = (image.width - side) / 2, (image.height - side) / 2
         box = left, top, left + side, top + side
-    elif fit == "pad":
+    elif fit in ("pad", "trim"):
         target = tuple(max(1, round(n * size / max(image.size))) for n in image.size)
     return image.resize(target, Image.Resampling.BICUBIC, box=box)
 
@@ -716,6 +727,33 @@ def padded(image):
     square = Image.new(image.mode, (side, side), (0, 0, 0, 0) if image.mode == "RGBA" else "white")
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
+
+
+class Distinct:
+    """Tells which pictures look like an earlier one: no value of the two differs by more than `tolerance`
+    (of 255) after both were averaged to 16x16 pixels.
+
+    number: how many pictures may come, of which each that is new takes 1.6 kB where it has three channels.
+    """
+    def __init__(self, tolerance, number, channels):
+        self.tolerance, self.count = tolerance, 0
+        self.small = np.empty((number, channels, 16, 16), np.int16)
+        self.quarters = np.empty((number, channels, 2, 2), np.float32)  # their averages over 8x8 pixels
+
+    def is_new(self, pixels):
+        """Whether uint8 (channels, size, size) looks like no picture for which this was asked before."""
+        planes = [Image.fromarray(plane).resize((16, 16), Image.Resampling.BOX) for plane in pixels]
+        small = np.stack([np.asarray(plane, np.int16) for plane in planes])
+        quarters = small.reshape(-1, 2, 8, 2, 8).mean((2, 4))
+
+        # Averages differ by no more than what they average, so that the quarters find the few to compare.
+        near = np.abs(self.quarters[:self.count] - quarters).max((1, 2, 3)) <= self.tolerance
+        differences = np.abs(self.small[:self.count][near] - small).max((1, 2, 3))
+        if (differences <= self.tolerance).any():
+            return False
+        self.small[self.count], self.quarters[self.count] = small, quarters
+        self.count += 1
+        return True
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -951,12 +989,14 @@ class NotWhite(Exception):
 
 
 def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, channels=3, label_level=0,
-            fit="crop", white_level=0):
+            fit="crop", white_level=0, distinct=0):
     """Write output_name (and NAME_val.bin); returns (images written, images held out, files skipped).
 
     data_dir: a folder, a zip or a picture. image_size: height and width in pixels. labels: where the classes
     come from, folder, prefix or a file, see above; "" for none. val_fraction: how much to hold out, from 0 to
     below 1. label_level: see labelled. channels, fit: see load_image. white_level: 0 as the pictures show.
+    distinct: the tolerance within which a picture that looks like an earlier one is left out, see Distinct; 0
+    keeps all.
     Which images are held out depends only on the sorted list of files, and the same files always give the
     same bytes. The outputs appear once they are whole. Raises UserError.
     """
@@ -1001,7 +1041,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
             except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
                 return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
 
-        skipped, counts = 0, [0, 0]
+        skipped, repeated, counts = 0, 0, [0, 0]
+        seen = Distinct(distinct, len(classes), channels) if distinct else None
         with contextlib.ExitStack() as stack:
             writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
             pool = concurrent.futures.ThreadPoolExecutor()
@@ -1014,9 +1055,15 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                     if not has_told_faults:
                         tqdm.write(f"skipped {printable(error)}", file=sys.stderr)
                     continue
+                if seen and not seen.is_new(pixels):
+                    repeated += 1
+                    continue
                 side = i in in_validation
                 writers[side].add(pixels, label)
                 counts[side] += 1
+            if repeated and not all(counts[:len(outputs)]):
+                raise UserError(f"--distinct {distinct} left out {counted(repeated, 'picture')}, and nothing stays on"
+                                f" one side of --val_fraction {val_fraction}: choose a smaller --distinct")
             if not counts[0]:
                 raise UserError(f"of {counted(len(classes), 'file')} in {data_dir} none could be read as an"
                                 f" image")
@@ -1027,6 +1074,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                 raise NotWhite(white_of(max(remarks.deep)))
             for text in remarks.notes(white_level):
                 note(text)
+            if repeated:
+                note(f"{counted(repeated, 'picture')} left out, because an earlier one looks like it")
             _finish(writers, are_numbers)
         return counts[0], counts[1], skipped
 
@@ -1109,9 +1158,12 @@ def main():
     add("--output_dir", default="", metavar="FOLDER", help="where --output_name lies (default: here)")
     add("--image_size", type=int, metavar="N",
         help="height and width in pixels (default: 64; of an IDX file, the next multiple of 8)")
-    add("--fit", choices=("crop", "pad", "stretch"),
+    add("--fit", choices=("crop", "pad", "trim", "stretch"),
         help="make a picture square by its middle alone, by adding white (with --in_channels 4: what is"
-             " transparent), or by distorting it (default: crop)")
+             " transparent), by cutting that away first, or by distorting it (default: crop)")
+    add("--distinct", type=int, default=0, metavar="N",
+        help="leave out a picture that looks like an earlier one: averaged to 16x16 pixels, no value differs by more"
+             " than N of 255 (16 is usual; default: 0, keep all)")
     add("--in_channels", type=int, choices=(1, 3, 4), metavar="N",
         help="1 grey, 3 RGB, 4 RGBA (default: 3, of an IDX file 1)")
     add("--white_level", type=int, default=0, metavar="N",
@@ -1136,7 +1188,7 @@ def main():
         raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
     if args.value_range and not (idx or array):
         raise UserError("--range goes with an IDX file, a .npy or .npz only; of 16-bit pictures see --white_level")
-    for name in ("fit", "white_level", "label_level"):
+    for name in ("fit", "white_level", "label_level", "distinct"):
         if getattr(args, name) and (idx or array):
             raise UserError(f"--{name} is for pictures, and {args.data_dir} holds an array: leave it out")
     if (idx or array) and args.labels not in ("", "folder"):
@@ -1146,6 +1198,8 @@ def main():
         raise UserError(f"--label_level {args.label_level} must be 1 or more, and goes with --labels folder")
     if args.white_level and not 1 <= args.white_level <= 65535:
         raise UserError(f"--white_level {args.white_level} must be from 1 to 65535")
+    if not 0 <= args.distinct <= 254:
+        raise UserError(f"--distinct {args.distinct} must be from 0, which keeps all, to 254")
     if args.image_size is not None and not 1 <= args.image_size <= 4096:
         raise UserError(f"--image_size {args.image_size} must be from 1 to 4096, and for training a"
                         f" multiple of 8")
@@ -1162,7 +1216,8 @@ def main():
     elif idx:
         options = dict(value_range=args.value_range)
     else:
-        options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level)
+        options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level,
+                       distinct=args.distinct)
     with clean_stop():
         written, held_out, skipped = prepare_any(args.data_dir, output, args.image_size, args.in_channels,
                                                  args.labels, args.val_fraction, **options)

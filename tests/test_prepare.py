@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, ImageDraw
 
 import generate
 import prepare_data
@@ -1153,6 +1153,100 @@ def test_fit(tmp_path):
     assert load_image_of(Image.new("L", (1000, 1)), 8, channels=1, fit="pad").tolist() == \
         [[[255] * 8] * 3 + [[0] * 8] + [[255] * 8] * 4]
     assert same_bits(load_image_of(wide.crop((4, 0, 12, 8)), 8, fit="pad"), load_image_of(wide, 8))
+
+
+def test_trim(tmp_path):
+    """A margin of white, or of what is transparent, is cut away, however the picture is stored."""
+    drawn = Image.new("RGB", (4, 2), "red")
+    on_white, on_clear = Image.new("RGB", (40, 30), "white"), Image.new("RGBA", (40, 30), (0, 0, 255, 0))
+    for page in (on_white, on_clear):
+        page.paste(drawn, (30, 5))
+    bar = load_image_of(drawn, 8, fit="pad")
+    assert (bar[1, 2:6] == 0).all() and (bar[:, :2] == 255).all() and (bar[:, 6:] == 255).all()
+    for page in (on_white, on_clear):
+        assert same_bits(load_image_of(page, 8, fit="trim"), bar)
+    assert same_bits(load_image_of(on_white.convert("L"), 8, channels=1, fit="trim"),
+                     load_image_of(drawn.convert("L"), 8, channels=1, fit="pad"))
+    assert same_bits(load_image_of(on_clear, 8, channels=4, fit="trim"), load_image_of(drawn, 8, channels=4, fit="pad"))
+    on_white.convert("CMYK").save(tmp_path / "x.tif")
+    assert same_bits(prepare_data.load_image((tmp_path / "x.tif").read_bytes(), 8, fit="trim"), bar)
+    empty = Image.new("RGBA", (40, 30))
+    assert (load_image_of(empty, 8, fit="trim") == 255).all() and \
+        (load_image_of(empty, 8, channels=4, fit="trim") == 0).all()
+
+
+def make_icons(folder):
+    """Icons as a theme has them: in several sizes, linked, copied, drawn again with small changes, in grey."""
+    for name in ("apps/64", "apps/big", "places"):
+        (folder / name).mkdir(parents=True)
+    disc = Image.new("RGBA", (256, 256))
+    ImageDraw.Draw(disc).ellipse((8, 8, 247, 247), "red")
+    disc.resize((64, 64), Image.Resampling.BOX).save(folder / "apps/64/disc.png")
+    disc.save(folder / "apps/big/disc.png")
+    flat = Image.new("RGB", (256, 256), "white")
+    flat.paste(disc, mask=disc)
+    flat.save(folder / "apps/big/flat.png")  # on white, not on nothing
+    shutil.copy(folder / "apps/big/disc.png", folder / "places/copy.png")
+    (folder / "places/link.png").symlink_to("../apps/big/disc.png")
+    disc.convert("LA").save(folder / "places/grey.png")
+    ImageDraw.Draw(disc).rectangle((120, 120, 135, 135), (240, 0, 0))  # a mark that is hardly seen
+    disc.save(folder / "apps/big/marked.png")
+    ImageDraw.Draw(disc).rectangle((120, 120, 135, 135), "blue")
+    disc.save(folder / "places/blue.png")
+    return folder
+
+
+def test_distinct(tmp_path):
+    """Of pictures that look alike the first stays, on whichever side of a split; others of the same form stay."""
+    folder = make_icons(tmp_path / "in")
+    words = "--data_dir", folder, "--image_size", 32, "--fit", "trim", "--labels", "--label_level", 1
+    result = script("prepare_data.py", *words, "--distinct", 16, "--output_name", tmp_path / "x.bin")
+    images = unet_io.read_images(str(tmp_path / "x.bin"))
+    assert [images.class_names[label] for label in images.labels] == ["apps", "places", "places"]
+    (red, blue, grey), middle = images.pixels.astype(int), (slice(None), 16, 16)
+    assert red[middle].tolist() == [255, 0, 0] and np.ptp(grey[middle]) == 0
+    assert blue[2, 16, 16] > 200 and np.abs(red - blue)[:, :8].max() < 16
+    assert "note: 4 pictures left out, because an earlier one looks like it" in result.stderr
+    assert "3 images of 32x32, 0 more held out for validation, 0 files skipped" in result.stdout
+
+    assert "7 images of 32x32" in script("prepare_data.py", *words, "--output_name", tmp_path / "x.bin").stdout
+    shutil.rmtree(folder / "apps/64")
+    script("prepare_data.py", *words, "--distinct", 1, "--output_name", tmp_path / "x.bin")
+    assert len(unet_io.read_images(str(tmp_path / "x.bin")).pixels) == 4  # the mark is another picture now
+    script("prepare_data.py", *words, "--distinct", 1, "--val_fraction", 0.5, "--output_name", tmp_path / "x.bin")
+    split = [unet_io.read_images(str(tmp_path / name)).pixels for name in ("x.bin", "x_val.bin")]
+    assert len({pixels.tobytes() for side in split for pixels in side}) == sum(map(len, split)) == 4
+
+
+def test_distinct_compares_every_pair():
+    """The shortcut by quarters finds what comparing all values finds, at sizes that 16 does not divide, too."""
+    rng = np.random.default_rng(0)
+    for size, channels, tolerance in ((16, 3, 20), (24, 1, 9), (8, 4, 30)):
+        bases = rng.integers(0, 190, (5, channels, size, size))
+        pictures = [(bases[rng.integers(5)] + rng.integers(60) + rng.integers(3, size=bases[0].shape)).astype(np.uint8)
+                    for _ in range(60)]
+        distinct, kept, answers = prepare_data.Distinct(tolerance, 60, channels), [], []
+        for pixels in pictures:
+            small = np.stack([np.asarray(Image.fromarray(plane).resize((16, 16), Image.Resampling.BOX), int)
+                              for plane in pixels])
+            answers.append(all(np.abs(small - other).max() > tolerance for other in kept))
+            kept += [small] if answers[-1] else []
+            assert distinct.is_new(pixels) == answers[-1]
+        assert 5 < sum(answers) < 60
+
+
+def test_distinct_is_refused(tmp_path):
+    folder = make_colours(tmp_path / "in", "a.png", "b.png")
+    shutil.copy(folder / "a.png", folder / "b.png")
+    words = "--data_dir", folder, "--image_size", 8, "--output_name", tmp_path / "x.bin"
+    for value in (-1, 255):
+        assert f"--distinct {value} must be from 0" in call(prepare_data, *words, "--distinct", value)
+    assert "left out 1 picture, and nothing stays on one side of --val_fraction 0.5" in call(
+        prepare_data, *words, "--distinct", 1, "--val_fraction", 0.5)
+    np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.uint8))
+    assert "--distinct is for pictures" in call(prepare_data, "--data_dir", tmp_path / "x.npy", "--distinct", 1,
+                                                "--output_name", tmp_path / "x.bin")
+    assert not list(tmp_path.glob("x*.bin*"))
 
 
 def load_image_of(image, size, **options):
