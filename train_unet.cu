@@ -53,9 +53,10 @@
 //   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
 //        block; attention block; up- and down-sampling; last block
 //   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
-//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; samplers
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; paths of the sampler; samplers
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a step of the sampler; a training
+//        step; sampling
 //   9  CHECKPOINTS
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;

@@ -507,6 +507,7 @@ static std::vector<Flag> FLAGS = {
     "--class_cond 1 --num_classes 1000 --learn_sigma 1 --resblock_updown 1 --use_scale_shift_norm 1 " \
     "--attention_resolutions 32,16,8 --ema_rate 0.9999 "
 #define IN_MINUTES "--predict v --noise_schedule cosine --lr 3e-4 --lr_schedule cosine --warmup_steps 500 "
+#define OF_EDM "--noise_schedule edm --predict edm --timestep_sampling lognormal --timestep_mean -1.2 --timestep_std 1.2 "
 // A preset is a text of flags that come before those of --config and those the user types.
 struct Preset {
     const char *name, *flags;
@@ -519,9 +520,9 @@ static std::vector<Preset> PRESETS = {
      "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
      "--sample_every 500"},
     {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
-    {"fashion32", IN_MINUTES "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 "
-                             "--num_classes 10 --cond_drop_prob 0.1 --guidance_scale 2 --flip 1 "
-                             "--batch_size 128"},
+    {"fashion32", OF_EDM "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
+                         "--cond_drop_prob 0.1 --batch_size 128 --lr 1e-3 --lr_schedule cosine --warmup_steps 500 "
+                         "--sampler dpmpp --sample_steps 10"},
     {"unet64", IN_MINUTES "--batch_size 64 --steps 16000"},
     {"large64",
      "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "
@@ -534,8 +535,8 @@ static std::vector<Preset> PRESETS = {
     {"adm256",
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
-    {"consistency", "--consistency 1 --timestep_sampling lognormal --timestep_mean -0.8 --timestep_std 1.6 --lr 1e-4 "
-                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 2000"},
+    {"consistency", "--consistency 1 --path_steps 10 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --grad_clip 1 "
+                    "--batch_size 128 --steps 3000"},
 };
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
@@ -1584,7 +1585,7 @@ struct ArrayFile {
         std::string sizes = little_endian(bytes, 8) + little_endian(bytes, 8);
         std::string begin = "PK\3\4" + file + little_endian(20, 2) + name + little_endian(1, 2) +
                             little_endian(16, 2) + sizes;
-        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + little_endian(0, 10) +
+        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + std::string(10, 0) +
                    little_endian(UINT32_MAX, 4) + name + little_endian(1, 2) + little_endian(24, 2) + sizes +
                    little_endian(offset, 8);
         out.write(begin + start);

@@ -812,6 +812,7 @@ def check_range(name, value, least=None, flag=None):
 
 ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000, learn_sigma=True,
            resblock_updown=True, use_scale_shift_norm=True, ema_rate=0.9999)
+EDM = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2)
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",
@@ -821,8 +822,7 @@ PRESETS = {
                     attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,
                     lr=3e-4, lr_schedule="cosine", warmup_steps=500, steps=20000),
     "fashion32": dict(image_size=32, in_channels=1, num_classes=10, channel_mult=(1, 2, 2), class_cond=True,
-                      cond_drop_prob=0.1, predict="v", noise_schedule="cosine", flip=True, batch_size=128,
-                      lr=3e-4, lr_schedule="cosine", warmup_steps=500),
+                      cond_drop_prob=0.1, batch_size=128, lr=1e-3, lr_schedule="cosine", warmup_steps=500, **EDM),
     "unet64": dict(predict="v", noise_schedule="cosine", batch_size=64, lr=3e-4, lr_schedule="cosine",
                    warmup_steps=500, steps=16000),
     "large64": dict(image_size=64, num_channels=128, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
@@ -836,8 +836,8 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
-    "consistency": dict(consistency=True, timestep_sampling="lognormal", timestep_mean=-0.8, timestep_std=1.6, lr=1e-4,
-                        lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=128, steps=2000),
+    "consistency": dict(consistency=True, path_steps=10, lr=1e-3, lr_schedule="cosine", warmup_steps=100, grad_clip=1.0,
+                        batch_size=128, steps=3000),
 }
 
 

@@ -958,6 +958,20 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(ConsistencyWeights{pairs(on), batch, 0, B});
     });
+    Floats points(8 * n);  // of paths of three steps, for twice as many images
+    check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
+        typedef typename decltype(on)::T T;
+        on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
+                                 .target = on(target),
+                                 .points = on(points),
+                                 .schedule = on(chain),
+                                 .timesteps = on(t),
+                                 .step = &on(state)->step,
+                                 .path_steps = 3,
+                                 .images = 2 * B,
+                                 .first = 2 * B + 1,
+                                 .first_of_rank = B + 1});
+    });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
             Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
@@ -1051,6 +1065,19 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                          .source = source(on),
                          .hyper = config.optimiser});
     });
+    Pair<SamplerStep> path(std::vector<SamplerStep>{{}, {.timestep = 999}, {.timestep = 640}, {.timestep = 77}});
+    Pair<SampleSpec> specs(std::vector<SampleSpec>((size_t)batch));
+    auto paths = [&](auto on) {
+        BatchSource with_paths = source(on);
+        with_paths.path = on(path), with_paths.path_steps = 3;
+        return with_paths;
+    };
+    outputs.resize(3);
+    check("begin step on paths", shape, outputs, [&](auto on) {
+        on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), paths(on), config.optimiser});
+    });
+    check("start paths", shape, {{&specs, WRITTEN, "specs", EXACT}},
+          [&](auto on) { on.run(StartPaths{on(specs), paths(on), batch, 3, 70000}); });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
           [&](auto on) {

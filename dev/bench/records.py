@@ -74,15 +74,16 @@ SMOKE = DataSet("fashion32", dict(
     image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
     num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
 
+FALLING = dict(lr=1e-3, lr_schedule="cosine", warmup_steps=500)
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
 EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
 CONSISTENCY = "--sampler consistency --sample_steps"
 RECIPES = {
     "real": Recipe("training images, as a yardstick", "", {}, ()),
-    "ours": Recipe("`./train_unet`, flow matching", "train_unet", KEPT | dict(
-        noise_schedule="flow", predict="flow", timestep_sampling="lognormal"), (f"{HEUN} 25",),
-        tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
-    "ours_v": Recipe("`./train_unet`, v", "train_unet", KEPT, ("--sampler ddim --sample_steps 50",)),
+    "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM, ("--sampler dpmpp --sample_steps 10",),
+                   one_run=False, tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
+    "ours_v": Recipe("`./train_unet`, v", "train_unet", FALLING | dict(
+        noise_schedule="cosine", predict="v", timestep_sampling="uniform"), ("--sampler ddim --sample_steps 50",), one_run=False),
     # as examples/unconditional_image_generation of diffusers
     "ddpm": Recipe("PyTorch, DDPM as diffusers", "PyTorch", dict(
         noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500, beta1=0.95, weight_decay=1e-6,
