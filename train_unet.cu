@@ -3804,10 +3804,12 @@ static void print_memory(const Model& m) {
     const Config& c = m.config;
     const Plan& plan = m.plan;
     const char* ema = ema_count(c) ? ", EMA" : "";
+    const char* teacher = c.path_steps ? ", teacher" : "";
     const char* gradients = plan.training ? ", their gradients" : "";
     std::string copies;
     if (plan.training && !is_sharded(&m))
-        copies = text(" (%d times: gradients, AdamW%s)", 3 + ema_count(c) + gradient_buffers(&m), ema);
+        copies = text(" (%d times: gradients, AdamW%s%s)", 3 + ema_count(c) + gradient_buffers(&m) + !!c.path_steps, ema,
+                      teacher);
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
     printf("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters).c_str(), copies.c_str());
