@@ -868,7 +868,7 @@ class Trainer:
     "torch", or "native" as in use_native_operators.
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
-                 compile=False, operators="torch", threshold="clamp"):
+                 compile=False, operators="torch"):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
@@ -886,8 +886,8 @@ class Trainer:
                                betas=(config.beta1, config.beta2), eps=config.adam_eps)
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
-        self.teacher = copy.deepcopy(self.model) if config.path_steps else None  # draws the paths, limited by threshold
-        self.threshold, self.paths, self.paths_drawn = threshold, None, None
+        self.teacher = copy.deepcopy(self.model) if config.path_steps else None  # draws the paths
+        self.paths, self.paths_drawn = None, None
 
     def path_batch(self, step):
         """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
@@ -896,7 +896,7 @@ class Trainer:
         if self.paths_drawn != count:
             seeds, classes = unet_io.path_starts(config, count, self.images.labels)
             points = []
-            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device, threshold=self.threshold,
+            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device,
                           classes=classes, path=points)
             self.paths = torch.stack(points).cpu().numpy(), ends.numpy(), classes
             self.paths_drawn = count
@@ -1393,7 +1393,7 @@ def train(config, run, given):
         unet_io.say(f"note: {line}")
     compile = device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
-                      operators=run.operators, threshold=run.threshold)
+                      operators=run.operators)
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)

@@ -1,4 +1,5 @@
 """Files, there and back: checkpoints, old weights, exports, images, damaged ones."""
+import dataclasses
 import json
 import os
 import re
@@ -63,6 +64,30 @@ def test_resume_in_pytorch(tmp_path, images8):
     assert sorted(ours) == [4, 5, 6]
     for step, loss in ours.items():
         assert abs(loss / theirs[step] - 1) < 1e-5
+
+
+def test_tuning_in_pytorch(tmp_path, images8):
+    """Both programs tune the averages of a run by the same paths, and PyTorch goes on in the middle of one."""
+    config = dataclasses.replace(RESUMED, learn_sigma=False, ema_rate=0.5)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "base", 3))
+    base = checkpoint_in(tmp_path / "base", 3)
+    tuning = ["--consistency", 1, "--path_steps", 4, "--lr", 1e-3, "--batch_size", 3, "--ema_rate", 0.9, "--data_file", images8,
+              "--model_weights", base, "--steps", 6, "--log_every", 1]
+    run(TRAIN, *tuning, "--save_every", 2, "--keep", 9, *QUICK, "--out_dir", tmp_path / "run")
+    script("train_unet.py", *tuning, "--device", "cpu", "--sample_every", 0, "--out_dir", tmp_path / "python")
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "run", 2), tmp_path / "resumed")
+    script("train_unet.py", "--resume", tmp_path / "resumed", "--out_dir", tmp_path / "resumed", "--steps", 6, "--log_every", 1,
+           "--device", "cpu", "--sample_every", 0)
+
+    theirs, averages = losses_in(tmp_path / "run"), unet_io.read_checkpoint(str(base)).sections["ema"]
+    for folder, first in (("python", 1), ("resumed", 3)):
+        ours = losses_in(tmp_path / folder)
+        assert sorted(ours) == list(range(first, 7))
+        assert all(abs(loss / theirs[step] - 1) < 1e-5 for step, loss in ours.items())
+    for folder in ("run", "python", "resumed"):
+        sections = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / folder, 6))).sections
+        assert same_bits(sections["teacher"], averages) and not same_bits(sections["weights"], averages)
 
 
 def test_old_weights(cpp, tmp_path):
