@@ -624,6 +624,9 @@ def main():
     add("--export", default="", metavar="FILE",
         help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending, or FOLDER/ for"
              " diffusers; see --use_ema")
+    add("--export_page", default="", metavar="FILE.html",
+        help="write a page that draws pictures in any browser, with this --sampler, --sample_steps and --guidance_scale"
+             " unless its reader says otherwise, and exit")
     source.add_argument("--import", dest="imported", metavar="FILE",
                         help="short for --model_weights FILE --export STEM.bin, for ./train_unet; of a .bin of an"
                              " earlier format everything is kept, so that a run can be resumed")

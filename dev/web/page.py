@@ -1,0 +1,107 @@
+"""A page of a trained model: one HTML file that draws its pictures in a browser, without a server or a network.
+
+generate.py --export_page writes such a page and reads its weights again. page.html is what every page shows; page.wasm
+is the network, which `make` in this folder compiles from page.cc. docs/formats.md says what a page holds.
+"""
+import base64
+import dataclasses
+import json
+import os
+import re
+import zlib
+
+import unet_io  # first, because it explains a missing package
+
+import numpy as np
+import torch
+
+from train_unet import DIFFUSION, ARCHITECTURE, file_order, sampler_steps, to_numpy, unet_without_memory, usual_sampler
+from unet_io import Checkpoint, Config, UserError
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+MODEL = re.compile('<script id="model" type="application/json">(.*?)</script>', re.DOTALL)
+SAMPLING = ("sampler", "sample_steps", "guidance_scale", "eta", "threshold", "spacing")
+
+
+def is_int8(shape):
+    """Whether a parameter of this shape is stored as int8: convolutions are, with 1x1 ones and attention's."""
+    return len(shape) > 2
+
+
+def pack(values):
+    """The bytes of a parameter, float32 of any shape: int8 behind a float32 scale for each output, or bfloat16.
+
+    The scale is that with which the output's largest weight becomes 127 or -127.
+    """
+    if not is_int8(values.shape):
+        return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()
+    rows = values.reshape(len(values), -1)
+    scales = (np.abs(rows).max(1, keepdims=True) / 127).astype(np.float32)
+    whole = np.rint(rows / np.maximum(scales, np.finfo(np.float32).tiny)).astype(np.int8)
+    return scales.astype("<f4").tobytes() + whole.tobytes()
+
+
+def packed_size(shape):
+    """How many bytes `pack` makes of a parameter of this shape."""
+    count = int(np.prod(shape))
+    return 4 * shape[0] + count if is_int8(shape) else 2 * count
+
+
+def unpack(data, shape):
+    """The float32 values, flat, of what `pack` made of a parameter of this shape."""
+    if not is_int8(shape):
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    scales = np.frombuffer(data, "<f4", shape[0])
+    whole = np.frombuffer(data, np.int8, offset=4 * shape[0])
+    return (scales[:, None] * whole.reshape(shape[0], -1).astype(np.float32)).reshape(-1)
+
+
+def settings_of(config, sampling):
+    """The lines `name = value` of a page: what its network is, and how it draws unless the reader says otherwise."""
+    settings = {name: getattr(config, name) for name in ARCHITECTURE + DIFFUSION} | sampling
+    return "".join(f"{name} = {unet_io.setting_text(value)}\n" for name, value in settings.items() if value != "")
+
+
+def write_page(path, model, checkpoint, sampling, title):
+    """Write a page with a UNet's weights, (int8 and bfloat16), configuration and names of classes.
+
+    sampling: values of SAMPLING, those that are not given being what is usual. title: what the page calls the model.
+    """
+    config = checkpoint.config
+    sampler = sampling.get("sampler") or usual_sampler(config)
+    steps = sampler_steps(config, sampler, sampling.get("sample_steps"))
+    tensors = to_numpy(file_order(model, [p.detach().float().cpu() for p in model.parameters()]))
+    weights = b"".join(map(pack, tensors))
+    with open(os.path.join(FOLDER, "page.wasm"), "rb") as file:
+        network = file.read()
+    held = {"title": title, "step": checkpoint.step, "class_names": list(checkpoint.class_names),
+            "config": settings_of(config, sampling | {"sampler": sampler, "sample_steps": steps}),
+            "crc32": zlib.crc32(weights), "weights": base64.b64encode(weights).decode(),
+            "network": base64.b64encode(network).decode()}
+    text = json.dumps(held).replace("<", "\\u003c")  # or a name could end the script
+    with open(os.path.join(FOLDER, "page.html"), encoding="utf-8") as file:
+        template = file.read()
+    page = MODEL.sub(lambda _: f'<script id="model" type="application/json">{text}</script>', template)
+    with unet_io.replacing(path) as file:
+        file.write(page.encode())
+
+
+def read_page(path):
+    """Checkpoint from a page: its weights as they are drawn with, rounded to int8 and bfloat16. Raises UserError."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        found = MODEL.search(file.read())
+    try:
+        held = json.loads(found[1])
+        lines = [line.partition(" = ") for line in held["config"].splitlines()]
+        data = base64.b64decode(held["weights"], validate=True)
+        names, step, checksum = list(map(str, held["class_names"])), int(held["step"]), held["crc32"]
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{path} is no page of generate.py --export_page, or is damaged") from None
+    config, run = unet_io.read_settings({name: value for name, _, value in lines}, Config, path)
+    shapes = [tuple(p.shape) for p in unet_without_memory(config, path).parameters()]
+    sizes = list(map(packed_size, shapes))
+    if len(data) != sum(sizes) or zlib.crc32(data) != checksum:
+        raise UserError(f"{path} is damaged: its weights have {len(data)} bytes of {sum(sizes)}, or another checksum")
+    ends = np.cumsum(sizes)
+    weights = np.concatenate([unpack(data[end - size:end], shape) for end, size, shape in zip(ends, sizes, shapes)])
+    return Checkpoint(config, {"weights": weights} | unet_io.class_section(names), step, run=run, tensors=len(shapes))
