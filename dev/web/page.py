@@ -4,7 +4,6 @@ generate.py --export_page writes such a page and reads its weights again. page.h
 is the network, which `make` in this folder compiles from page.cc. docs/formats.md says what a page holds.
 """
 import base64
-import dataclasses
 import json
 import os
 import re
@@ -15,12 +14,13 @@ import unet_io  # first, because it explains a missing package
 import numpy as np
 import torch
 
-from train_unet import DIFFUSION, ARCHITECTURE, file_order, sampler_steps, to_numpy, unet_without_memory, usual_sampler
+from train_unet import ARCHITECTURE, DIFFUSION, file_order, to_numpy, unet_without_memory
 from unet_io import Checkpoint, Config, UserError
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-MODEL = re.compile('<script id="model" type="application/json">(.*?)</script>', re.DOTALL)
-SAMPLING = ("sampler", "sample_steps", "guidance_scale", "eta", "threshold", "spacing")
+MOST_BYTES = 200_000_000  # of weights: as base64 they have a third more, and a text of Chromium's at most 512 MB
+EMPTY_MODEL = '<script id="model" type="application/json">{}</script>'
+MODEL = re.compile(EMPTY_MODEL.replace("{}", "(.*?)"), re.DOTALL)
 
 
 def is_int8(shape):
@@ -31,7 +31,7 @@ def is_int8(shape):
 def pack(values):
     """The bytes of a parameter, float32 of any shape: int8 behind a float32 scale for each output, or bfloat16.
 
-    The scale is that with which the output's largest weight becomes 127 or -127.
+    The scale of an output is its largest weight / 127.
     """
     if not is_int8(values.shape):
         return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()
@@ -56,34 +56,29 @@ def unpack(data, shape):
     return (scales[:, None] * whole.reshape(shape[0], -1).astype(np.float32)).reshape(-1)
 
 
-def settings_of(config, sampling):
-    """The lines `name = value` of a page: what its network is, and how it draws unless the reader says otherwise."""
-    settings = {name: getattr(config, name) for name in ARCHITECTURE + DIFFUSION} | sampling
-    return "".join(f"{name} = {unet_io.setting_text(value)}\n" for name, value in settings.items() if value != "")
+def write_page(path, model, sampling, class_names=(), step=0):
+    """Write a page that draws with a UNet, whose weights are rounded to int8 and bfloat16, and call it by its file's name.
 
-
-def write_page(path, model, checkpoint, sampling, title):
-    """Write a page with a UNet's weights, (int8 and bfloat16), configuration and names of classes.
-
-    sampling: values of SAMPLING, those that are not given being what is usual. title: what the page calls the model.
+    sampling: settings by name, of sampler, steps, guidance and so on, with which it draws unless its reader says otherwise. step: of the training.
     """
-    config = checkpoint.config
-    sampler = sampling.get("sampler") or usual_sampler(config)
-    steps = sampler_steps(config, sampler, sampling.get("sample_steps"))
     tensors = to_numpy(file_order(model, [p.detach().float().cpu() for p in model.parameters()]))
+    size = sum(packed_size(values.shape) for values in tensors)
+    if size > MOST_BYTES:
+        raise UserError(f"a page of {size / 1e6:.0f} MB of weights is more than browsers take; {MOST_BYTES / 1e6:.0f} MB are the"
+                        f" most")
     weights = b"".join(map(pack, tensors))
+    settings = {name: getattr(model.config, name) for name in (*ARCHITECTURE, *DIFFUSION, "consistency")} | sampling
     with open(os.path.join(FOLDER, "page.wasm"), "rb") as file:
         network = file.read()
-    held = {"title": title, "step": checkpoint.step, "class_names": list(checkpoint.class_names),
-            "config": settings_of(config, sampling | {"sampler": sampler, "sample_steps": steps}),
+    held = {"title": os.path.splitext(os.path.basename(path))[0], "step": step, "class_names": list(class_names),
+            "config": "".join(f"{name} = {unet_io.setting_text(value)}\n" for name, value in settings.items()),
             "crc32": zlib.crc32(weights), "weights": base64.b64encode(weights).decode(),
             "network": base64.b64encode(network).decode()}
     text = json.dumps(held).replace("<", "\\u003c")  # or a name could end the script
     with open(os.path.join(FOLDER, "page.html"), encoding="utf-8") as file:
-        template = file.read()
-    page = MODEL.sub(lambda _: f'<script id="model" type="application/json">{text}</script>', template)
+        before, _, after = file.read().partition(EMPTY_MODEL)
     with unet_io.replacing(path) as file:
-        file.write(page.encode())
+        file.write((before + EMPTY_MODEL.replace("{}", text) + after).encode())
 
 
 def read_page(path):
