@@ -351,7 +351,7 @@ static void share_work(int count, auto job) {
 }
 #else
 // One thread does all the pieces, one after the other: a browser runs several such programs beside each other.
-enum { thread_number = 0 };
+static const int thread_number = 0;
 static int thread_count() { return 1; }
 static int next_piece = 0, piece_count = 0;
 static int claim_next_piece() { return next_piece < piece_count ? next_piece++ : -1; }

@@ -30,7 +30,9 @@ extern "C" [[noreturn]] void __cxa_throw(void* thrown, std::type_info* type, voi
 
 // ---- the model --------------------------------------------------------------------------------------------
 static Model model;
-static Config config = default_config();
+static Config& config = model.config = default_config();
+
+static size_t picture_size() { return (size_t)config.image_size * config.image_size * PIXEL; }
 
 template <typename T> static T* allocate_zeros(size_t count) {
     void* memory = backend_allocate(count * sizeof(T));
@@ -49,34 +51,29 @@ EXPORT(configure) void configure(const char* lines, size_t bytes) {
         set_flag(&config, flag_named(trimmed(line.substr(0, mark))), trimmed(line.substr(mark + 1)));
     }
     check_config(config);
-    model.config = config;
 }
 
 // The weights of a page: see docs/formats.md.
 struct PackedWeights {
     const uint8_t* at;
 
-    template <typename T> T take() {
-        T value;
-        memcpy(&value, at, sizeof value);
-        at += sizeof value;
-        return value;
-    }
     float take_bf16() {
-        FloatBits float_bits;
-        float_bits.bits = (uint32_t)take<uint16_t>() << 16;
-        return float_bits.value;
+        FloatBits number;
+        number.bits = (at[0] | at[1] << 8) << 16;
+        at += 2;
+        return number.value;
     }
+    int take_int8() { return (int8_t)*at++; }
 
-    // Convolutions are int8 and have a scale for each output; everything else is bf16.
+    // Convolutions are int8 behind a scale for each output; everything else is bf16, and so are the scales.
     static bool is_int8(const Parameter& t) { return t.shape.size() > 2; }
-    static size_t bytes_of(const Parameter& t) { return is_int8(t) ? t.shape[0] * sizeof(float) + t.count : 2 * t.count; }
+    static size_t bytes_of(const Parameter& t) { return is_int8(t) ? 2 * t.shape[0] + t.count : 2 * t.count; }
 
     std::vector<float> unpack(const Parameter& t) {
-        std::vector<float> scales, values;
-        for (int o = 0; is_int8(t) && o < t.shape[0]; o++) scales.push_back(take<float>());
+        std::vector<float> scales(is_int8(t) ? t.shape[0] : 0), values(t.count);
+        for (float& scale : scales) scale = take_bf16();
         for (size_t i = 0; i < t.count; i++)
-            values.push_back(is_int8(t) ? scales[i / (t.count / t.shape[0])] * take<int8_t>() : take_bf16());
+            values[i] = is_int8(t) ? scales[i / (t.count / t.shape[0])] * (float)take_int8() : take_bf16();
         return values;
     }
 };
@@ -96,16 +93,15 @@ EXPORT(load) void load(const uint8_t* weights, size_t bytes, uint32_t checksum, 
         std::vector<float> values = packed.unpack(t);
         if (!all_finite(values.data(), values.size()))
             fail("the weights of this page hold NaN or infinity in %s", t.name.c_str());
-        std::vector<float> placed = reordered(values, t, true);
-        std::copy(placed.begin(), placed.end(), model.weights + t.offset);
+        std::ranges::copy(reordered(values, t, true), model.weights + t.offset);
     }
 
-    size_t pixels = (size_t)config.image_size * config.image_size;
+    size_t values = rows * picture_size();
     allocate_workspace();
     model.arena = allocate_zeros<char>(model.plan.arena_bytes);
-    model.input = allocate_zeros<float>(rows * pixels * PIXEL);
-    model.target = allocate_zeros<float>(rows * pixels * PIXEL);  // the sampler's x
-    model.images = allocate_zeros<float>(rows * pixels * PIXEL);  // what it saves
+    model.input = allocate_zeros<float>(values);
+    model.target = allocate_zeros<float>(values);  // the sampler's x
+    model.images = allocate_zeros<float>(values);  // what it saves
     model.timesteps = allocate_zeros<int>(rows);
     if (label_rows(config)) model.labels = allocate_zeros<int>(rows);
     model.specs = allocate_zeros<SampleSpec>(rows);
@@ -123,18 +119,6 @@ static std::vector<Request> wanted;
 static std::vector<SamplerStep> steps;
 static std::vector<uint8_t> shown;  // (B, H, W, 4): RGBA
 
-static SampleBatch<float> batch() {
-    return {.input = unet_input(&model, (int)wanted.size()),
-            .out = unet_output(&model),
-            .channels = config.in_channels,
-            .clamps = config.threshold == THRESHOLD_CLAMP,
-            .guidance = config.guidance_scale,
-            .x = model.target,
-            .saved = model.images,
-            .specs = model.specs,
-            .state = model.sampler_state};
-}
-
 // value(at) in [-1, 1] of each element (B, H, W, PIXEL), as the page shows it; of 2 or 4 channels the last is alpha.
 static void show(auto value) {
     const int C = config.in_channels, colours = C - (C % 2 == 0);
@@ -148,6 +132,15 @@ static void show(auto value) {
 // The next step, of which the first calls no network. Shows x, or what the network takes the finished picture for.
 static void take_step(bool shows_x0) {
     int samples = (int)wanted.size(), rows = is_guided(config) ? 2 * samples : samples;
+    SampleBatch<float> batch = {.input = unet_input(&model, samples),
+                                .out = unet_output(&model),
+                                .channels = config.in_channels,
+                                .clamps = config.threshold == THRESHOLD_CLAMP,
+                                .guidance = config.guidance_scale,
+                                .x = model.target,
+                                .saved = model.images,
+                                .specs = model.specs,
+                                .state = model.sampler_state};
     bool calls = steps[model.sampler_state->done].timestep >= 0;
     run(SetModelInputs{.state = model.sampler_state,
                        .timesteps = model.timesteps,
@@ -158,10 +151,9 @@ static void take_step(bool shows_x0) {
                        .samples = samples,
                        .no_class = config.num_classes});
     if (calls) unet_forward(&model, rows);
-    shows_x0 &= calls;
-    if (shows_x0) show([&](size_t at) { return batch().predicted_x0(model.sampler_state->step, at); });
-    run(UpdateSamples<float>{batch()});
-    if (!shows_x0) show([](size_t at) { return model.target[at]; });
+    if (shows_x0) show([&](size_t at) { return batch.predicted_x0(batch.state->step, at); });
+    run(UpdateSamples<float>{batch});
+    if (!shows_x0) show([&](size_t at) { return batch.x[at]; });
 }
 
 // x becomes the noise of each picture's seed.
@@ -188,7 +180,7 @@ EXPORT(start) int start() {
     if (wanted.size() * (is_guided(config) ? 2 : 1) > (size_t)model.plan.batch) fail("too many pictures at a time");
     steps = make_sampler(config);
     model.sampler = steps.data();
-    size_t size = (size_t)config.image_size * config.image_size * PIXEL, values = wanted.size() * size;
+    size_t size = picture_size(), values = wanted.size() * size;
     shown.assign(values / PIXEL * 4, 0);
     for (float* held : {model.target, model.images, unet_output(&model)}) std::fill_n(held, values, 0.0f);
 
@@ -197,8 +189,8 @@ EXPORT(start) int start() {
     begin_with_noise(&Request::seed);
     for (size_t i = 0; i < wanted.size(); i++)
         if (wanted[i].part > 0) turn(model.target + i * size, &others[i * size], size, wanted[i].part);
-    for (size_t at = 0; at < values; at++) model.input[at] = model.target[at];
-    if (is_guided(config)) std::copy_n(model.input, values, model.input + values);
+    for (int answer = 0; answer < 1 + is_guided(config); answer++)
+        std::copy_n(model.target, values, model.input + answer * values);
     return (int)steps.size() - 1;
 }
 

@@ -28,36 +28,45 @@ def is_int8(shape):
     return len(shape) > 2
 
 
-def pack(values):
-    """The bytes of a parameter, float32 of any shape: int8 behind a float32 scale for each output, or bfloat16.
+def to_bf16(values):
+    """float32 of any shape -> the bytes of bfloat16, rounded to the nearest."""
+    return torch.from_numpy(np.ascontiguousarray(values)).bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()
 
-    The scale of an output is its largest weight / 127.
+
+def from_bf16(data, count):
+    """The first `count` numbers of bfloat16 as float32."""
+    return (np.frombuffer(data, "<u2", count).astype(np.uint32) << 16).view(np.float32)
+
+
+def pack(values):
+    """The bytes of a parameter, float32 of any shape: int8 behind a scale for each output, or bfloat16.
+
+    The scale of an output is its largest weight / 127, in bfloat16.
     """
     if not is_int8(values.shape):
-        return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()
+        return to_bf16(values)
     rows = values.reshape(len(values), -1)
-    scales = (np.abs(rows).max(1, keepdims=True) / 127).astype(np.float32)
-    whole = np.rint(rows / np.maximum(scales, np.finfo(np.float32).tiny)).astype(np.int8)
-    return scales.astype("<f4").tobytes() + whole.tobytes()
+    scales = to_bf16(np.abs(rows).max(1) / 127)
+    steps = np.maximum(from_bf16(scales, len(rows)), np.finfo(np.float32).tiny)  # where all weights of an output are 0
+    return scales + np.rint(rows / steps[:, None]).clip(-127, 127).astype(np.int8).tobytes()
 
 
 def packed_size(shape):
     """How many bytes `pack` makes of a parameter of this shape."""
     count = int(np.prod(shape))
-    return 4 * shape[0] + count if is_int8(shape) else 2 * count
+    return 2 * shape[0] + count if is_int8(shape) else 2 * count
 
 
 def unpack(data, shape):
     """The float32 values, flat, of what `pack` made of a parameter of this shape."""
     if not is_int8(shape):
-        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    scales = np.frombuffer(data, "<f4", shape[0])
-    whole = np.frombuffer(data, np.int8, offset=4 * shape[0])
-    return (scales[:, None] * whole.reshape(shape[0], -1).astype(np.float32)).reshape(-1)
+        return from_bf16(data, -1)
+    whole = np.frombuffer(data, np.int8, offset=2 * shape[0]).reshape(shape[0], -1).astype(np.float32)
+    return (from_bf16(data, shape[0])[:, None] * whole).reshape(-1)
 
 
 def write_page(path, model, sampling, class_names=(), step=0):
-    """Write a page that draws with a UNet, whose weights are rounded to int8 and bfloat16, and call it by its file's name.
+    """Write a page that draws with a UNet, whose weights are rounded to int8 and bfloat16. It has its file's name.
 
     sampling: settings by name, of sampler, steps, guidance and so on, with which it draws unless its reader says otherwise. step: of the training.
     """
@@ -70,7 +79,8 @@ def write_page(path, model, sampling, class_names=(), step=0):
     settings = {name: getattr(model.config, name) for name in (*ARCHITECTURE, *DIFFUSION, "consistency")} | sampling
     with open(os.path.join(FOLDER, "page.wasm"), "rb") as file:
         network = file.read()
-    held = {"title": os.path.splitext(os.path.basename(path))[0], "step": step, "class_names": list(class_names),
+    title = os.path.splitext(os.path.basename(path))[0].replace("_", " ")
+    held = {"title": title, "step": step, "class_names": list(class_names),
             "config": "".join(f"{name} = {unet_io.setting_text(value)}\n" for name, value in settings.items()),
             "crc32": zlib.crc32(weights), "weights": base64.b64encode(weights).decode(),
             "network": base64.b64encode(network).decode()}
