@@ -260,7 +260,7 @@ def set_nan(weights):
 
 
 DAMAGE = {  # name: (what is done to the model, what the page says, what --import says)
-    "short": (change_weights(lambda weights: weights.pop()), "the weights of this page are damaged: they have", "is damaged"),
+    "short": (change_weights(lambda weights: weights.pop()), "its weights are damaged: they have", "is damaged"),
     "other": (lambda held: held.update(crc32=1), "their checksum does not match", "is damaged"),
     "NaN": (change_weights(set_nan), "hold NaN or infinity in time_embed.0.weight", ""),
     "no base64": (lambda held: held.update(weights="!"), "its model can't be read", "or is damaged"),
@@ -268,7 +268,7 @@ DAMAGE = {  # name: (what is done to the model, what the page says, what --impor
     "unknown setting": (lambda held: held.update(config=held["config"] + "depth_of_field = 3\n"),
                         "there is no flag --depth_of_field", "depth_of_field"),
     "impossible": (lambda held: held.update(config=held["config"] + "norm_groups = 64\n"), "--norm_groups 64 must divide", "64"),
-    "network": (lambda held: held.update(network="AAAA"), "it needs WebAssembly with SIMD", ""),
+    "network": (lambda held: held.update(network="AAAA"), "its network needs WebAssembly with SIMD", ""),
 }
 
 
@@ -339,4 +339,4 @@ def test_module(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     run("make", "-C", tmp_path / "dev/web")
     same = (tmp_path / "dev/web/page.wasm").read_bytes() == (ROOT / "dev/web/page.wasm").read_bytes()
-    assert same, "the program has changed what pages run: make -C dev/web, and then export the pages of data/ again"
+    assert same, "the program has changed what new pages run: make -C dev/web"

@@ -84,15 +84,15 @@ EXPORT(load) void load(const uint8_t* weights, size_t bytes, uint32_t checksum, 
     size_t expected = 0;
     for (const Parameter& t : model.plan.tensors) expected += PackedWeights::bytes_of(t);
     if (bytes != expected)
-        fail("the weights of this page are damaged: they have %zu bytes, and its network needs %zu", bytes, expected);
-    if (crc32(weights, bytes) != checksum) fail("the weights of this page are damaged: their checksum does not match");
+        fail("its weights are damaged: they have %zu bytes, and its network needs %zu", bytes, expected);
+    if (crc32(weights, bytes) != checksum) fail("its weights are damaged: their checksum does not match");
 
     model.weights = model.fp32_params = allocate_zeros<float>(model.plan.num_floats);
     PackedWeights packed = {weights};
     for (const Parameter& t : model.plan.tensors) {
         std::vector<float> values = packed.unpack(t);
         if (!all_finite(values.data(), values.size()))
-            fail("the weights of this page hold NaN or infinity in %s", t.name.c_str());
+            fail("its weights hold NaN or infinity in %s", t.name.c_str());
         std::ranges::copy(reordered(values, t, true), model.weights + t.offset);
     }
 
