@@ -262,7 +262,7 @@ def set_nan(weights):
 DAMAGE = {  # name: (what is done to the model, what the page says, what --import says)
     "short": (change_weights(lambda weights: weights.pop()), "its weights are damaged: they have", "is damaged"),
     "other": (lambda held: held.update(crc32=1), "their checksum does not match", "is damaged"),
-    "NaN": (change_weights(set_nan), "hold NaN or infinity in time_embed.0.weight", ""),
+    "NaN": (change_weights(set_nan), "hold NaN or infinity in time_embed.0.weight", "holds NaN or infinity"),
     "no base64": (lambda held: held.update(weights="!"), "its model can't be read", "or is damaged"),
     "no weights": (lambda held: held.pop("weights"), "its model can't be read", "or is damaged"),
     "unknown setting": (lambda held: held.update(config=held["config"] + "depth_of_field = 3\n"),
@@ -281,7 +281,7 @@ def test_damaged(tmp_path, browser, name):
     assert not is_drawn(browser)
     assert said in browser.evaluate("find('message').textContent") and browser.complaints() == []
     assert browser.evaluate("[...find('controls').querySelectorAll('input, select, button')].every(control => control.disabled)")
-    if refusal:
+    if refusal:  # generate.py does not look at the network
         assert refusal in call(generate, "--import", page, "--export", tmp_path / "new.bin")
 
 

@@ -103,10 +103,15 @@ def read_page(path):
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{path} is no page of generate.py --export_page, or is damaged") from None
     config, run = unet_io.read_settings({name: value for name, _, value in lines}, Config, path)
+    section = unet_io.class_section(names)
+    unet_io.parse_class_names(section.get("class_names", "").encode("utf-8", "surrogatepass"), path, len(names),
+                              config.num_classes if config.class_cond else 0)
     shapes = [tuple(p.shape) for p in unet_without_memory(config, path).parameters()]
     sizes = list(map(packed_size, shapes))
     if len(data) != sum(sizes) or zlib.crc32(data) != checksum:
         raise UserError(f"{path} is damaged: its weights have {len(data)} bytes of {sum(sizes)}, or another checksum")
+    if not 0 <= step < 2**31:
+        raise UserError(f"{path} is damaged: its step {step} is none")
     ends = np.cumsum(sizes)
     weights = np.concatenate([unpack(data[end - size:end], shape) for end, size, shape in zip(ends, sizes, shapes)])
-    return Checkpoint(config, {"weights": weights} | unet_io.class_section(names), step, run=run, tensors=len(shapes))
+    return Checkpoint(config, {"weights": weights} | section, step, run=run, tensors=len(shapes))
