@@ -218,7 +218,8 @@ def test_keys(tmp_path, browser):
         if reached[-1] == "steps":
             press("ArrowRight")
             assert is_drawn(browser) and browser.evaluate("find('steps').value") == "3"
-    assert [name for name in reached if name] == ["seed", "fresh", "steps", "sampler", "part", "other", "count", "shows", "save"]
+    controls = ["seed", "fresh", "steps", "sampler", "part", "other", "count", "shows", "save"]
+    assert [name for name in reached if name] == controls
 
 
 def test_saved_pictures(tmp_path, browser):
@@ -267,7 +268,8 @@ DAMAGE = {  # name: (what is done to the model, what the page says, what --impor
     "no weights": (lambda held: held.pop("weights"), "its model can't be read", "or is damaged"),
     "unknown setting": (lambda held: held.update(config=held["config"] + "depth_of_field = 3\n"),
                         "there is no flag --depth_of_field", "depth_of_field"),
-    "impossible": (lambda held: held.update(config=held["config"] + "norm_groups = 64\n"), "--norm_groups 64 must divide", "64"),
+    "impossible": (lambda held: held.update(config=held["config"] + "norm_groups = 64\n"),
+                   "--norm_groups 64 must divide", "64"),
     "network": (lambda held: held.update(network="AAAA"), "its network needs WebAssembly with SIMD", ""),
 }
 
@@ -280,7 +282,8 @@ def test_damaged(tmp_path, browser, name):
     browser.open(page)
     assert not is_drawn(browser)
     assert said in browser.evaluate("find('message').textContent") and browser.complaints() == []
-    assert browser.evaluate("[...find('controls').querySelectorAll('input, select, button')].every(control => control.disabled)")
+    controls = "[...find('controls').querySelectorAll('input, select, button')]"
+    assert browser.evaluate(f"{controls}.every(control => control.disabled)")
     if refusal:  # generate.py does not look at the network
         assert refusal in call(generate, "--import", page, "--export", tmp_path / "new.bin")
 
@@ -323,7 +326,8 @@ def test_shipped(tmp_path, browser, page):
     assert difference(grid(browser), drawn_by_the_program(tmp_path / f"{page.stem}.bin", *flags)) <= 2
 
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    for kind, width, height, scheme in (("light", 1100, 800, "light"), ("dark", 1100, 800, "dark"), ("phone", 390, 844, "light")):
+    for kind, width, height, scheme in (("light", 1100, 800, "light"), ("dark", 1100, 800, "dark"),
+                                        ("phone", 390, 844, "light")):
         browser.screenshot(SCREENSHOTS / f"{page.stem}_{kind}.png", width, height, scheme)
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), kind
     light, dark = (picture(SCREENSHOTS / f"{page.stem}_{kind}.png")[-1, 0].mean() for kind in ("light", "dark"))

@@ -68,13 +68,14 @@ def unpack(data, shape):
 def write_page(path, model, sampling, class_names=(), step=0):
     """Write a page that draws with a UNet, whose weights are rounded to int8 and bfloat16. It has its file's name.
 
-    sampling: settings by name, of sampler, steps, guidance and so on, with which it draws unless its reader says otherwise. step: of the training.
+    sampling: the settings by name, of sampler, steps, guidance and so on, with which it draws unless its reader says
+    otherwise. step: of the training. Raises UserError where the weights are more than MOST_BYTES.
     """
     tensors = to_numpy(file_order(model, [p.detach().float().cpu() for p in model.parameters()]))
     size = sum(packed_size(values.shape) for values in tensors)
     if size > MOST_BYTES:
-        raise UserError(f"a page of {size / 1e6:.0f} MB of weights is more than browsers take; {MOST_BYTES / 1e6:.0f} MB are the"
-                        f" most")
+        raise UserError(f"a page with {size / 1e6:.0f} MB of weights is more than browsers take: {MOST_BYTES / 1e6:.0f} MB are"
+                        f" the most")
     weights = b"".join(map(pack, tensors))
     settings = {name: getattr(model.config, name) for name in (*ARCHITECTURE, *DIFFUSION, "consistency")} | sampling
     with open(os.path.join(FOLDER, "page.wasm"), "rb") as file:
@@ -97,7 +98,7 @@ def read_page(path):
         found = MODEL.search(file.read())
     try:
         held = json.loads(found[1])
-        lines = [line.partition(" = ") for line in held["config"].splitlines()]
+        lines = [line.partition(" = ") for line in held["config"].split("\n") if line]
         data = base64.b64decode(held["weights"], validate=True)
         names, step, checksum = list(map(str, held["class_names"])), int(held["step"]), held["crc32"]
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
