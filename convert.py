@@ -34,7 +34,7 @@ from unet_io import Checkpoint, Config, UserError
 
 
 def read(path, overrides=None, use_ema=1, free=()):
-    """Checkpoint from a .pt or .safetensors of ours, a bare state dict, or a UNet2DModel of diffusers.
+    """Checkpoint from a .pt, .safetensors or page of ours, a bare state dict, or a UNet2DModel of diffusers.
 
     Its section `weights` is what use_ema asks for, averaged weights where there are any or with 0 the raw ones;
     `ema` is the same where they are known to be averaged. overrides, free: see train_unet.load_model.
@@ -42,6 +42,8 @@ def read(path, overrides=None, use_ema=1, free=()):
     overrides = dict(overrides or {})
     if os.path.isdir(path):
         return read_diffusers(path, overrides, use_ema, free)
+    if what_it_is(path) == "page":
+        return unet_io.import_from_dev("web/page").read_page(path)
     loaded, metadata = read_tensors(path)
     if "config" in metadata:
         return _from_safetensors(path, loaded, metadata)
@@ -70,8 +72,8 @@ def pointer_alone(path):
 
 
 def what_it_is(path):
-    """"bin", "torch", "safetensors", "index" (of files that hold parts) or "folder": by what it holds, whatever
-    its name is; where that tells nothing, by its ending. Raises UserError for what can't be any."""
+    """"bin", "torch", "safetensors", "page" (of --export_page), "index" (of files that hold parts) or "folder": by what
+    it holds, whatever its name is; where that tells nothing, by its ending. Raises UserError for what can't be any."""
     if os.path.isdir(path):
         return "folder"
     try:
@@ -89,6 +91,8 @@ def what_it_is(path):
         return "safetensors"
     if begins.startswith((b"PK\3\4", b"\x80")):  # a zip, or a pickle of protocol 2 or later
         return "torch"
+    if begins.startswith(b"<!doctype html>"):
+        return "page"
     if path.endswith(".index.json"):
         return "index"
     if path.endswith(".safetensors"):
@@ -101,7 +105,7 @@ def tells_all(path):
     kind = what_it_is(path)
     if kind == "safetensors":
         return "config" in _read_safetensors(path, False)[1]
-    return kind == "bin"
+    return kind in ("bin", "page")
 
 
 def read_tensors(path):

@@ -553,6 +553,35 @@ def export_target(args):
     return args.export
 
 
+def check_page(args):
+    """Raise UserError where --export_page can't be done as it is asked for."""
+    if not args.export_page:
+        return
+    if not args.export_page.endswith(".html"):
+        raise UserError(f"--export_page {args.export_page}: a page's name must end in .html")
+    if args.export or args.imported:
+        raise UserError("--export_page writes a page of --model_weights and nothing else: leave --import and --export out")
+    if args.guide_weights or args.threshold == "dynamic":
+        flag = "--guide_weights" if args.guide_weights else "--threshold dynamic"
+        raise UserError(f"a page draws without {flag}: leave it out of --export_page")
+    if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
+        raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
+    unet_io.check_target(args.export_page)
+
+
+def export_page(args, model, class_names, step):
+    """Write the page of --export_page, which draws as these flags say."""
+    if not isinstance(model, UNet):
+        raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
+    sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing")}
+    steps = sampler_steps(model.config, args.sampler, args.sample_steps)
+    unet_io.check_steps(model.config.diffusion_steps, steps)
+    sampling |= {"sample_steps": steps, "threshold": args.threshold or "clamp"}
+    page = unet_io.import_from_dev("web/page")
+    page.write_page(args.export_page, model, sampling, class_names, step)
+    unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")
+
+
 def check_memory(count, columns, shape, value=1):
     """Raise UserError where this machine can't hold what is drawn: count pictures, and rows of a strip.
 
@@ -626,6 +655,9 @@ def main():
     add("--export", default="", metavar="FILE",
         help="write the weights alone, and exit: .bin, .pt or .safetensors, by the ending, or FOLDER/ for"
              " diffusers; see --use_ema")
+    add("--export_page", default="", metavar="FILE.html",
+        help="write a page that draws pictures in any browser, with this --sampler, --sample_steps and --guidance_scale"
+             " unless its reader says otherwise, and exit")
     source.add_argument("--import", dest="imported", metavar="FILE",
                         help="short for --model_weights FILE --export STEM.bin, for ./train_unet; of a .bin of an"
                              " earlier format everything is kept, so that a run can be resumed")
@@ -664,6 +696,7 @@ def main():
         if args.mask:
             raise UserError("--interpolate and --mask, which adds noise, don't go together")
 
+    check_page(args)
     target = export_target(args)
     stem, ending = os.path.splitext(args.output_name)
     as_floats, as_bytes = ending == ".npy", ending.lower() == ".npz"
@@ -732,6 +765,8 @@ def main():
     if args.guide_weights and not guided:
         raise UserError("--guide_weights does nothing without a --guidance_scale; 2 is usual")
     guide = load_guide(args.guide_weights, config, own_names).to(device) if args.guide_weights else None
+    if args.export_page:
+        return export_page(args, model, class_names, checkpoint.step)
     edit = read_edit(args, config)
     classes = classes or range(len(class_names) or config.num_classes)
     rows = [class_names[number] for number in classes] if class_names else []

@@ -69,7 +69,6 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
-#include <csignal>
 #include <cstdarg>
 #include <cstddef>
 #include <cstdint>
@@ -83,8 +82,6 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -96,9 +93,14 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#ifndef NETWORK_ONLY  // a program without files, ranks, training and command line: see dev/web/page.cc
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <thread>
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -111,6 +113,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #ifdef __CUDACC__
 #include <cuda.h>
@@ -387,6 +390,7 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
     return {first, std::min(n, first + each)};
 }
 
+#ifndef NETWORK_ONLY
 // Memory that the ranks which are forked on this machine share. Any other process has its own.
 struct Shared {
     std::atomic<int> stop;      // whether one of them was asked to stop
@@ -395,6 +399,7 @@ struct Shared {
 static Shared* const shared =
     (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 static std::atomic<int>& stop_asked = shared->stop;
+#endif
 
 // Sends to another rank and receives from it, which makes the same call the other way round: in the order of
 // the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
@@ -2608,6 +2613,7 @@ struct SetModelInputs {
     }
 };
 
+#ifndef NETWORK_ONLY
 // ==== 7  OPTIMISER =========================================================================================
 
 // What an update of the weights depends on, besides the gradient.
@@ -4765,6 +4771,7 @@ int main(int argc, char** argv) {
     });
 }
 #endif
+#endif  // NETWORK_ONLY
 
 #include "unet_cpu.h"
 

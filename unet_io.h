@@ -122,13 +122,9 @@ static std::string shell_word(const std::string& path) {
     return quoted + "'";
 }
 
-namespace fs = std::filesystem;
-static std::error_code ignored;  // where an answer is enough
-
 static bool has_ending(const std::string& path, const char* ending) {
     return path.size() >= strlen(ending) && !strcasecmp(&path[path.size() - strlen(ending)], ending);
 }
-static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 
 static std::string human_bytes(double bytes) {
     if (bytes >= 1e9) return text("%.2f GB", bytes / 1e9);
@@ -171,6 +167,12 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
 }
 
 // ---- files ------------------------------------------------------------------------------------------------
+#ifndef NETWORK_ONLY
+namespace fs = std::filesystem;
+static std::error_code ignored;  // where an answer is enough
+
+static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
+
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
 // An open file for reading, closed when it leaves its scope; every read is checked.
@@ -312,11 +314,17 @@ static void write_text(const std::string& path, const std::string& contents) {
     out.write(contents);
     out.commit();
 }
+#endif  // NETWORK_ONLY
 
 static bool all_finite(const float* values, size_t n) {
     bool finite = true;  // without a way out of the loop, which is vector code then
     for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
     return finite;
+}
+
+// A float from -1 to 1 as a byte; a NaN is black.
+static uint8_t byte_of(float value) {
+    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
 }
 
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
@@ -672,6 +680,7 @@ static Config default_config() {
 }
 
 // ---- flags as they are typed ------------------------------------------------------------------------------
+#ifndef NETWORK_ONLY
 // The flags that most runs need: `--help` tells these, `--help all` every one.
 static const char* const USUAL_FLAGS[] = {
     "preset",       "data_file",  "val_file", "model_weights",  "out_dir", "image_size",   "num_channels",
@@ -858,6 +867,7 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
     }
     return given;
 }
+#endif  // NETWORK_ONLY
 
 // ---- what is refused --------------------------------------------------------------------------------------
 static void check_attention(const Config& c, int width, int size) {
@@ -936,6 +946,7 @@ static void check_config(const Config& c) {
         fail("--sample_steps %d is more than --diffusion_steps %d", c.sample_steps, c.diffusion_steps);
 }
 
+#ifndef NETWORK_ONLY
 // ---- images -----------------------------------------------------------------------------------------------
 // The images of a .bin in memory, planar (N, C, H, W): bytes or floats, as they are.
 struct Dataset {
@@ -1495,11 +1506,6 @@ static void write_png(const std::string& path, std::vector<uint8_t> lines, int w
     out.commit();
 }
 
-// A float from -1 to 1 as a byte; a NaN is black.
-static uint8_t byte_of(float value) {
-    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
-}
-
 // Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
 struct GridLayout {
     int N, columns, group;
@@ -1943,3 +1949,4 @@ inline Metrics::~Metrics() {
         note(path + " lacks " + counted(lost, "line"));
     close(file);
 }
+#endif  // NETWORK_ONLY

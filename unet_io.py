@@ -1377,7 +1377,7 @@ def config_section(config, run):
     return "".join(line for line in lines if line.count("\n") == 1).encode("utf-8", "surrogateescape")
 
 
-def _read_settings(settings, kind, path):
+def read_settings(settings, kind, path):
     """(a `kind` of Settings, {name: value} of RUN_SETTINGS) from {name: text}. Raises UserError."""
     fields = {field.name: (field.type, field.metadata["choices"]) for field in dataclasses.fields(kind)
               if field.metadata["help"]}
@@ -1493,7 +1493,7 @@ def read_checkpoint(path, kind=Config):
         settings = dict(line.split(" = ", 1) for line in texts["config"].split("\n") if " = " in line)
     if not np.isfinite(loss):
         raise UserError(f"{path} is damaged: its loss is no number")
-    config, run = _read_settings(settings, kind, path)
+    config, run = read_settings(settings, kind, path)
     config.lr_steps = max(0, int(lr_steps))
     if "class_names" in content:
         parse_class_names(content["class_names"].tobytes(), path, 0, config.num_classes if config.class_cond else 0)

@@ -1,0 +1,61 @@
+"""How fast a page's network is: a call for one picture in Node, in Chromium and in ./train_unet with one thread.
+
+    python3 dev/web/speed.py data/faces_in_two_steps.html
+
+Each time is the best of several rounds, which take turns, because other programs may use the machine too.
+"""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path += [str(HERE.parents[1]), str(HERE.parents[1] / "tests")]
+
+from browser import browser
+
+CALLS, ROUNDS = 500, 5
+
+
+def native(weights):
+    """ms of a call of ./train_unet; weights: a .bin."""
+    flags = ["--num_samples", "1", "--sampler", "ddim", "--sample_steps", str(CALLS), "--output_name", f"{weights}.npz"]
+    told = subprocess.run([HERE.parents[1] / "train_unet", "--generate", "--model_weights", weights, *flags],
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
+    return float(re.search(r"1 picture in ([\d.]+)s", told)[1]) / CALLS * 1000
+
+
+def in_node(page):
+    return float(subprocess.run(["node", HERE / "speed.js", page], capture_output=True, text=True, check=True).stdout)
+
+
+def in_chromium(page, opened):
+    opened.open(page)
+    opened.wait("document.body?.dataset.state == 'done'")
+    opened.evaluate((HERE / "speed.js").read_text())
+    return opened.evaluate("fastestCall(JSON.parse(document.getElementById('model').textContent))")
+
+
+def main():
+    page = pathlib.Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, browser(f"{folder}/profile") as opened:
+        weights = pathlib.Path(folder) / "weights.bin"
+        subprocess.run([sys.executable, HERE.parents[1] / "generate.py", "--model_weights", page, "--export", weights],
+                       capture_output=True, check=True)
+        times = {"./train_unet, 1 thread": [], "Node": [], "Chromium": []}
+        for _ in range(ROUNDS):
+            for found, time in zip(times.values(), (native(weights), in_node(page), in_chromium(page, opened))):
+                found.append(time)
+        opened.open(page)
+        opened.wait("document.body?.dataset.state == 'done'")
+        first = opened.evaluate("performance.getEntriesByName('drawn')[0].startTime")
+    least = min(times["./train_unet, 1 thread"])
+    for name, found in times.items():
+        print(f"{name:22} {min(found):6.2f} ms a call of one picture, {min(found) / least:.2f} times the first")
+    print(f"the first pictures of {page.name}: {first:.0f} ms after it was opened")
+
+
+if __name__ == "__main__":
+    main()
