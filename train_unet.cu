@@ -2326,8 +2326,9 @@ template <typename T> struct LoadPathPoints {
     const Timestep* schedule;  // (diffusion_steps)
     const int* timesteps;      // (B)
     const int64_t* step;
-    int path_steps, images;     // of this rank
-    int first, first_of_rank;  // samples of the batch
+    int path_steps;
+    int images, first_of_rank;  // of this rank: how many, and which sample of the batch is its first
+    int first;                  // sample of the batch
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
@@ -3299,8 +3300,8 @@ static void load_path_points(Model* m, int B, int first) {
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps,
                                .images = images_of_rank(m),
-                               .first = first,
-                               .first_of_rank = first_image_of_rank(m)});
+                               .first_of_rank = first_image_of_rank(m),
+                               .first = first});
 }
 
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.

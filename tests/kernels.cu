@@ -969,8 +969,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                  .step = &on(state)->step,
                                  .path_steps = 3,
                                  .images = 2 * B,
-                                 .first = 2 * B + 1,
-                                 .first_of_rank = B + 1});
+                                 .first_of_rank = B + 1,
+                                 .first = 2 * B + 1});
     });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
