@@ -87,7 +87,6 @@
 #include <memory>
 #include <new>
 #include <numeric>
-#include <ranges>
 #include <set>
 #include <span>
 #include <stdexcept>
@@ -1617,17 +1616,20 @@ static void block_backward(Model* m, const Block& block, int B) {
 // PyTorch's order.
 static void place_parameters(Plan* plan) {
     size_t offset = 0;
-    auto place = [&](bool matrix, bool joined, auto tensors) {
-        for (Parameter& t : tensors) {
-            if (is_matrix(t) != matrix || t.joined != joined) continue;
-            t.offset = offset;
-            offset += t.size;
+    std::vector<Parameter*> in_order, backwards;
+    for (Parameter& t : plan->tensors) in_order.push_back(&t);
+    backwards.assign(in_order.rbegin(), in_order.rend());
+    auto place = [&](bool matrix, bool joined, const std::vector<Parameter*>& tensors) {
+        for (Parameter* t : tensors) {
+            if (is_matrix(*t) != matrix || t->joined != joined) continue;
+            t->offset = offset;
+            offset += t->size;
         }
     };
-    place(true, false, std::views::reverse(plan->tensors));
-    place(true, true, std::views::all(plan->tensors));
-    place(false, true, std::views::all(plan->tensors));
-    place(false, false, std::views::all(plan->tensors));
+    place(true, false, backwards);
+    place(true, true, in_order);
+    place(false, true, in_order);
+    place(false, false, in_order);
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1844,7 +1846,8 @@ static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.
 // may go on beside the block that follows in backward; the others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
-    for (const Block& block : std::views::reverse(m->plan.blocks)) {
+    for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
+        const Block& block = m->plan.blocks[i];
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_backward);
         m->late = arena_of(m, block.late);
