@@ -53,7 +53,8 @@
 //   4  BLOCKS: a block's parameters; what a block reads and writes; embedding; first convolution; residual
 //        block; attention block; up- and down-sampling; last block
 //   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
-//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; paths of the sampler; samplers
+//   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; paths of the sampler; samplers;
+//        samples of a model
 //   7  OPTIMISER
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a step of the sampler; a training
 //        step; sampling
@@ -2617,6 +2618,45 @@ struct SetModelInputs {
     }
 };
 
+// ---- samples of a model -----------------------------------------------------------------------------------
+// Between training steps target and images are free for x and what the sampler saves.
+static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
+    return {.input = unet_input(m, B),
+            .out = unet_output(m),
+            .channels = m->config.in_channels,
+            .clamps = m->config.threshold == THRESHOLD_CLAMP,
+            .guidance = guidance,
+            .x = m->target,
+            .saved = m->images,
+            .specs = m->specs,
+            .state = m->sampler_state};
+}
+
+// The network's calls for one step of B samples.
+static int rows_of(const SampleBatch<floatX>& batch) { return batch.guidance == 1 ? batch.input.B : 2 * batch.input.B; }
+
+static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
+    size_t values = batch.input.count();
+    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
+        backend_zero(held, values * sizeof(float));
+    backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
+    backend_zero(m->sampler_state, sizeof(SamplerState));
+}
+
+// The network's answers for one of the steps `sampler`, the one that the state says; the first calls no network.
+static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep* sampler, bool calls) {
+    int rows = rows_of(batch);
+    run(SetModelInputs{.state = m->sampler_state,
+                       .timesteps = m->timesteps,
+                       .labels = m->labels,
+                       .sampler = sampler,
+                       .specs = m->specs,
+                       .rows = rows,
+                       .samples = batch.input.B,
+                       .no_class = m->config.num_classes});
+    if (calls) unet_forward(m, rows);
+}
+
 #ifndef NETWORK_ONLY
 // ==== 7  OPTIMISER =========================================================================================
 
@@ -3075,10 +3115,10 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
-        if (s.labels) labels[b] = s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
-        if (!s.path) return;
-        timesteps[b] = s.path[1 + path_point(b, step, s.path_steps)].timestep;
-        if (s.labels) labels[b] = path_start(s, b, step / s.path_steps).label;
+        if (s.path) timesteps[b] = s.path[1 + path_point(b, step, s.path_steps)].timestep;
+        if (!s.labels) return;
+        labels[b] = s.path ? path_start(s, b, step / s.path_steps).label
+                           : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
 
@@ -3143,46 +3183,13 @@ struct FinishStep {
 };
 
 // ---- a step of the sampler --------------------------------------------------------------------------------
-// Between training steps target and images are free for x and what the sampler saves.
-static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
-    return {.input = unet_input(m, B),
-            .out = unet_output(m),
-            .channels = m->config.in_channels,
-            .clamps = m->config.threshold == THRESHOLD_CLAMP,
-            .guidance = guidance,
-            .x = m->target,
-            .saved = m->images,
-            .specs = m->specs,
-            .state = m->sampler_state};
-}
-
-// The network's calls for one step of B samples.
-static int rows_of(const SampleBatch<floatX>& batch) { return batch.guidance == 1 ? batch.input.B : 2 * batch.input.B; }
-
-static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
-    size_t values = batch.input.count();
-    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
-        backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
-    backend_zero(m->sampler_state, sizeof(SamplerState));
-}
-
 // The next of the device's steps `sampler`; calls: whether it calls the network. No step reads anything from the host, so
 // that a graph of it, one for each B and one for the step that calls nothing, serves all steps.
 typedef std::map<std::pair<int, bool>, Graph> SamplerGraphs;
 static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep* sampler, bool calls,
                               SamplerGraphs* graphs) {
-    int B = batch.input.B, rows = rows_of(batch);
-    launch_graph(&(*graphs)[{B, calls}], [&] {
-        run(SetModelInputs{.state = m->sampler_state,
-                           .timesteps = m->timesteps,
-                           .labels = m->labels,
-                           .sampler = sampler,
-                           .specs = m->specs,
-                           .rows = rows,
-                           .samples = B,
-                           .no_class = m->config.num_classes});
-        if (calls) unet_forward(m, rows);
+    launch_graph(&(*graphs)[{batch.input.B, calls}], [&] {
+        predict_samples(m, batch, sampler, calls);
         run(UpdateSamples<floatX>{batch});
     });
 }
@@ -3320,7 +3327,7 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
         load_path_points(m, B, first);
     } else {
         run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-        if (c.consistency) see_earlier(m, loss, B, first);
+        if (m->pairs.weights) see_earlier(m, loss, B, first);
         add_noise(m, B, first, m->timesteps + first, &m->state->step);
     }
     unet_forward(m, B, first);

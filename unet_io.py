@@ -341,10 +341,15 @@ def flips(seed, sample, step):
     return words(seed, Stream.FLIP, 1, sample, step)[..., 0] >> np.uint32(31) != 0
 
 
+def uniforms(drawn):
+    """Random words as numbers in [0, 1): float32 of the same shape."""
+    return (drawn >> np.uint32(8)) * np.float32(2.0**-24)
+
+
 def kept(seed, block, shape, sample, step, probability):
     """What --dropout keeps: bool (len(sample), *shape), shape (H, W, C); block: its first tensor's index."""
-    w = words(seed, Stream.DROPOUT | block << 8, math.prod(shape), sample, step) >> np.uint32(8)
-    return (w * np.float32(2.0**-24) >= np.float32(probability)).reshape(-1, *shape)
+    drawn = words(seed, Stream.DROPOUT | block << 8, math.prod(shape), sample, step)
+    return (uniforms(drawn) >= np.float32(probability)).reshape(-1, *shape)
 
 
 @functools.lru_cache(maxsize=4)
@@ -361,8 +366,7 @@ def permutation(seed, epoch, n):
 
 def dropped(seed, sample, step, probability):
     """Whether each sample's label is hidden at this step: bool of the shape of `sample`."""
-    u = (words(seed, Stream.LABEL, 1, sample, step)[..., 0] >> np.uint32(8)) * np.float32(2.0**-24)
-    return u < np.float32(probability)
+    return uniforms(words(seed, Stream.LABEL, 1, sample, step)[..., 0]) < np.float32(probability)
 
 
 def path_points(config, step):
@@ -377,7 +381,7 @@ def path_starts(config, count, labels):
     if not config.class_cond:
         return drawn[:, 0], None
     images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> np.uint64(32)
-    hidden = (drawn[:, 2] >> np.uint32(8)) * np.float32(2.0**-24) < np.float32(config.cond_drop_prob)
+    hidden = uniforms(drawn[:, 2]) < np.float32(config.cond_drop_prob)
     return drawn[:, 0], np.where(hidden, config.num_classes, labels[images.astype(np.int64)]).astype(np.int64)
 
 

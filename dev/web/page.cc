@@ -131,26 +131,8 @@ static void show(auto value) {
 
 // The next step, of which the first calls no network. Shows x, or what the network takes the finished picture for.
 static void take_step(bool shows_x0) {
-    int samples = (int)wanted.size(), rows = is_guided(config) ? 2 * samples : samples;
-    SampleBatch<float> batch = {.input = unet_input(&model, samples),
-                                .out = unet_output(&model),
-                                .channels = config.in_channels,
-                                .clamps = config.threshold == THRESHOLD_CLAMP,
-                                .guidance = config.guidance_scale,
-                                .x = model.target,
-                                .saved = model.images,
-                                .specs = model.specs,
-                                .state = model.sampler_state};
-    bool calls = steps[model.sampler_state->done].timestep >= 0;
-    run(SetModelInputs{.state = model.sampler_state,
-                       .timesteps = model.timesteps,
-                       .labels = model.labels,
-                       .sampler = model.sampler,
-                       .specs = model.specs,
-                       .rows = rows,
-                       .samples = samples,
-                       .no_class = config.num_classes});
-    if (calls) unet_forward(&model, rows);
+    SampleBatch<float> batch = samples_of(&model, (int)wanted.size(), config.guidance_scale);
+    predict_samples(&model, batch, model.sampler, steps[model.sampler_state->done].timestep >= 0);
     if (shows_x0) show([&](size_t at) { return batch.predicted_x0(batch.state->step, at); });
     run(UpdateSamples<float>{batch});
     if (!shows_x0) show([&](size_t at) { return batch.x[at]; });
@@ -159,7 +141,7 @@ static void take_step(bool shows_x0) {
 // x becomes the noise of each picture's seed.
 static void begin_with_noise(uint32_t Request::*seed) {
     for (size_t i = 0; i < wanted.size(); i++) model.specs[i] = {wanted[i].*seed, wanted[i].label};
-    *model.sampler_state = {};
+    begin_samples(&model, samples_of(&model, (int)wanted.size(), config.guidance_scale));
     take_step(false);
 }
 
@@ -182,13 +164,13 @@ EXPORT(start) int start() {
     model.sampler = steps.data();
     size_t size = picture_size(), values = wanted.size() * size;
     shown.assign(values / PIXEL * 4, 0);
-    for (float* held : {model.target, model.images, unet_output(&model)}) std::fill_n(held, values, 0.0f);
 
     begin_with_noise(&Request::other_seed);
     std::vector<float> others(model.target, model.target + values);
     begin_with_noise(&Request::seed);
     for (size_t i = 0; i < wanted.size(); i++)
-        if (wanted[i].part > 0) turn(model.target + i * size, &others[i * size], size, wanted[i].part);
+        if (wanted[i].part > 0 && wanted[i].seed != wanted[i].other_seed)
+            turn(model.target + i * size, &others[i * size], size, wanted[i].part);
     for (int answer = 0; answer < 1 + is_guided(config); answer++)
         std::copy_n(model.target, values, model.input + answer * values);
     return (int)steps.size() - 1;
