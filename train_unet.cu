@@ -265,8 +265,8 @@ static size_t count_parameters(const Config& c);  // of its network; refuses one
 // ---- arenas -----------------------------------------------------------------------------------------------
 // A block of memory of a known size, handed out piece by piece.
 struct Arena {
-    char* base;
-    size_t capacity, used;  // bytes
+    char* base = nullptr;
+    size_t capacity = SIZE_MAX, used = 0;  // bytes
 };
 enum { ALIGNMENT = 256 };
 
@@ -1128,7 +1128,7 @@ static void add_layer(Plan* plan, const Block& block, const std::string& layer, 
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
 static Arena arena_of(const Model* m, const Buffer& b) {
-    if (m->counts) return {nullptr, SIZE_MAX, 0};
+    if (m->counts) return {};
     return {m->arena + b.offset, b.bytes, 0};
 }
 
@@ -1705,23 +1705,21 @@ static void measure_buffers(Plan* plan, const Config& c) {
     m.config = c;
     m.plan = *plan;
     m.counts = true;
-    for (Block& block : plan->blocks) {
+    for (Block& block : plan->blocks)
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
             block.inner.bytes = constructed.kept_inner.used;
             block.stats.bytes = constructed.kept_stats.used;
-            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            m.scratch = m.late = Arena();
             constructed.reserve_forward();
             block.scratch_forward.bytes = m.scratch.used;
-        });
-        if (!plan->training) continue;
-        with_module(&m, block, plan->batch, [&](auto constructed) {
-            m.scratch = m.late = {nullptr, SIZE_MAX, 0};
+            if (!plan->training) return;
+
+            m.scratch = Arena();
             constructed.reserve_backward();
             block.scratch_backward.bytes = m.scratch.used;
             block.late.bytes = m.late.used;
         });
-    }
 }
 
 // Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same
@@ -2857,7 +2855,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
     size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
-    Arena arena = {memory, SIZE_MAX, 0};
+    Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
