@@ -3014,38 +3014,36 @@ static void start_from_master(Model* m) {
     if (m->paths.teacher) backend_copy(m->paths.teacher, m->master, m->shard * sizeof(float));
 }
 
-// A tensor's values, as they lie in memory, into an array of parameters: what this rank's shard has of it.
-static void upload_tensor(const Model& m, float* parameters, const Parameter& t, const float* values) {
+// A tensor's values, in a file's order, into an array of parameters: what this rank's shard has of it.
+static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
+    std::vector<float> held = reordered(values, t, true);
     size_t shard = m.rank * m.shard;
     size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
     if (first >= end) return;
-    backend_upload(parameters + (first - shard), values + (first - t.offset), (end - first) * sizeof(float));
+    backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
 }
 
-// Fresh values of a table, parameter number `index`, before they are scaled.
-static std::vector<float> normal_values(const Parameter& t, size_t index, uint32_t seed) {
-    std::vector<float> values(t.count);
-    for (size_t e = 0; e < t.count; e += 4)
+// Fresh values of parameter number `index`: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and
+// guided-diffusion's zeros.
+static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t seed) {
+    const Parameter& t = plan.tensors[index];
+    const Parameter& weight = plan.tensors[index - !is_matrix(t)];  // that of a bias comes before it
+    float bound = (float)(1.0 / sqrt((double)weight.count / weight.shape[0]));
+
+    std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
+    for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
+        uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
+        values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
+    }
+    for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
         random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
+    for (float& value : values) value *= t.scale;
     return values;
 }
 
-// Fresh weights: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and guided-diffusion's zeros.
 static void initialise_weights(Model* m, uint32_t seed) {
-    size_t fan_in = 1;  // of a bias: that of its weight, which comes before it
-    for (size_t index = 0; index < m->plan.tensors.size(); index++) {
-        const Parameter& t = m->plan.tensors[index];
-        if (is_matrix(t)) fan_in = t.count / t.shape[0];
-        std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-        float bound = (float)(1.0 / sqrt((double)fan_in));
-        for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
-            uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
-            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
-        }
-        if (t.init == INIT_NORMAL) values = normal_values(t, index, seed);
-        for (float& value : values) value *= t.scale;
-        upload_tensor(*m, m->master, t, reordered(values, t, true).data());
-    }
+    for (size_t index = 0; index < m->plan.tensors.size(); index++)
+        upload_tensor(*m, m->master, m->plan.tensors[index], fresh_values(m->plan, index, seed));
     start_from_master(m);
 }
 
@@ -3694,8 +3692,7 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
                                        const std::vector<int>& kept) {
     const Parameter& t = m.plan.tensors[index];
     size_t width = t.count / t.shape[0];
-    std::vector<float> values = normal_values(t, index, m.config.seed);
-    for (float& value : values) value *= t.scale;
+    std::vector<float> values = fresh_values(m.plan, index, m.config.seed);
     for (size_t row = 0; row < kept.size(); row++)
         if (kept[row] >= 0) std::copy_n(&stored[kept[row] * width], width, &values[row * width]);
     return values;
@@ -3716,7 +3713,7 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
                  file.path.c_str(), t.name.c_str(), section);
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
-        upload_tensor(m, to, t, reordered(stored, t, true).data());
+        upload_tensor(m, to, t, stored);
     }
 }
 
