@@ -4529,34 +4529,25 @@ struct Pace {
     long first;                    // the step that the run began after
     long logged = first;           // the step of the log's newest line
     double start = seconds_now();  // of the steps that count: the first does not
-    double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
 
     void pause(double seconds) {
         start += seconds;
-        end += seconds;
         log_start += seconds;
     }
 };
 
-// What the log says of a step, besides its result.
-struct StepReport {
-    double ms;  // a mean since the line before
-    double images_per_s;
-    double lr;
-};
-
-// A line of metrics.jsonl.
-static void log_step(Trainer* t, const StepState& result, const StepReport& report) {
+// A line of metrics.jsonl. ms: a mean since the line before.
+static void log_step(Trainer* t, const StepState& result, double ms, double images_per_s) {
     static const double peak = backend_peak() * world.size;
-    double tflops = 1e-12 * t->model.plan.flops * report.images_per_s;  // of the model's own operations
+    double tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
 
     std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss,
                             (double)t->smoothed);
-    line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, report.lr);
-    line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", report.ms, report.images_per_s);
-    if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", report.images_per_s / world.size);
+    line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, result.update.lr);
+    line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", ms, images_per_s);
+    if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
     line += text(", \"tflops\": %.5g", tflops);
     if (peak) line += text(", \"mfu\": %.4f", tflops / peak);
     line += text(", \"memory_gb\": %.4g", 1e-9 * (double)memory_of(t->model));
@@ -4579,21 +4570,20 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double now = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
-    pace->end = now;
 
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     bool shows = logs || (isatty(1) && now - pace->shown > 1);
     if (!shows) return;
     pace->shown = now;
     double ms = 1e3 * (now - pace->log_start) / (double)(t->step - pace->logged);
-    StepReport report = {ms, c.batch_size * 1e3 / ms, learning_rate(c.optimiser, t->step - 1)};
+    double images_per_s = c.batch_size * 1e3 / ms;
 
     clear_line();
     printf("step %ld/%d | loss %.5f", t->step, c.steps, result.loss);
     if (logs) {
-        printf(" | smoothed %.5f | norm %.3f | lr %.2e", (double)t->smoothed, result.norm, report.lr);
-        printf(" | %.1f ms | %.1f images/s", ms, report.images_per_s);
-        if (world.size > 1) printf(" (%.1f each of %d)", report.images_per_s / world.size, world.size);
+        printf(" | smoothed %.5f | norm %.3f | lr %.2e", (double)t->smoothed, result.norm, result.update.lr);
+        printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
+        if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
     printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
     if (!logs) return;
@@ -4602,7 +4592,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     printf("\n");
     pace->logged = t->step;
     pace->log_start = now;
-    log_step(t, result, report);
+    log_step(t, result, ms, images_per_s);
 }
 
 // Whether what comes every so many steps comes after this one.
@@ -4659,13 +4649,14 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
+    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
+    double seconds = seconds_now() - pace.start;
 
     clear_line();
     bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
     if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
-    print_summary(*t, pace.first, pace.end - pace.start);
+    print_summary(*t, pace.first, seconds);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
