@@ -2350,7 +2350,7 @@ template <typename T> struct LoadPathPoints {
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
 // function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
-// sampler_name; sampler_steps and spacing_of say how it usually goes.
+// sampler_text; sampler_steps and spacing_of say how it usually goes.
 
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
 // fresh noise. It saves save_x0 x0 + save_x x for the next call: x0 itself, but for the first of Heun's two calls.
@@ -2422,7 +2422,8 @@ static std::vector<int> sampler_timesteps(const Config& c, const std::vector<Noi
     }
 }
 
-// DDIM, Song et al. (2021): equation 12 with the noise derived again from the clamped x0, and equation 16.
+// DDIM, Song et al. (2021): equation 12 with the noise derived again from the clamped x0, and equation 16. With
+// eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
 static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
     double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // as a part of all noise
     double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
@@ -2430,9 +2431,6 @@ static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
             .x = (float)direction,
             .noise = (float)(eta * to.sigma * sqrt(fresh))};
 }
-
-// DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7, which is DDIM with eta = 1.
-static SampleUpdate ddpm_step(NoiseLevel from, NoiseLevel to) { return ddim_step(from, to, 1); }
 
 // Song et al., "Consistency Models" (2023), algorithm 1: what is seen becomes the picture, and is noised again.
 static SampleUpdate consistency_step(NoiseLevel to) {
@@ -2502,7 +2500,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         } else if (c.sampler == SAMPLER_CONSISTENCY) {
             call(i, consistency_step(to));
         } else if (c.sampler == SAMPLER_DDPM) {
-            call(i, ddpm_step(from, to));
+            call(i, ddim_step(from, to, 1));
             if (c.learn_sigma && i) steps.back().max_log_sigma_ratio = (float)log(from.sigma / to.sigma);
         } else {
             call(i, ddim_step(from, to, c.eta));
@@ -4044,19 +4042,9 @@ static std::vector<SampleSpec> wanted_samples(const Config& c, const std::vector
     return specs_of(seeds);
 }
 
-static const char* sampler_name(int sampler) {
-    switch ((Sampler)sampler) {
-        case SAMPLER_DDIM: return "DDIM";
-        case SAMPLER_DDPM: return "DDPM";
-        case SAMPLER_DPMPP: return "DPM-Solver++(2M)";
-        case SAMPLER_HEUN: return "Heun";
-        case SAMPLER_CONSISTENCY: return "consistency";
-    }
-    return "";
-}
-
 static std::string sampler_text(const Config& c) {
-    std::string line = sampler_name(c.sampler);
+    static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun", "consistency"};  // of Sampler
+    std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
