@@ -4495,20 +4495,15 @@ static void give_up(Trainer* t, const StepState& result) {
     const char* what = std::isfinite(result.loss) ? "gradient" : "loss";
     const char* value = std::isnan(result.loss + result.norm) ? "NaN" : "infinite";
     if (t->step == 0) {  // no update came before it, so that --lr is not to blame
-        float most = 0;
+        float most = 1;
         for (float pixel : t->images.floats) most = std::max(most, fabsf(pixel));
-        if (most > 1000)
-            fail("the %s became %s in step 1: %s holds values up to %g, and training expects -1 to 1, or a "
-                 "standard deviation of 1; make it again with --range or --data_std of prepare_data.py",
-                 what, value, c.data_file, most);
-        fail("the %s became %s in step 1, before any update: %s", what, value,
-             *c.model_weights ? "the weights of --model_weights are too large; start from others"
-                              : "these images and flags leave the range of numbers");
+        fail("the %s became %s in step 1, before any update: %s holds values up to %g, which --range or --data_std "
+             "of prepare_data.py bring to about 1; or the weights of --model_weights are too large",
+             what, value, c.data_file, most);
     }
-    std::string saved = checkpoint_path(c.out_dir, t->saved);
-    std::string advice = "the weights of " + saved + " lead to it: resume from an older one";
-    if (t->saved < t->step) advice = "the weights before it are " + saved + ": resume from there";
-    if (!t->saved) advice = "nothing was saved before it: start again";
+    std::string advice = "start again";
+    if (t->saved)
+        advice = "resume " + checkpoint_path(c.out_dir, t->saved) + ", or an older one if its weights lead to it,";
     fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
 }
 
