@@ -1616,21 +1616,18 @@ static void block_backward(Model* m, const Block& block, int B) {
 // block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
 // PyTorch's order.
 static void place_parameters(Plan* plan) {
+    std::vector<Parameter*> order;
+    for (Parameter& t : plan->tensors) order.push_back(&t);
+    // each kind lies together, and the joined ones of both meet in the middle
+    auto kind_of = [](const Parameter* t) { return std::pair(!is_matrix(*t), t->joined == is_matrix(*t)); };
+    std::ranges::stable_sort(order, {}, kind_of);
+    std::reverse(order.begin(), std::ranges::find(order, std::pair(false, true), kind_of));
+
     size_t offset = 0;
-    std::vector<Parameter*> in_order, backwards;
-    for (Parameter& t : plan->tensors) in_order.push_back(&t);
-    backwards.assign(in_order.rbegin(), in_order.rend());
-    auto place = [&](bool matrix, bool joined, const std::vector<Parameter*>& tensors) {
-        for (Parameter* t : tensors) {
-            if (is_matrix(*t) != matrix || t->joined != joined) continue;
-            t->offset = offset;
-            offset += t->size;
-        }
-    };
-    place(true, false, backwards);
-    place(true, true, in_order);
-    place(false, true, in_order);
-    place(false, false, in_order);
+    for (Parameter* t : order) {
+        t->offset = offset;
+        offset += t->size;
+    }
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
@@ -1784,25 +1781,19 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto add_resampling = [&](BlockKind kind, int out_H) {
         add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
     };
-    auto begin_input_group = [&] { begin_group(text("input_blocks.%zu", skips.size())); };
-    auto end_input_group = [&] { skips.push_back((int)plan.blocks.size() - 1); };
+    auto add_input_group = [&](auto add_blocks) {
+        begin_group(text("input_blocks.%zu", skips.size()));
+        add_blocks();
+        skips.push_back((int)plan.blocks.size() - 1);
+    };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
 
-    begin_input_group();
-    add(BLOCK_CONV_IN);
-    end_input_group();
+    add_input_group([&] { add(BLOCK_CONV_IN); });
     for (int level = 0; level < levels; level++) {
         width = level_width(c, level);
-        for (int i = 0; i < c.num_res_blocks; i++) {
-            begin_input_group();
-            add_residual();
-            end_input_group();
-        }
-        if (level == levels - 1) break;
-        begin_input_group();
-        add_resampling(BLOCK_DOWN, last_size() / 2);
-        end_input_group();
+        for (int i = 0; i < c.num_res_blocks; i++) add_input_group(add_residual);
+        if (level < levels - 1) add_input_group([&] { add_resampling(BLOCK_DOWN, last_size() / 2); });
     }
 
     begin_group("middle_block");
