@@ -56,8 +56,7 @@
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; paths of the sampler; samplers;
 //        samples of a model
 //   7  OPTIMISER
-//   8  TRAINING: memory of a run; the first and the last launch of a step; a step of the sampler; a training
-//        step; sampling
+//   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
@@ -1049,9 +1048,8 @@ struct ConsistencyPairs {
 
 // What consistency tuning with paths learns from: see section 6.
 struct SamplerPaths {
-    float* teacher;               // the parameters of the model that is tuned: all (num_floats), or a rank's shard
-    struct SamplerStep* sampler;  // (path_steps + 1): noise, then the steps of a path
-    float* points;                // (path_steps + 1, images of this rank, H, W, PIXEL): noise first, pictures last
+    float* teacher;  // the parameters of the model that is tuned: all (num_floats), or a rank's shard
+    float* points;   // (path_steps + 1, images of this rank, H, W, PIXEL): noise first, pictures last
 };
 
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
@@ -1085,9 +1083,7 @@ struct Model : OptimiserMemory {
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     SamplerPaths paths = {};             // with --path_steps
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-    struct SamplerStep* sampler;         // every step from noise to a sample, in order
-    struct SamplerState* sampler_state;  // where the batch being sampled is among them
-    struct SampleSpec* specs;            // (B): what its samples come from
+    struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
     std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
@@ -2516,13 +2512,6 @@ struct SampleSpec {
     int label;
 };
 
-// The part of the sampler that changes with each step. It lives in device memory, so that one captured graph
-// serves all steps.
-struct SamplerState {
-    int done;          // steps
-    SamplerStep step;  // the one under way
-};
-
 // Samples that are made at the same time, and the network's answers. With guidance there is a second answer
 // behind the first, without the class, and answer = without + guidance (with - without): Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022).
@@ -2534,7 +2523,6 @@ template <typename T> struct SampleBatch {
     float guidance;           // 1: there is one answer
     float *x, *saved;         // (B, H, W, PIXEL)
     const SampleSpec* specs;  // (B)
-    SamplerState* state;      // how far they are
 
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float answer = (float)out[at];
@@ -2559,12 +2547,11 @@ template <typename T> struct SampleBatch {
 // fmaf says how each sum is rounded, so that every compiler makes the same bits.
 template <typename T> struct UpdateSamples {
     SampleBatch<T> batch;
+    SamplerStep step;
 
     size_t items() const { return FourPixels::count(batch.input); }
     HOST_DEVICE void operator()(size_t item) const {
-        const SamplerStep step = batch.state->step;
         const SampleUpdate update = step.update;
-        if (item == 0) batch.state->done++;
         FourPixels four(item, batch.input.T());
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < batch.channels; c++) {
             float normal[4] = {};
@@ -2588,19 +2575,16 @@ template <typename T> struct UpdateSamples {
     }
 };
 
-// A sampler's next step begins: the timestep of each row of the network's call, and its class or none.
+// What a call of the network is given: the timestep of each of its rows, and its class or none.
 struct SetModelInputs {
-    SamplerState* state;
     int *timesteps, *labels;  // (rows); labels null: the network knows no classes
-    const SamplerStep* sampler;
     const SampleSpec* specs;
+    int timestep;
     int rows, samples, no_class;  // rows from `samples` on have no class
 
     size_t items() const { return rows; }
     HOST_DEVICE void operator()(size_t i) const {
-        const SamplerStep& step = sampler[state->done];
-        if (i == 0) state->step = step;
-        timesteps[i] = step.timestep;
+        timesteps[i] = timestep;
         if (labels) labels[i] = (int)i < samples ? specs[i].label : no_class;
     }
 };
@@ -2615,8 +2599,7 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .guidance = guidance,
             .x = m->target,
             .saved = m->images,
-            .specs = m->specs,
-            .state = m->sampler_state};
+            .specs = m->specs};
 }
 
 // The network's calls for one step of B samples.
@@ -2627,21 +2610,27 @@ static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
         backend_zero(held, values * sizeof(float));
     backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
-    backend_zero(m->sampler_state, sizeof(SamplerState));
 }
 
-// The network's answers for one of the steps `sampler`, the one that the state says; the first calls no network.
-static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep* sampler, bool calls) {
+// The network's answers for a step, of which the first calls no network. A call is a graph for each number of rows.
+typedef std::map<int, Graph> CallGraphs;
+static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step, CallGraphs* graphs) {
+    if (step.timestep < 0) return;
     int rows = rows_of(batch);
-    run(SetModelInputs{.state = m->sampler_state,
-                       .timesteps = m->timesteps,
+    run(SetModelInputs{.timesteps = m->timesteps,
                        .labels = m->labels,
-                       .sampler = sampler,
                        .specs = m->specs,
+                       .timestep = step.timestep,
                        .rows = rows,
                        .samples = batch.input.B,
                        .no_class = m->config.num_classes});
-    if (calls) unet_forward(m, rows);
+    launch_graph(&(*graphs)[rows], [&] { unet_forward(m, rows); });
+}
+
+static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
+                              CallGraphs* graphs) {
+    predict_samples(m, batch, step, graphs);
+    run(UpdateSamples<floatX>{batch, step});
 }
 
 #ifndef NETWORK_ONLY
@@ -2865,7 +2854,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(batch, m->timesteps, m->sources);
     if (label_rows(c)) place(batch, m->labels);
-    place(1, m->state, m->sampler_state);
+    place(1, m->state);
     place(world.size, m->stops);
     place(c.diffusion_steps, m->schedule);
     place(c.diffusion_steps, m->last_words);
@@ -2873,14 +2862,12 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
     if (c.path_steps && plan.training) {
         place(m->shard, m->paths.teacher);
-        place(c.path_steps + 1, m->paths.sampler);
         place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->paths.points);
     } else if (c.consistency && plan.training) {
         place(batch, m->pairs.timesteps);
         place(batch, m->pairs.gaps, m->pairs.weights);
         place(B * pixels * PIXEL, m->pairs.errors);
     }
-    place(make_sampler(c).size(), m->sampler);
     place(B, m->specs);
     return arena.used;
 }
@@ -3167,18 +3154,6 @@ struct FinishStep {
     }
 };
 
-// ---- a step of the sampler --------------------------------------------------------------------------------
-// The next of the device's steps `sampler`; calls: whether it calls the network. No step reads anything from the host, so
-// that a graph of it, one for each B and one for the step that calls nothing, serves all steps.
-typedef std::map<std::pair<int, bool>, Graph> SamplerGraphs;
-static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep* sampler, bool calls,
-                              SamplerGraphs* graphs) {
-    launch_graph(&(*graphs)[{batch.input.B, calls}], [&] {
-        predict_samples(m, batch, sampler, calls);
-        run(UpdateSamples<floatX>{batch});
-    });
-}
-
 // All ranks have agreed that the run ends after this step. stop_asked, in section 2, says that this process has received a
 // signal: with several ranks that alone ends nothing, see agree_to_stop.
 static std::atomic<int> stop_requested = 0;
@@ -3203,7 +3178,8 @@ struct Trainer {
     std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     Graph graph;                                  // of a step
-    SamplerGraphs path_graphs;
+    std::vector<SamplerStep> path;  // the steps of a path
+    CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
     // where the run is
@@ -3235,6 +3211,7 @@ static void prepare_steps(Trainer* t) {
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
+    if (c.path_steps) t->path = make_path(c);
     t->source = {.bytes = for_device(data.bytes),
                  .floats = for_device(data.floats),
                  .order = t->order.get(),
@@ -3249,12 +3226,8 @@ static void prepare_steps(Trainer* t) {
                  .no_class = c.num_classes,
                  .drop = c.cond_drop_prob,
                  .last_words = m->last_words,
-                 .path = m->paths.sampler,
+                 .path = for_device(t->path),
                  .path_steps = c.path_steps};
-    if (c.path_steps) {
-        std::vector<SamplerStep> path = make_path(c);
-        backend_upload(m->paths.sampler, path.data(), path.size() * sizeof(SamplerStep));
-    }
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3434,10 +3407,11 @@ static void draw_paths(Trainer* t, int64_t count) {
         run(StartPaths{m->specs, t->source, B, first, count});
         SampleBatch<floatX> batch = samples_of(m, B, 1);
         begin_samples(m, batch);
-        for (int step = 0; step <= c.path_steps; step++) {
-            take_sampler_step(m, batch, m->paths.sampler, step > 0, &t->path_graphs);
-            char* point = (char*)m->paths.points + (step * images + first - start) * image_bytes;
+        char* point = (char*)m->paths.points + (first - start) * image_bytes;
+        for (const SamplerStep& step : t->path) {
+            take_sampler_step(m, batch, step, &t->path_graphs);
             backend_copy(point, batch.x, B * image_bytes);
+            point += images * image_bytes;
         }
     }
     use_weights(m, m->master);
@@ -3622,16 +3596,15 @@ struct Progress {
 
 // Makes B samples: after it batch.x holds them, unless it was stopped.
 static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
-                         SamplerGraphs* graphs, Progress* progress) {
+                         CallGraphs* graphs, Progress* progress) {
     int begun = 0;
     begin_samples(m, batch);
     for (const SamplerStep& step : steps) {
         wait_for_step(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
         if (stop_asked) return;
-        bool calls = step.timestep >= 0;
-        take_sampler_step(m, batch, m->sampler, calls, graphs);
+        take_sampler_step(m, batch, step, graphs);
         mark_step_end(begun++ % STEPS_IN_FLIGHT);
-        if (calls) progress->count();
+        if (step.timestep >= 0) progress->count();
     }
 }
 
@@ -3643,13 +3616,12 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
     size_t elements = (size_t)PIXEL * c.image_size * c.image_size;
     size_t most = samples_at_a_time(c, m->plan.batch);
     std::vector<SamplerStep> steps = make_sampler(c);
-    backend_upload(m->sampler, steps.data(), steps.size() * sizeof(SamplerStep));
     use_weights(m, chosen_weights(m));
     samples->resize(specs.size() * elements);
 
     auto [begin, end] = share_of((int)specs.size(), world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
-    SamplerGraphs graphs;
+    CallGraphs graphs;
     for (size_t first = begin; first < end && !stop_asked; first += most) {
         int B = (int)std::min(most, end - first);
         backend_upload(m->specs, &specs[first], B * sizeof(SampleSpec));

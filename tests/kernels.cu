@@ -128,10 +128,6 @@ static void append(std::vector<double>* numbers, const Timestep& t) {
 static void append(std::vector<double>* numbers, const SamplerStep& s) {
     numbers->insert(numbers->end(), {(double)s.number, (double)s.timestep, s.update.x});
 }
-static void append(std::vector<double>* numbers, const SamplerState& s) {
-    numbers->push_back(s.done);
-    append(numbers, s.step);
-}
 static void append(std::vector<double>* numbers, const StepState& s) {
     const AdamW& a = s.update;
     numbers->insert(numbers->end(), {(double)s.step, a.lr, a.weight_decay, a.beta1, a.beta2, a.eps,
@@ -810,15 +806,9 @@ static void test_embedding(int B, int C) {
     std::vector<int> some_labels = some_timesteps(B);
     for (int& label : some_labels) label %= 8;
     Pair<int> labels(some_labels);
-    Pair<SamplerStep> sampler(std::vector<SamplerStep>{{.timestep = 5}, {.number = 2, .timestep = 731}});
-    Pair<SamplerState> state(std::vector<SamplerState>{{.done = 1, .step = {}}});
     check("set the model's inputs", shape,
-          {{&t, WRITTEN, "timesteps", EXACT},
-           {&labels, WRITTEN, "labels", EXACT},
-           {&state, KEPT, "state", EXACT}},
-          [&](auto on) {
-              on.run(SetModelInputs{on(state), on(t), on(labels), on(sampler), on(begins), B,
-                                 (int)pictures.size(), 7});
+          {{&t, WRITTEN, "timesteps", EXACT}, {&labels, WRITTEN, "labels", EXACT}}, [&](auto on) {
+              on.run(SetModelInputs{on(t), on(labels), on(begins), 731, B, (int)pictures.size(), 7});
           });
     Layer table((size_t)8 * C), rows((size_t)B * C);
     Floats dtable((size_t)8 * C);
@@ -881,7 +871,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     noises.back() = {4000000000u, 0};
     Pair<SampleSpec> begins(noises);
     Floats saved(n);
-    Pair<SamplerState> sampler(std::vector<SamplerState>(1));
+    SamplerStep step = {.update = {.noise = 1}};
     bool clamps = true;
     float guidance = 2.5f;
     auto drawing = [&](auto on) {
@@ -892,28 +882,23 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                  .guidance = guidance,
                                                  .x = on(x),
                                                  .saved = on(saved),
-                                                 .specs = on(begins),
-                                                 .state = on(sampler)};
+                                                 .specs = on(begins)};
     };
     auto check_update = [&](const char* name) {
         check(name, shape,
               {{&x, KEPT, "x", FLOAT_LIMIT},
                {&saved, KEPT, "saved", FLOAT_LIMIT},
-               {&sampler, KEPT, "state", EXACT},
                input_output},
-              [&](auto on) { on.run(UpdateSamples<typename decltype(on)::T>{drawing(on)}); });
+              [&](auto on) { on.run(UpdateSamples<typename decltype(on)::T>{drawing(on), step}); });
     };
-    sampler.host[0] = {.done = 0, .step = {.update = {.noise = 1}}};
-    sampler.upload();
     check_update("start pictures");
     for (float sigma : {0.21f, 0.0f})
         for (bool within : {true, false}) {
-            SamplerStep s = {9, 500, 1.1f, -0.4f, {0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f}};
+            step = {9, 500, 1.1f, -0.4f, {0.3f, 0.65f, -0.2f, sigma, 0.7f, 0.4f}};
             clamps = within;
             guidance = within ? 2.5f : 1;
-            s.max_log_sigma_ratio = within && channels <= PIXEL / 2 ? 0.7f : 0;
-            sampler.host[0] = {.done = 6, .step = s};
-            x.upload(), sampler.upload();
+            step.max_log_sigma_ratio = within && channels <= PIXEL / 2 ? 0.7f : 0;
+            x.upload();
             check_update("update pictures");
         }
     for (bool training : {true, false}) {

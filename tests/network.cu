@@ -1336,7 +1336,6 @@ static void twin_case(const Case& c, Verdict* v) {
         config.spacing = c.arg(8);
         std::vector<SampleSpec> begins = specs_of({c.word(9), c.word(10)});
         std::vector<float> x(B * image), input(x), out(x), saved(x);
-        SamplerState state = {};
         SampleBatch<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
                                       .out = out.data(),
                                       .channels = 3,
@@ -1344,8 +1343,7 @@ static void twin_case(const Case& c, Verdict* v) {
                                       .guidance = 1,
                                       .x = x.data(),
                                       .saved = saved.data(),
-                                      .specs = begins.data(),
-                                      .state = &state};
+                                      .specs = begins.data()};
         for (const SamplerStep& s : make_sampler(config)) {
             int t = std::max(0, s.timestep);  // the start tells none
             auto [a, b] = schedule[t];
@@ -1362,8 +1360,7 @@ static void twin_case(const Case& c, Verdict* v) {
                     default: out[i] = (float)x0[i];
                 }
             }
-            state.step = s;
-            cpu::run(UpdateSamples<float>{drawing});
+            cpu::run(UpdateSamples<float>{drawing, s});
         }
         wrong = n != (size_t)B * 3 * H * H;
         for (size_t i = 0; i < n && !wrong; i++) {

@@ -272,8 +272,7 @@ static void prepare_drawing(Model* m, Config config, int B) {
     auto specs = specs_of(consecutive(config.seed, B));
     backend_upload(m->specs, specs.data(), B * sizeof(SampleSpec));
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
-    backend_upload(m->sampler, &halfway, sizeof halfway);
-    run(SetModelInputs{m->sampler_state, m->timesteps, m->labels, m->sampler, m->specs, B, B, 0});
+    run(SetModelInputs{m->timesteps, m->labels, m->specs, halfway.timestep, B, B, 0});
     run(UpdateSamples<floatX>{{.input = unet_input(m, B),
                                 .out = unet_output(m),
                                 .channels = config.in_channels,
@@ -281,8 +280,8 @@ static void prepare_drawing(Model* m, Config config, int B) {
                                 .guidance = 1,
                                 .x = m->target,
                                 .saved = m->images,
-                                .specs = m->specs,
-                                .state = m->sampler_state}});
+                                .specs = m->specs},
+                              halfway});
 }
 
 // Milliseconds of a call of the network, a line for each number of images. A graph on a GPU holds ten calls,

@@ -105,7 +105,6 @@ EXPORT(load) void load(const uint8_t* weights, size_t bytes, uint32_t checksum, 
     model.timesteps = allocate_zeros<int>(rows);
     if (label_rows(config)) model.labels = allocate_zeros<int>(rows);
     model.specs = allocate_zeros<SampleSpec>(rows);
-    model.sampler_state = allocate_zeros<SamplerState>(1);
 }
 
 // ---- drawing ----------------------------------------------------------------------------------------------
@@ -117,6 +116,8 @@ struct Request {
 };
 static std::vector<Request> wanted;
 static std::vector<SamplerStep> steps;
+static size_t taken;  // of them
+static CallGraphs graphs;
 static std::vector<uint8_t> shown;  // (B, H, W, 4): RGBA
 
 // value(at) in [-1, 1] of each element (B, H, W, PIXEL), as the page shows it; of 2 or 4 channels the last is alpha.
@@ -132,9 +133,10 @@ static void show(auto value) {
 // The next step, of which the first calls no network. Shows x, or what the network takes the finished picture for.
 static void take_step(bool shows_x0) {
     SampleBatch<float> batch = samples_of(&model, (int)wanted.size(), config.guidance_scale);
-    predict_samples(&model, batch, model.sampler, steps[model.sampler_state->done].timestep >= 0);
-    if (shows_x0) show([&](size_t at) { return batch.predicted_x0(batch.state->step, at); });
-    run(UpdateSamples<float>{batch});
+    const SamplerStep& step = steps[taken++];
+    predict_samples(&model, batch, step, &graphs);
+    if (shows_x0) show([&](size_t at) { return batch.predicted_x0(step, at); });
+    run(UpdateSamples<float>{batch, step});
     if (!shows_x0) show([&](size_t at) { return batch.x[at]; });
 }
 
@@ -142,6 +144,7 @@ static void take_step(bool shows_x0) {
 static void begin_with_noise(uint32_t Request::*seed) {
     for (size_t i = 0; i < wanted.size(); i++) model.specs[i] = {wanted[i].*seed, wanted[i].label};
     begin_samples(&model, samples_of(&model, (int)wanted.size(), config.guidance_scale));
+    taken = 0;
     take_step(false);
 }
 
@@ -161,7 +164,6 @@ EXPORT(requests) Request* requests(int count) {
 EXPORT(start) int start() {
     if (wanted.size() * (is_guided(config) ? 2 : 1) > (size_t)model.plan.batch) fail("too many pictures at a time");
     steps = make_sampler(config);
-    model.sampler = steps.data();
     size_t size = picture_size(), values = wanted.size() * size;
     shown.assign(values / PIXEL * 4, 0);
 
@@ -179,7 +181,7 @@ EXPORT(start) int start() {
 // Takes a step; returns how many are left.
 EXPORT(step) int step(int shows_x0) {
     take_step(shows_x0);
-    return (int)steps.size() - model.sampler_state->done;
+    return (int)(steps.size() - taken);
 }
 
 // The pictures of the last step, (B, H, W, 4), RGBA.
