@@ -1043,13 +1043,13 @@ struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier one of each sample
     float* gaps;     // (batch_size): how much larger the noise_fraction of its own is
     float* weights;  // (batch_size): what its squared error counts for
-    float* errors;   // (B, H, W, PIXEL): in x0, of the answers at the earlier timesteps
+    float* errors;   // (B, H, W, PIXEL): what its target differs by from the one that is right
 };
 
 // What consistency tuning with paths learns from: see section 6.
 struct SamplerPaths {
     float* teacher;  // the parameters of the model that is tuned: all (num_floats), or a rank's shard
-    float* points;   // (path_steps + 1, images of this rank, H, W, PIXEL): noise first, pictures last
+    float* points;   // of every micro-batch (path_steps + 1, B, H, W, PIXEL): noise first, pictures last
 };
 
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
@@ -2247,8 +2247,8 @@ struct DrawPairs {
     }
 };
 
-// By how much the image that the network sees in the earlier noised images, B samples of the batch from `first` on, differs
-// from the image itself. An item is an element.
+// By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same image as in
+// their earlier noised images, differs from the one that is right. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2261,21 +2261,8 @@ template <typename T> struct EarlierErrors {
         int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
         bool is_image = pairs.gaps[b] == loss.schedule[loss.timesteps[b]].noise_fraction;
         float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[b]].x0_error;
-        pairs.errors[i] = x0_error * ((float)out[i] - target[i]);
-    }
-};
-
-// target (B, H, W, PIXEL) becomes the prediction in which the network would see the same image as in the earlier one.
-struct ConsistentTarget {
-    ConsistencyPairs pairs;
-    BatchLoss loss;
-    int first, B;
-    float* target;
-
-    size_t items() const { return (size_t)B * loss.pixels * PIXEL; }
-    HOST_DEVICE void operator()(size_t i) const {
-        int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
-        target[i] += pairs.errors[i] / loss.schedule[loss.timesteps[b]].x0_error;
+        float own_x0_error = loss.schedule[loss.timesteps[b]].x0_error;
+        pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / own_x0_error;
     }
 };
 
@@ -2311,21 +2298,19 @@ HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_s
 template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;             // (B, H, W, PIXEL)
-    const float* points;       // (path_steps + 1, images, H, W, PIXEL)
+    const float* points;       // (path_steps + 1, B, H, W, PIXEL)
     const Timestep* schedule;  // (diffusion_steps)
     const int* timesteps;      // (B)
     const int64_t* step;
     int path_steps;
-    int images, first_of_rank;  // of this rank: how many, and which sample of the batch is its first
-    int first;                  // sample of the batch
+    int first;  // sample of the batch
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
-        size_t elements = (size_t)x_t.T() * PIXEL;
-        size_t b = i / elements, path = first - first_of_rank + b;
-        int point = path_point(first + b, *step, path_steps);
-        float x = points[((size_t)point * images + path) * elements + i % elements];
-        float x0 = points[((size_t)path_steps * images + path) * elements + i % elements];
+        size_t b = i / ((size_t)x_t.T() * PIXEL);
+        size_t point = path_point(first + b, *step, path_steps);
+        float x = points[point * x_t.count() + i];
+        float x0 = points[path_steps * x_t.count() + i];
 
         const Timestep at = schedule[timesteps[b]];
         float eps = (x - at.alpha * x0) / at.sigma;
@@ -2724,7 +2709,7 @@ template <typename T> struct UpdateWeights {
 };
 
 // sum = a + b, (n, a multiple of 4, aligned to 16 bytes).
-struct AddGradients {
+struct AddFloats {
     float* sum;
     const float *a, *b;
     size_t n;
@@ -3254,21 +3239,23 @@ static void see_earlier(Model* m, const BatchLoss& loss, int B, int first) {
     run(EarlierErrors<floatX>{m->pairs, loss, first, B, unet_output(m), m->target});
 }
 
-// The images of a batch that this rank trains on: how many at most, and which is the first.
-static int images_of_rank(const Model* m) { return microbatches_of(m) * m->plan.batch; }
-static int first_image_of_rank(const Model* m) { return m->rank * images_of_rank(m); }
+// Where the points lie that serve the B samples of the batch from `first` on: (path_steps + 1, B, H, W, PIXEL).
+static float* path_points(const Model* m, int first) {
+    const Config& c = m->config;
+    size_t path = (size_t)(c.path_steps + 1) * c.image_size * c.image_size * PIXEL;
+    int first_of_rank = m->rank * microbatches_of(m) * m->plan.batch;
+    return m->paths.points + (first - first_of_rank) * path;
+}
 
 // What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
 static void load_path_points(Model* m, int B, int first) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
                                .target = m->target,
-                               .points = m->paths.points,
+                               .points = path_points(m, first),
                                .schedule = m->schedule,
                                .timesteps = m->timesteps + first,
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps,
-                               .images = images_of_rank(m),
-                               .first_of_rank = first_image_of_rank(m),
                                .first = first});
 }
 
@@ -3290,7 +3277,7 @@ static void microbatch_gradient(Trainer* t, int i, float* dw) {
     }
     unet_forward(m, B, first);
     if (m->pairs.weights) {
-        run(ConsistentTarget{m->pairs, loss, first, B, m->target});
+        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, B).count()});
         run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss, first, B});
     }
@@ -3310,7 +3297,7 @@ static void tree_gradient(Trainer* t, int first, int count, float* dw) {
     float* other = dw + P;
     tree_gradient(t, first, count / 2, dw);
     tree_gradient(t, first + count / 2, count - count / 2, other);
-    run(AddGradients{.sum = dw, .a = dw, .b = other, .n = P});
+    run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
 // Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
@@ -3328,7 +3315,7 @@ static void reduce_gradient(Model* m) {
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
-            run(AddGradients{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
+            run(AddFloats{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
 }
 
@@ -3383,7 +3370,6 @@ static void enqueue_step(Trainer* t) {
     if (is_sharded(m)) gather_weights(m);
 }
 
-// Gives the device its next step, and before it the orders of the epochs that the step draws from.
 // What the samples of a micro-batch start from. An item is a sample.
 struct StartPaths {
     SampleSpec* specs;  // (B)
@@ -3399,25 +3385,25 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t image_bytes = (size_t)c.image_size * c.image_size * PIXEL * sizeof(float), images = images_of_rank(m);
-    int start = first_image_of_rank(m), end = std::min<int>(start + images, c.batch_size);
     use_weights(m, m->paths.teacher);
-    for (int first = start; first < end; first += m->plan.batch) {
-        int B = std::min(m->plan.batch, end - first);
+    for (int i = 0; i < microbatches_of(m); i++) {
+        int first = (m->rank * microbatches_of(m) + i) * m->plan.batch;
+        int B = std::min(m->plan.batch, c.batch_size - first);
         run(StartPaths{m->specs, t->source, B, first, count});
         SampleBatch<floatX> batch = samples_of(m, B, 1);
         begin_samples(m, batch);
-        char* point = (char*)m->paths.points + (first - start) * image_bytes;
+        float* point = path_points(m, first);
         for (const SamplerStep& step : t->path) {
             take_sampler_step(m, batch, step, &t->path_graphs);
-            backend_copy(point, batch.x, B * image_bytes);
-            point += images * image_bytes;
+            backend_copy(point, batch.x, batch.input.count() * sizeof(float));
+            point += batch.input.count();
         }
     }
     use_weights(m, m->master);
     t->paths = count;
 }
 
+// Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     if (s.path && t->begun / s.path_steps != t->paths) draw_paths(t, t->begun / s.path_steps);

@@ -935,15 +935,11 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, 0, B, on(out), on(target)});
     });
-    check("consistent target", shape, {{&target, KEPT, "target", FLOAT_LIMIT}}, [&](auto on) {
-        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-        on.run(ConsistentTarget{pairs(on), batch, 0, B, on(target)});
-    });
     check("consistency weights", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(ConsistencyWeights{pairs(on), batch, 0, B});
     });
-    Floats points(8 * n);  // of paths of three steps, for twice as many images
+    Floats points(4 * n);  // of paths of three steps
     check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
         on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
@@ -953,8 +949,6 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                  .timesteps = on(t),
                                  .step = &on(state)->step,
                                  .path_steps = 3,
-                                 .images = 2 * B,
-                                 .first_of_rank = B + 1,
                                  .first = 2 * B + 1});
     });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
@@ -1169,7 +1163,7 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
           [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
     check("sum of gradients", shape, {{&m, KEPT, "sum", EXACT}},
-          [&](auto on) { on.run(AddGradients{.sum = on(m), .a = on(m), .b = on(gradient), .n = n}); });
+          [&](auto on) { on.run(AddFloats{.sum = on(m), .a = on(m), .b = on(gradient), .n = n}); });
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------

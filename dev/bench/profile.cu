@@ -154,7 +154,7 @@ static Kind kind_of(const ModulationBackward<T>& l) {
     return {"group norm sums",
             (double)sizeof(Moments) * l.norm.x.first.B * norm_tiles(l.norm.x.first.T()) * l.norm.x.C()};
 }
-static Kind kind_of(const AddGradients& l) { return {"gradients of parts", 3.0 * sizeof(float) * l.n}; }
+static Kind kind_of(const AddFloats& l) { return {"gradients of parts", 3.0 * sizeof(float) * l.n}; }
 static Kind kind_of(const SquaredNorm& l) { return {"gradient norm", (double)sizeof(float) * l.n}; }
 template <typename T>
 static Kind kind_of(const UpdateWeights<T>& l) {
