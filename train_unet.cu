@@ -1005,8 +1005,9 @@ struct Block {
     int param = 0;              // its first tensor; the others follow
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
-    Buffer hidden = {};    // residual: h (B, out_H, out_H, O); attention: qkv; embedding: three of (B, E)
-    Buffer inner = {};     // attention's heads' outputs (B, T, C), embedding's sinusoids (B, num_channels)
+    // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
+    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and three of (B, E).
+    Buffer hidden = {};
     Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
     Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
@@ -1128,11 +1129,11 @@ static Arena arena_of(const Model* m, const Buffer& b) {
     return {m->arena + b.offset, b.bytes, 0};
 }
 
-// Tensor `n` of those of its size in a buffer.
-static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C, int n = 0) {
-    size_t count = (size_t)B * H * H * C;
-    assert((n + 1) * count * sizeof(floatX) <= b.bytes);  // less was reserved
-    return {(floatX*)(m->arena + b.offset) + n * count, B, H, H, C};
+// The tensor that fills a buffer.
+static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
+    Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
+    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
+    return tensor;
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
@@ -1149,7 +1150,7 @@ static Tensor unet_input(const Model* m, int B) {
 
 // A block under way, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
 //   declare             its parameters, in the order of PyTorch's named_parameters()
-//   the members         what forward keeps for backward, taken from the buffers `hidden`, `inner` and `stats`
+//   the members         what forward keeps for backward, taken from the buffers `hidden` and `stats`
 //   reserve_forward     the scratch of forward, and then forward itself
 //   reserve_backward    the scratch of backward, and then backward itself
 // The plan constructs each block and calls its reserve functions with arenas that only count: see
@@ -1170,14 +1171,12 @@ struct Module {
     Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
-    Arena kept_inner = arena_of(m, block.inner);
     Arena kept_stats = arena_of(m, block.stats);
 
     Concat of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
         return {of(block.input), of(block.skip)};
     }
-    Tensor tensor(const Buffer& b, int H, int C, int n = 0) const { return tensor_at(m, b, B, H, C, n); }
 
     // Layer `n` of the block: a weight, and behind it its bias.
     template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
@@ -1247,7 +1246,7 @@ struct EmbedBlock : Module {
     }
 
     int E = m->plan.tensors[block.param].shape[0];
-    Tensor sinusoids = take_from(&kept_inner, 1, block.C);
+    Tensor sinusoids = take_from(&kept_hidden, 1, block.C);
     Tensor hidden = take_from(&kept_hidden, 1, E);
     Tensor linear2 = take_from(&kept_hidden, 1, E);
     Tensor embedding = take_from(&kept_hidden, 1, E);
@@ -1458,7 +1457,7 @@ struct AttentionBlock : Module {
     }
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
-    Tensor attended = take_from(&kept_inner, block.H, block.C);  // the heads' outputs, side by side
+    Tensor attended = take_from(&kept_hidden, block.H, block.C);  // the heads' outputs, side by side
     Norm norm = norm_of(ATT_NORM, x);
     float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
@@ -1627,9 +1626,8 @@ static void place_parameters(Plan* plan) {
 }
 
 static std::vector<Buffer*> buffers_of(Block* b) {
-    return {&b->out,   &b->hidden,   &b->inner,           &b->moments,
-            &b->stats, &b->gradient, &b->scratch_forward, &b->scratch_backward,
-            &b->late};
+    return {&b->out,      &b->hidden,          &b->moments,          &b->stats,
+            &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
 static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
@@ -1661,7 +1659,6 @@ static void compute_lifetimes_of(Plan* plan, const Config& c, int i) {
     }
     // A residual block's h becomes dh, which the side stream reads as it reads `late`.
     b.hidden.lives(i, plan->training && b.emb >= 0 ? kept + 1 : kept);
-    b.inner.lives(i, kept);
     b.stats.lives(i, kept);
     b.scratch_forward.lives(i, i);
     b.scratch_backward.lives(back, back);
@@ -1701,7 +1698,6 @@ static void measure_buffers(Plan* plan, const Config& c) {
     for (Block& block : plan->blocks)
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
-            block.inner.bytes = constructed.kept_inner.used;
             block.stats.bytes = constructed.kept_stats.used;
             m.scratch = m.late = Arena();
             constructed.reserve_forward();

@@ -459,7 +459,7 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     if (block.skip >= 0) at(&blocks[block.skip].out, p.in<floatX>("x2"));
     Names stats = kind == BLOCK_RES ? Names{"statistics1", "half affine1", "statistics2", "half affine2"}
                                     : Names{"statistics", "affine", "lse"};
-    const char* hidden = kind == BLOCK_RES ? "h" : "qkv";
+    const Names attention = {"qkv", "joined"};
     size_t scratch = (backward ? block.scratch_backward : block.scratch_forward).bytes;
     m.scratch = {p.scratch<char>("scratch", scratch), scratch, 0};
     if (backward) {
@@ -471,15 +471,18 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
             at(&embedding.gradient, p.scratch<floatX>("dprojected", (size_t)m.plan.batch * embedding.O));
         at(&block.stats, p.in<float>("stats", stats));
         if (kind == BLOCK_RES)
-            at(&block.hidden, p.update<floatX>(hidden));  // becomes its own gradient
+            at(&block.hidden, p.update<floatX>("h"));  // becomes its own gradient
         else
-            at(&block.hidden, p.in<floatX>(hidden)), at(&block.inner, p.in<floatX>("joined"));
+            at(&block.hidden, p.in<floatX>("hidden", attention));
     } else {
         at(&x.moments, p.in<float>("moments of x"));  // what wrote x has left them
         if (block.skip >= 0) at(&blocks[block.skip].moments, p.in<float>("moments of x2"));
         at(&block.moments, p.scratch<char>("moments of out", block.moments.bytes));
-        at(&block.out, p.out<floatX>("out")), at(&block.hidden, p.out<floatX>(hidden));
-        if (kind == BLOCK_ATTENTION) at(&block.inner, p.out<floatX>("joined"));
+        at(&block.out, p.out<floatX>("out"));
+        if (kind == BLOCK_RES)
+            at(&block.hidden, p.out<floatX>("h"));
+        else
+            at(&block.hidden, p.out<floatX>("hidden", attention));
         at(&block.stats, p.out<float>("stats", stats));
     }
     return m;

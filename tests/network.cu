@@ -519,7 +519,7 @@ static void test_finite_differences() {
 // The first two of a plan's buffers that share memory at some moment, or one that leaves the arena.
 static std::string collision(Plan* plan) {
     std::vector<std::pair<Buffer*, std::string>> buffers;
-    static const char* const NAMES[] = {"out",      "hidden",  "inner",        "moments", "stats",
+    static const char* const NAMES[] = {"out",      "hidden",  "moments",      "stats",
                                         "gradient", "scratch", "scratch back", "late"};
     for (Block& block : plan->blocks) {
         std::vector<Buffer*> of_block = buffers_of(&block);

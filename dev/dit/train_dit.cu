@@ -410,15 +410,16 @@ enum { SHIFT1, SCALE1, GATE1, SHIFT2, SCALE2, GATE2, MODULATIONS };
 
 struct TransformerBlock : DitModule {
     int W = mlp_width(m->config);
-    enum { QKV, JOINED = 3, BRANCH1, MIDDLE, BRANCH2, KEPT };  // places in block.hidden, in tensors of D
-    Tensor qkv = tensor(block.hidden, h, 3 * D), joined = kept(JOINED);
-    Tensor branch1 = kept(BRANCH1), middle = kept(MIDDLE), branch2 = kept(BRANCH2);
-    Tensor hidden = tensor(block.inner, h, W);
+    Tensor qkv = take_from(&kept_hidden, h, 3 * D), joined = take_from(&kept_hidden, h, D);
+    Tensor branches = take_from(&kept_hidden, h, 3 * D);
+    Tensor branch1 = branch(0), middle = branch(1), branch2 = branch(2);
+    Tensor hidden = take_from(&kept_hidden, h, W);
     float* lse = (float*)statistics(2);
     Linear to_qkv = layer<Linear>(BLOCK_QKV), projection = layer<Linear>(BLOCK_PROJ);
     Linear fc1 = layer<Linear>(BLOCK_FC1), fc2 = layer<Linear>(BLOCK_FC2);
 
-    Tensor kept(int place) const { return tensor(block.hidden, h, D, place); }
+    // Tensor `n` of the three that lie in the memory of `branches`.
+    Tensor branch(int n) const { return {branches.data + (size_t)n * B * h * h * D, B, h, h, D}; }
     void forward() {
         Tensor normed = take_tensor(h, D), active = take_tensor(h, W);
         norm(normed, x.first, 0, SHIFT1);
@@ -435,7 +436,7 @@ struct TransformerBlock : DitModule {
         Tensor dbranch = take_tensor(h, D), active = take_tensor(h, W), dhidden = take_tensor(h, W);
         Tensor normed2 = take_tensor(h, D), dnormed = take_tensor(h, D), dmiddle = take_tensor(h, D);
         Tensor dbranch1 = take_tensor(h, D), normed1 = take_late(h, D);
-        Tensor dqkv = {branch1.data, B, h, h, 3 * D};  // where branch1, middle and branch2 were
+        Tensor dqkv = branches;  // where branch1, middle and branch2 were
         take_sums(MODULATIONS);
         run(Stream<false, true>{dout, dout, {}, ends(dbranch, branch2, GATE2)});
         dit_linear_backward(dhidden, dbranch, fc2, GeluBackward<floatX, true>{dhidden, dhidden, hidden, active});
@@ -531,7 +532,7 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
     for (Parameter& t : std::span(plan.tensors).subspan(2))
         if (is_matrix(t)) t.init = INIT_NORMAL, t.scale = 0.02f;
     Block embed = {.kind = BLOCK_EMBED, .C = FREQUENCIES, .H = 1, .out_H = 1};
-    embed.hidden.bytes = 3 * bytes_of(B * D), embed.inner.bytes = bytes_of(B * FREQUENCIES);
+    embed.hidden.bytes = 3 * bytes_of(B * D) + bytes_of(B * FREQUENCIES);
     embed.scratch_backward.bytes = 3 * bytes_of(B * D);
     add("t_embedder", embed, 2);
     Block patches = {.kind = BLOCK_PATCHES, .C = c.in_channels, .O = D, .H = c.image_size, .out_H = h};
@@ -550,8 +551,7 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
         add_linear(&plan, name + ".mlp.fc2", {D, W}, T);
         block.emb = add_modulation(&plan, name, MODULATIONS, D);
         plan.flops += 3 * 4 * T * T * D;  // scores, and their values
-        block.hidden.bytes = bytes_of(TransformerBlock::KEPT * rows * D);
-        block.inner.bytes = bytes_of(rows * W);
+        block.hidden.bytes = 2 * bytes_of(rows * 3 * D) + bytes_of(rows * D) + bytes_of(rows * W);
         block.stats.bytes = aligned(2 * rows * sizeof(float2) + rows * c.num_heads * sizeof(float));
         block.scratch_forward.bytes = bytes_of(rows * D) + bytes_of(rows * W);
         block.scratch_backward.bytes =
