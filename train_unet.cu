@@ -338,6 +338,9 @@ static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes), backend_wait();
 }
 static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
+template <typename T> static void upload(T* to, const std::vector<T>& values) {
+    backend_upload(to, values.data(), values.size() * sizeof(T));
+}
 // How the host follows the device, which works on STEPS_IN_FLIGHT steps, each with a slot: the first marks the end of the
 // work that was given to the device so far, the second waits until the device has come to that mark.
 static void mark_step_end(int slot);
@@ -1057,7 +1060,7 @@ struct SamplerPaths {
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks, rank;          // that train it together, and which of them this is: see shard_parameters
+    int ranks = 1, rank = 0;  // that train it together, and which of them this is: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* dw;                // (num_floats): where backward leaves the weights' gradients
@@ -2798,14 +2801,12 @@ static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) |
 // Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
 // together on any number of ranks.
 static void shard_parameters(Model* m) {
-    size_t& floats = m->plan.num_floats;
-    bool alone = !m->plan.training || world.size == 1;
-    m->ranks = alone ? 1 : world.size;
-    m->rank = alone ? 0 : world.rank;
-    m->shard = floats;
-    if (alone) return;
-    m->shard = NORM_CHUNK * (size_t)ceil_div(floats, (size_t)NORM_CHUNK * m->ranks);
-    floats = m->ranks * m->shard;
+    m->shard = m->plan.num_floats;
+    if (!m->plan.training || world.size == 1) return;
+    m->ranks = world.size;
+    m->rank = world.rank;
+    m->shard = NORM_CHUNK * (size_t)ceil_div(m->shard, (size_t)NORM_CHUNK * m->ranks);
+    m->plan.num_floats = m->ranks * m->shard;
 }
 
 // Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
@@ -2814,6 +2815,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
     size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
+    size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
@@ -2830,6 +2832,14 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
         place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
+        if (c.learn_sigma) place(losses, m->variance_losses);
+        if (c.path_steps) {
+            place(m->shard, m->paths.teacher);
+            place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->paths.points);
+        } else if (c.consistency) {
+            place(batch, m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
+            place(B * pixels * PIXEL, m->pairs.errors);
+        }
     }
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
@@ -2837,18 +2847,8 @@ static size_t lay_out_model(Model* m, char* memory) {
     if (label_rows(c)) place(batch, m->labels);
     place(1, m->state);
     place(world.size, m->stops);
-    place(c.diffusion_steps, m->schedule);
-    place(c.diffusion_steps, m->last_words);
-    place(batch * loss_parts((int)pixels), m->losses);
-    if (c.learn_sigma && plan.training) place(batch * loss_parts((int)pixels), m->variance_losses);
-    if (c.path_steps && plan.training) {
-        place(m->shard, m->paths.teacher);
-        place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->paths.points);
-    } else if (c.consistency && plan.training) {
-        place(batch, m->pairs.timesteps);
-        place(batch, m->pairs.gaps, m->pairs.weights);
-        place(B * pixels * PIXEL, m->pairs.errors);
-    }
+    place(c.diffusion_steps, m->schedule, m->last_words);
+    place(losses, m->losses);
     place(B, m->specs);
     return arena.used;
 }
@@ -2928,10 +2928,8 @@ static void allocate_model(Model* m) {
     allocate_workspace();
     backend_zero(m->memory.get(), m->bytes);
     lay_out_model(m, m->memory.get());
-    std::vector<Timestep> schedule = make_timesteps(m->config);
-    backend_upload(m->schedule, schedule.data(), schedule.size() * sizeof(Timestep));
-    std::vector<uint32_t> last_words = make_last_words(m->config);
-    backend_upload(m->last_words, last_words.data(), last_words.size() * sizeof(uint32_t));
+    upload(m->schedule, make_timesteps(m->config));
+    upload(m->last_words, make_last_words(m->config));
 }
 
 // to = from, (n), rounded to the layers' precision.
@@ -3446,7 +3444,7 @@ static std::string chosen_name(const Config& c) {
 static std::vector<int> gather_numbers(Model* m, int number) {
     std::vector<int> numbers(world.size, number);
     if (world.size == 1) return numbers;
-    backend_upload(m->stops, numbers.data(), world.size * sizeof(int));
+    upload(m->stops, numbers);
     gather(m->stops, 1);
     backend_download(numbers.data(), m->stops, world.size * sizeof(int));
     return numbers;
@@ -3492,8 +3490,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     for (int b = 0; b < B; b++)
         timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps,
                                      random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0));
-    backend_upload(m->images, images.data(), images.size() * sizeof(float));
-    backend_upload(m->timesteps, timesteps.data(), B * sizeof(int));
+    upload(m->images, images);
+    upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
     add_noise(m, B, first, m->timesteps, nullptr);
