@@ -2246,8 +2246,8 @@ struct DrawPairs {
     }
 };
 
-// By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same image as in
-// their earlier noised images, differs from the one that is right. An item is an element.
+// By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same
+// image as in their earlier noised images, differs from the one that is right. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2486,9 +2486,7 @@ static std::vector<SamplerStep> make_path(Config c) {
     c.sample_steps = c.path_steps;
     return make_sampler(c);
 }
-static long network_calls(const std::vector<SamplerStep>& steps) {
-    return std::ranges::count_if(steps, [](const SamplerStep& s) { return s.timestep >= 0; });
-}
+static long network_calls(const std::vector<SamplerStep>& steps) { return (long)steps.size() - 1; }
 
 // What a sample comes from: the seed of its noise, and its class.
 struct SampleSpec {
@@ -3454,27 +3452,22 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Each rank has computed its share of the host's values: rank 0 gets those of the others. They go through
-// m->target, which is free while nothing is trained, in as many pieces as that takes.
+// Each rank has computed its share of the host's values: rank 0 gets those of the others. `unit` of them at a time go
+// through m->target, which is free while nothing is trained.
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
-    size_t pixels = (size_t)m->config.image_size * m->config.image_size;
-    size_t buffer_bytes = m->plan.batch * pixels * PIXEL * sizeof(float);
-
     for (int rank = 1; rank < world.size; rank++) {
         if (world.rank != 0 && world.rank != rank) continue;
         auto [first, end] = share_of(values->size(), rank, unit);
-        auto left = std::as_writable_bytes(std::span(*values).subspan(first, end - first));
-        while (!left.empty()) {
-            auto piece = left.first(std::min(left.size(), buffer_bytes));
-            std::span buffer((std::byte*)m->target, piece.size());
+        for (size_t i = first; i < end; i += unit) {
+            T* piece = &(*values)[i];
+            std::span buffer((std::byte*)m->target, std::min(unit, end - i) * sizeof(T));
             if (world.rank == 0) {
                 backend_exchange(rank, {}, buffer);
-                backend_download(piece.data(), m->target, piece.size());
+                backend_download(piece, m->target, buffer.size());
             } else {
-                backend_upload(m->target, piece.data(), piece.size());
+                backend_upload(m->target, piece, buffer.size());
                 backend_exchange(0, buffer, {});
             }
-            left = left.subspan(piece.size());
         }
     }
 }
@@ -3544,8 +3537,8 @@ static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, cons
     size_t count = specs.size(), num_classes = classes.size();
     for (size_t i = 0; i < count && num_classes; i++) specs[i].label = (int)classes[i * num_classes / count];
 
-    bool is_grouped = num_classes > 1 && count % num_classes == 0;
-    int groups = is_grouped ? (int)num_classes : 0;
+    int groups = 0;
+    if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
     GridLayout layout = grid_layout((int)count, groups, c.image_size);
     return {specs, layout, rows_text(names, classes, groups, layout)};
 }
