@@ -1141,7 +1141,6 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
     if (block.moments.bytes) out.moments = (Moments*)(m->arena + block.moments.offset);
-    assert(!out.moments || (size_t)B * norm_tiles(out.T()) * out.C * sizeof(Moments) <= block.moments.bytes);
     return out;
 }
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
@@ -2596,7 +2595,8 @@ static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
 
 // The network's answers for a step, of which the first calls no network. A call is a graph for each number of rows.
 typedef std::map<int, Graph> CallGraphs;
-static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step, CallGraphs* graphs) {
+static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
+                            CallGraphs* graphs) {
     if (step.timestep < 0) return;
     int rows = rows_of(batch);
     run(SetModelInputs{.timesteps = m->timesteps,
@@ -2747,8 +2747,12 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     return a;
 }
 
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
-HOST_DEVICE static inline bool is_outlier(float value, const float* window, int count, float z) {
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window, where z > 0
+// and it has seen enough.
+HOST_DEVICE static inline bool is_outlier(float value, const float* window, int seen, float z) {
+    int count = seen < WINDOW ? seen : WINDOW;
+    if (!(z > 0) || count < WINDOW_LEAST) return false;
+
     double mean = 0, squares = 0;
     for (int i = 0; i < count; i++) mean += window[i];
     mean /= count;
@@ -2760,11 +2764,8 @@ HOST_DEVICE static inline bool is_outlier(float value, const float* window, int 
 // (as torch.nn.utils.clip_grad_norm_). A finite step counts, even without its update: the data move on.
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
-    int count = h->seen < WINDOW ? h->seen : WINDOW;
-    bool outlier = false;
-    if (c.skip_outliers > 0 && count >= WINDOW_LEAST)
-        outlier = is_outlier(loss, h->losses, count, c.skip_outliers) ||
-                  is_outlier(norm, h->norms, count, c.skip_outliers);
+    bool outlier = is_outlier(loss, h->losses, h->seen, c.skip_outliers) ||
+                   is_outlier(norm, h->norms, h->seen, c.skip_outliers);
 
     state->loss = loss;
     state->norm = norm;
@@ -3040,7 +3041,7 @@ struct BatchSource {
 // Its class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
     auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, (uint32_t)b, (uint32_t)count); };
-    int image = (int)((uint64_t)word(1) * s.count >> 32);
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, (uint32_t)b, (uint32_t)count);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
@@ -3452,8 +3453,8 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Each rank has computed its share of the host's values: rank 0 gets those of the others. `unit` of them at a time go
-// through m->target, which is free while nothing is trained.
+// Each rank has computed its share of the host's values: rank 0 gets those of the others. `unit` of them at a time
+// go through m->target, which is free while nothing is trained.
 template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
     for (int rank = 1; rank < world.size; rank++) {
         if (world.rank != 0 && world.rank != rank) continue;
@@ -4114,9 +4115,7 @@ static void share_batch(Config* c) {
 static const char NO_CLASS[] = "\nnone";
 static std::vector<std::string> row_names(const Config& c, std::vector<std::string> names) {
     if (!c.class_cond) return {};
-    size_t named = names.size();
-    names.resize(c.num_classes);
-    for (size_t row = named; row < names.size(); row++) names[row] = text("\n%zu", row);
+    for (int row = (int)names.size(); row < c.num_classes; row++) names.push_back(text("\n%d", row));
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
     return names;
 }
@@ -4158,9 +4157,9 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = class_names_in(c->data_file);
 
     bool lacks_names = known && file_names.empty();
-    if (lacks_names && *c->class_names) {
-        Config named = file.config;
-        strcpy(named.class_names, c->class_names);
+    if (lacks_names) {
+        Config named = *c;
+        named.num_classes = known;
         file_names = shown_names(named, {});
     }
     if (!lacks_names && was_typed(given, "class_names"))
@@ -4174,7 +4173,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
                                 path, c->data_file, listed(names).c_str()));
         file_names = names;
     }
-    if (c->resume_given) return file_names.empty() ? names : file_names;
+    if (c->resume_given) return file_names;
 
     if (!c->num_classes || !was_given(given, "num_classes")) {
         bool same = known && (names.empty() || names == file_names);
@@ -4529,14 +4528,9 @@ static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model,
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool ended = t->step == t->start.config.steps;
-    if (is_validated(*t, ended)) {
-        bool done = on_rank_0(t, t->validated.contains(t->step));
-        if (!done) validate(t);
-    }
-    if (ended || is_due(t->step, c.sample_every)) {
-        bool done = on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)));
-        if (!done) save_samples(t);
-    }
+    bool validates = is_validated(*t, ended), draws = ended || is_due(t->step, c.sample_every);
+    if (validates && !on_rank_0(t, t->validated.contains(t->step))) validate(t);
+    if (draws && !on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)))) save_samples(t);
     fflush(stdout);
 }
 
