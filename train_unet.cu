@@ -1050,12 +1050,6 @@ struct ConsistencyPairs {
     float* errors;   // (B, H, W, PIXEL): what its target differs by from the one that is right
 };
 
-// What consistency tuning with paths learns from: see section 6.
-struct SamplerPaths {
-    float* teacher;  // the parameters of the model that is tuned: all (num_floats), or a rank's shard
-    float* points;   // of every micro-batch (path_steps + 1, B, H, W, PIXEL): noise first, pictures last
-};
-
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
@@ -1085,7 +1079,8 @@ struct Model : OptimiserMemory {
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
-    SamplerPaths paths = {};             // with --path_steps
+    float* teacher = nullptr;            // with --path_steps: the parameters of the model that is tuned, or a shard
+    float* points;                       // likewise, of every micro-batch (path_steps + 1, B, H, W, PIXEL)
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
@@ -2478,7 +2473,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     }
     return steps;
 }
-// The steps of a path, the noise that it begins with among them: see SamplerPaths.
+// The steps of a path, the noise that it begins with among them.
 static std::vector<SamplerStep> make_path(Config c) {
     c.sampler = SAMPLER_DPMPP;
     c.spacing = SPACING_TRAILING;
@@ -2833,8 +2828,8 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
         if (c.learn_sigma) place(losses, m->variance_losses);
         if (c.path_steps) {
-            place(m->shard, m->paths.teacher);
-            place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->paths.points);
+            place(m->shard, m->teacher);
+            place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -2965,7 +2960,7 @@ static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    if (m->paths.teacher) backend_copy(m->paths.teacher, m->master, m->shard * sizeof(float));
+    if (m->teacher) backend_copy(m->teacher, m->master, m->shard * sizeof(float));
 }
 
 // A tensor's values, in a file's order, into an array of parameters: what this rank's shard has of it.
@@ -3028,7 +3023,7 @@ struct BatchSource {
     int no_class = 0;             // what stands for a label that is dropped, with this probability
     float drop = 0;
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
-    const SamplerStep* path = nullptr;     // (path_steps + 1): see SamplerPaths
+    const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
     int path_steps = 0;
 
     // The class of a sample of an image, unless the random word drops it.
@@ -3237,7 +3232,7 @@ static float* path_points(const Model* m, int first) {
     const Config& c = m->config;
     size_t path = (size_t)(c.path_steps + 1) * c.image_size * c.image_size * PIXEL;
     int first_of_rank = m->rank * microbatches_of(m) * m->plan.batch;
-    return m->paths.points + (first - first_of_rank) * path;
+    return m->points + (first - first_of_rank) * path;
 }
 
 // What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
@@ -3378,7 +3373,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     const Config& c = m->config;
-    use_weights(m, m->paths.teacher);
+    use_weights(m, m->teacher);
     for (int i = 0; i < microbatches_of(m); i++) {
         int first = (m->rank * microbatches_of(m) + i) * m->plan.batch;
         int B = std::min(m->plan.batch, c.batch_size - first);
@@ -3615,7 +3610,7 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 
 // The parameters that a run has, each with its section's name.
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
-    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v, m.paths.teacher};
+    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v, m.teacher};
     std::vector<std::pair<const char*, float*>> arrays;
     for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
