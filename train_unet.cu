@@ -2510,13 +2510,6 @@ template <typename T> struct SampleBatch {
         if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
         return x0;
     }
-    // The fresh noise's standard deviation, which the network chooses where it has learned sigma.
-    HOST_DEVICE float noise_sigma(const SamplerStep& step, size_t at) const {
-        float sigma = step.update.noise;
-        if (step.max_log_sigma_ratio > 0)
-            sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)out[at + channels] + 1));
-        return sigma;
-    }
 };
 
 // A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
@@ -2538,7 +2531,9 @@ template <typename T> struct UpdateSamples {
                 size_t at = four.at(i, c);
                 float x0 = batch.predicted_x0(step, at);
                 float x = batch.x[at], saved = batch.saved[at];
-                float sigma = batch.noise_sigma(step, at);
+                float sigma = update.noise;
+                if (step.max_log_sigma_ratio > 0)  // the network has learned it
+                    sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
 
                 float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
