@@ -1610,10 +1610,10 @@ static void block_backward(Model* m, const Block& block, int B) {
 static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
-    // each kind lies together, and the joined ones of both meet in the middle
-    auto kind_of = [](const Parameter* t) { return std::pair(!is_matrix(*t), t->joined == is_matrix(*t)); };
-    std::ranges::stable_sort(order, {}, kind_of);
-    std::reverse(order.begin(), std::ranges::find(order, std::pair(false, true), kind_of));
+    enum { MATRIX, JOINED_MATRIX, JOINED_BIAS, OTHER };
+    auto group_of = [](const Parameter* t) { return is_matrix(*t) ? MATRIX + t->joined : OTHER - t->joined; };
+    std::ranges::stable_sort(order, {}, group_of);
+    std::reverse(order.begin(), std::ranges::upper_bound(order, (int)MATRIX, {}, group_of));
 
     size_t offset = 0;
     for (Parameter* t : order) {
