@@ -4437,11 +4437,13 @@ struct Pace {
     long first;                    // the step that the run began after
     long logged = first;           // the step of the log's newest line
     double start = seconds_now();  // of the steps that count: the first does not
+    double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
 
     void pause(double seconds) {
         start += seconds;
+        end += seconds;
         log_start += seconds;
     }
 };
@@ -4478,6 +4480,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     double now = seconds_now();
     double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
     if (first) pace->start = now;
+    pace->end = now;
 
     bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     bool shows = logs || (isatty(1) && now - pace->shown > 1);
@@ -4552,14 +4555,13 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite) continue;  // what Ctrl-C left under way
-    double seconds = seconds_now() - pace.start;
+    while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
 
     clear_line();
     bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
     if (!saved) save(t);
     if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
-    print_summary(*t, pace.first, seconds);
+    print_summary(*t, pace.first, pace.end - pace.start);
 }
 
 // ---- main -------------------------------------------------------------------------------------------------
