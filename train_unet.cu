@@ -3925,11 +3925,10 @@ static void start_ranks(const Config& c) {
     if ((ON_GPU ? c.processes : c.gpus) > 1)
         fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     read_launcher();
-    if (world.size > 1 && !ON_GPU)
-        fail_usage("a launcher has started %d ranks; on a CPU start the program once, with --processes %d",
+    if (world.size > 1 && (!ON_GPU || asked > 1))
+        fail_usage("a launcher has started %d ranks: leave --gpus out, or on a CPU start the program once, with "
+                   "--processes %d",
                    world.size, world.size);
-    if (world.size > 1 && asked > 1)
-        fail_usage("--gpus %d: a launcher has started %d ranks; leave it out", asked, world.size);
 
     world.forked = asked > 1;
     if (world.forked) world.size = asked;
