@@ -2221,24 +2221,16 @@ HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
 }
 
-// The earlier timestep of every sample of the batch. Before the first timestep comes the image itself: what the network
-// would answer there does not count, and the gap is the whole noise_fraction. An item is a sample.
-struct DrawPairs {
-    ConsistencyPairs pairs;
-    const int* timesteps;      // (batch)
-    const Timestep* schedule;  // (diffusion_steps)
-    const int64_t* step;
-    int steps, batch;
-
-    size_t items() const { return batch; }
-    HOST_DEVICE void operator()(size_t b) const {
-        float own = schedule[timesteps[b]].noise_fraction;
-        float most = own * pair_ratio(*step, steps);
-        int count = first_timestep(timesteps[b], [&](int t) { return schedule[t].noise_fraction > most; });
-        pairs.timesteps[b] = count ? count - 1 : 0;
-        pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
-    }
-};
+// The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer there
+// does not count, and the gap is the whole noise_fraction.
+HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const Timestep* schedule, size_t b,
+                                              int timestep, float ratio) {
+    float own = schedule[timestep].noise_fraction;
+    float most = own * ratio;
+    int count = first_timestep(timestep, [&](int t) { return schedule[t].noise_fraction > most; });
+    pairs.timesteps[b] = count ? count - 1 : 0;
+    pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
+}
 
 // By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same
 // image as in their earlier noised images, differs from the one that is right. An item is an element.
@@ -3035,13 +3027,15 @@ HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, 
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes those of
-// its point of a path, and computes the state's update. An item is a sample.
+// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
+// those of its point of a path, and computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
     BatchSource source;
     Hyper hyper;
+    const Timestep* schedule = nullptr;  // (diffusion_steps)
+    ConsistencyPairs pairs = {};
 
     size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
@@ -3056,6 +3050,7 @@ struct BeginStep {
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
         if (s.path) timesteps[b] = s.path[1 + path_point(b, step, s.path_steps)].timestep;
+        if (pairs.weights) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
         labels[b] = s.path ? path_start(s, b, step / s.path_steps).label
                            : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
@@ -3336,9 +3331,7 @@ static void enqueue_step(Trainer* t) {
     int count = microbatches_of(m);
     size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
 
-    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper});
-    if (m->pairs.weights)
-        run(DrawPairs{m->pairs, m->timesteps, m->schedule, &m->state->step, hyper.lr_steps, m->config.batch_size});
+    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, t->source, hyper, m->schedule, m->pairs});
     tree_gradient(t, m->rank * count, count, m->gradients);
 
     if (is_sharded(m)) reduce_gradient(m);

@@ -926,11 +926,14 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                               on(images)});
           });
     Floats gaps(B), weights(B), errors(n);
-    Pair<int> earlier(std::vector<int>(B, 0));
+    std::vector<int> before = early;
+    for (int b = 0; b < B; b++) {
+        before[b] /= 2;
+        gaps.host[b] = b % 3 ? 0.1f : timesteps[early[b]].noise_fraction;  // every third time it is the image itself
+    }
+    gaps.upload();
+    Pair<int> earlier(before);
     auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(weights), on(errors)}; };
-    check("draw pairs", shape, {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
-        on.run(DrawPairs{pairs(on), on(mixed), on(chain), &on(state)->step, 200000, B});
-    });
     check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, 0, B, on(out), on(target)});
@@ -1044,6 +1047,15 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                          .source = source(on),
                          .hyper = config.optimiser});
     });
+    Pair<Timestep> chain(make_timesteps(config));
+    Pair<int> earlier(std::vector<int>(batch, 0));
+    Floats gaps(batch), weights(batch);
+    check("begin step on pairs", shape,
+          {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
+              ConsistencyPairs pairs = {on(earlier), on(gaps), on(weights), nullptr};
+              on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.optimiser,
+                               on(chain), pairs});
+          });
     Pair<SamplerStep> path(std::vector<SamplerStep>{{}, {.timestep = 999}, {.timestep = 640}, {.timestep = 77}});
     Pair<SampleSpec> specs(std::vector<SampleSpec>((size_t)batch));
     auto paths = [&](auto on) {
