@@ -1079,7 +1079,7 @@ struct Model : OptimiserMemory {
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
-    float* teacher = nullptr;            // with --path_steps: the parameters of the model that is tuned, or a shard
+    float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // likewise, of every micro-batch (path_steps + 1, B, H, W, PIXEL)
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
@@ -2221,8 +2221,8 @@ HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
 }
 
-// The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer there
-// does not count, and the gap is the whole noise_fraction.
+// The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer
+// there does not count, and the gap is the whole noise_fraction.
 HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const Timestep* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
@@ -2729,8 +2729,8 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     return a;
 }
 
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window, where z > 0
-// and it has seen enough.
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window, where
+// z > 0 and it has seen enough.
 HOST_DEVICE static inline bool is_outlier(float value, const float* window, int seen, float z) {
     int count = seen < WINDOW ? seen : WINDOW;
     if (!(z > 0) || count < WINDOW_LEAST) return false;
