@@ -6487,8 +6487,6 @@ enum GemmKernel {
 struct GemmChoice {
     GemmKernel kernel;
     int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
-    // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does.
-    bool leaves_sums = false;
 };
 #ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
 enum { HAS_HOPPER = true };
@@ -6496,16 +6494,19 @@ enum { HAS_HOPPER = true };
 enum { HAS_HOPPER = false };
 #endif
 
-// Whether a tile of the kernel holds whole tiles of a norm, so that a block knows all of their pixels.
-static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
+// Hopper's kernels write 64 channels at once, all to one tensor.
+static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
+// Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile of the
+// kernel must hold whole tiles of the norm, so that a block knows all of their pixels.
+static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
+    const bool portable = choice.kernel < HOPPER_128;
+    if (portable && choice.splits > 1) return false;
+    if (!portable && !hopper_writes(g.norm.x)) return false;
     if (T == 64) return taps == 1 || H == 8;
-    if (T % NORM_TILE || kernel == PORTABLE_64x64) return false;
+    if (T % NORM_TILE || choice.kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
-    return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
-}
-static GemmChoice portable_choice(const Gemm& g, int taps, GemmKernel kernel, int splits = 1) {
-    return {kernel, splits, splits == 1 && holds_norm_tiles(g, taps, kernel)};
+    return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
@@ -6514,10 +6515,10 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    if (!TRANSPOSED && g.N() <= 16) return portable_choice(g, TAPS, PORTABLE_128x16);  // an image
+    if (!TRANSPOSED && g.N() <= 16) return {PORTABLE_128x16};  // an image
     const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
-    if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
-    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
+    if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
+    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
 
     const int chunks = g.chunks(), steps = TAPS * chunks, least_steps = sizeof(floatX) == 2 ? 18 : 1;
     auto should_double = [&](int splits) {
@@ -6526,14 +6527,12 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
     };
     int splits = 1;
     while (splits < 8 && should_double(splits)) splits *= 2;
-    return portable_choice(g, TAPS, PORTABLE_64x64, splits);
+    return {PORTABLE_64x64, splits};
 }
 
-// Hopper's kernels write 64 channels at once, all to one tensor.
-static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    return 2 * make_patch(x, {16, 16, 1}).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
 // Whether a 3x3 convolution with O outputs norms what it reads: in whole tiles, and whole chunks.
 static bool norms_on_the_way(const Norm& norm, int O) {
@@ -6549,17 +6548,15 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
         kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
         if (g.x.half_scale_shift) kernel = HOPPER_256_NORMED;
     }
-    GemmChoice choice = {.kernel = kernel};
-    choice.leaves_sums = holds_norm_tiles(g, TAPS, kernel) && hopper_writes(g.norm.x);
-    if (kernel >= HOPPER_256) return choice;
+    if (kernel >= HOPPER_256) return {kernel};
 
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
     const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
     const int steps = TAPS * g.chunks();
-    int& splits = choice.splits;
+    int splits = 1;
     while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
-    return choice;
+    return {kernel, splits};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
@@ -6589,7 +6586,8 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
-    if (!choice.leaves_sums) g.norm = {};
+    const bool sums_are_left = leaves_sums(g, TAPS, choice);
+    if (!sums_are_left) g.norm = {};
     else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
     else g.sums = (float2*)g.out.first.moments;
 
@@ -6612,7 +6610,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
     }
-    if (choice.leaves_sums) return;
+    if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
     if (asked.norm.half_scale_shift) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
