@@ -6945,14 +6945,8 @@ static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, con
     const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
-template <int TAPS> static void gemm_forward(Tensor out, Concat x, Product<TAPS> layer, Forward options) {
-    const Gemm g = forward_gemm(out, x, layer, options);
-    launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
-}
-template <int TAPS>
-static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Backward options) {
-    const Gemm g = backward_input_gemm(dx, dout, layer, options);
-    launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
+    launch_gemm<TAPS, TRANSPOSED>(g, choose<TAPS, TRANSPOSED>(g));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
@@ -6984,11 +6978,11 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
 
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
-    gemm_forward(out, x, layer, options);
+    launch_gemm<9, false>(forward_gemm(out, x, layer, options));
 }
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
-    gemm_backward_input(dx, dout, layer, options);
+    launch_gemm<9, true>(backward_input_gemm(dx, dout, layer, options));
 }
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
@@ -6997,11 +6991,11 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
-    gemm_forward(out, x, layer, options);
+    launch_gemm<1, false>(forward_gemm(out, x, layer, options));
 }
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
-    gemm_backward_input(dx, dout, layer, options);
+    launch_gemm<1, true>(backward_input_gemm(dx, dout, layer, options));
 }
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
