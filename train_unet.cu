@@ -7866,30 +7866,22 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// How long the weight gradient should take with these warpgroups and splits, in microseconds on an H100: the
-// rounds of blocks times a block's steps, and then the sum over the splits.
-static float hopper_weight_gradient_us(int O, int C, int pixel_tiles, int warpgroups, int splits) {
-    const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
-    const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
-    float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
-    if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
-    return us;
-}
-
-// conv3x3_backward_weight, by the warpgroups and splits that should take the least time.
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of blocks
+// times a block's steps, and then the sum over the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
-    const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
     int best_warpgroups = 0;
-    float least = FLT_MAX;
+    float least_us = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = sum_tiles * (3 / warpgroups);
+        const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
+        const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
-            const float us = hopper_weight_gradient_us(O, C, pixel_tiles, warpgroups, splits);
-            if (us >= least) continue;
-            least = us;
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (us >= least_us) continue;
+            least_us = us;
             best_warpgroups = warpgroups;
             g.splits = splits;
         }
