@@ -5067,6 +5067,10 @@ struct Unpacked : Vector<float, VEC> {
 __device__ inline void operator+=(Unpacked& a, Unpacked b) {
     for (int e = 0; e < VEC; e++) a[e] += b[e];
 }
+__device__ inline Unpacked operator+(Unpacked a, Unpacked b) {
+    a += b;
+    return a;
+}
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
@@ -5201,9 +5205,9 @@ __device__ inline Unpacked norm_reload(const float* from) {
 
 // Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
 // channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
-template <int ROW, int WARPS, typename Sums, typename Finish>
-__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], Sums* sums, int C,
-                                             Unpacked& a, Unpacked& b, Finish finish) {
+template <int ROW, int WARPS>
+__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], auto* sums, int C,
+                                             Unpacked& a, Unpacked& b, auto finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5288,6 +5292,25 @@ static void channel_moments(Tensor x) {
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
+// Of the gradient of what a norm wrote, a vector of channels, makes the gradient before the SiLU, and adds up the sums
+// that the norm's backward wants. x is what the norm read.
+struct NormGradient {
+    Vector<GroupStatistics, VEC> statistics;
+    Vector<ScaleShift, VEC> half;
+    __device__ void load(const Norm& norm, size_t at) {
+        statistics = ::load<VEC>(norm.statistics + at);
+        half = ::load<VEC>(norm.half_scale_shift + at);
+    }
+    __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
+        if (silu)
+            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
+        for (int e = 0; e < VEC; e++) {
+            sum[e] += d[e];
+            product[e] += d[e] * (x[e] - statistics.of[e].mean);
+        }
+    }
+};
+
 // dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
 // dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
 __global__ void __launch_bounds__(NORM_TILE_THREADS)
@@ -5302,19 +5325,13 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
         uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
-        const auto statistics = load<VEC>(norm.statistics + of_image);
-        const auto half = load<VEC>(norm.half_scale_shift + of_image);
+        NormGradient gradient;
+        gradient.load(norm, of_image);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
             Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
-            if (norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(value[e] * half.of[e].scale + half.of[e].shift);
-            for (int e = 0; e < VEC; e++) {
-                sum[e] += d[e];
-                product[e] += d[e] * (value[e] - statistics.of[e].mean);
-            }
+            gradient.apply(d, value, norm.silu, sum, product);
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
     }
@@ -6225,38 +6242,6 @@ template <class Tile> struct WarpProduct {
     }
 };
 
-// The two things that an epilogue does to a vector of sums. The first: a bias, an embedding and a residual
-// are added. The residual comes with apply, as each pixel has its own.
-struct AddBiasResidual {
-    Unpacked bias = {};
-    __device__ void load(const Gemm& g, int image, int n) {
-        if (g.bias) bias += unpack(g.bias + n);
-        if (g.emb.data) bias += unpack(g.emb.row(image) + n);
-    }
-    __device__ void apply(Unpacked& value, Unpacked residual) {
-        for (int e = 0; e < VEC; e++) value[e] += bias[e] + residual[e];
-    }
-};
-// The second: of the gradient of what a norm wrote it makes the gradient before the SiLU, and the sums that
-// the norm's backward wants. x is what the norm read.
-struct NormGradient {
-    Vector<GroupStatistics, VEC> statistics;
-    Vector<ScaleShift, VEC> half;
-    __device__ void load(const Norm& norm, size_t at) {
-        statistics = ::load<VEC>(norm.statistics + at);
-        half = ::load<VEC>(norm.half_scale_shift + at);
-    }
-    __device__ void apply(Unpacked& value, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
-        if (silu)
-            for (int e = 0; e < VEC; e++)
-                value[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
-        for (int e = 0; e < VEC; e++) {
-            sum[e] += value[e];
-            product[e] += value[e] * (x[e] - statistics.of[e].mean);
-        }
-    }
-};
-
 // Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
 // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
 // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
@@ -6294,16 +6279,19 @@ __device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, con
             continue;
         }
 
-        AddBiasResidual add;
+        Unpacked bias = {};  // and the embedding
         NormGradient norm;
         const int image = m[0] / T;
         if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
-        else if (m[0] >= 0) add.load(g, image, n);
+        else if (m[0] >= 0) {
+            if (g.bias) bias += unpack(g.bias + n);
+            if (g.emb.data) bias += unpack(g.emb.row(image) + n);
+        }
         const Tensor& out = g.out.of(n);
         floatX* to = out.data + g.out.within(n);
         UNROLLED_FOR (int i = 0; i < PASSES; i++) {
             if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
-            else add.apply(values[i], unpack(operands[i]));
+            else values[i] += bias + unpack(operands[i]);
             if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
         }
         if (!g.sums) continue;
@@ -7501,8 +7489,7 @@ template <class Tile> struct HopperGemmBlock {
     }
 };
 
-// Finishes a sub-tile's sums: adds bias, embedding and residual as AddBiasResidual does, or goes back
-// through a norm as NormGradient does. A thread has channels row and row + 8, and of each 32 pixels.
+// Finishes a sub-tile's sums as gemm_epilogue does: adds bias, embedding and residual, or goes back through a norm. A thread has channels row and row + 8, and of each 32 pixels.
 template <class Tile> struct HopperEpilogue {
     static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
     static_assert(Tile::SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
