@@ -7223,11 +7223,32 @@ struct HopperGemm : Gemm {
 // The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
 // images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
 enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
-// A tile of outputs: 64 channels by the pixels of its shape.
-template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
-    static constexpr int TAPS = TAPS_, STAGES = STAGES_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
-    static constexpr bool NORMS = NORMS_;  // a fourth warpgroup norms x on the way
+
+__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+    await_inputs();
+    extern __shared__ __align__(1024) unsigned char hopper_shared[];
+    Block block = {g, *(typename Block::Shared*)hopper_shared};
+    block.run();
+}
+
+// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
+// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
+// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
+// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
+// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
+// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
+// that the ring holds all of come in once for all of a block's tiles.
+template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = false> struct HopperGemmBlock {
+    // NORMS: x is normed on the way, by a fourth warpgroup. A tile has 64 channels, and the pixels of its shape.
+    static constexpr bool PAIRS = SHAPE == TWO_IMAGES;
     static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
     static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
@@ -7280,32 +7301,14 @@ template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_
         Barrier normed[PATCHES];  // patches, where they are normed on the way
         static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
     };
-};
-
-__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-
-// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
-// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
-// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
-// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
-// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
-// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
-// that the ring holds all of come in once for all of a block's tiles.
-template <class Tile> struct HopperGemmBlock {
-    static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
-                         SUBTILES = Tile::SUBTILES;
     const HopperGemm& g;
-    typename Tile::Shared& shared;
+    Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
-    Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
+    Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
         return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
@@ -7315,7 +7318,7 @@ template <class Tile> struct HopperGemmBlock {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g.patch, tile);
+            const Pixel at = origin(g.patch, tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 if (patches) {
                     load_patch(at, chunk, patch.slot, patch.parity);
@@ -7327,8 +7330,8 @@ template <class Tile> struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    const Pixel row = Tile::TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
+                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
+                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
                 }
             }
         }
@@ -7339,14 +7342,14 @@ template <class Tile> struct HopperGemmBlock {
         Barrier& full = shared.patch.full[slot];
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
-            full.expect(Tile::PATCH_ROWS * 128);
+            full.expect(PATCH_ROWS * 128);
             tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - Tile::HALO, at.x - Tile::HALO});
+                     {at.b, at.y - HALO, at.x - HALO});
         } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
                 tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
-                         Tile::subtile(at, k));
+                         subtile(at, k));
         } else {
             full.arrive();
         }
@@ -7354,25 +7357,25 @@ template <class Tile> struct HopperGemmBlock {
 
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
-        enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
-        static_assert(!Tile::NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
+        enum { STEP = SWEEP, STEPS = BUFFER_ROWS / STEP };
+        static_assert(!NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
 #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
-            const int row = first_row + i * STEP, y = row / Tile::PATCH.width, x = row % Tile::PATCH.width;
+            const int row = first_row + i * STEP, y = row / PATCH.width, x = row % PATCH.width;
             left |= (x == 0) << i;
-            right |= (x == Tile::PATCH.width - 1) << i;
+            right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
-            bottom |= (y == Tile::PATCH.height - 1) << i;
+            bottom |= (y == PATCH.height - 1) << i;
         }
 
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g.patch, tile);
+            const Pixel at = origin(g.patch, tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
-                                     (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
-                                     (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
+                                     (at.x + PIXELS.width == g.x.first.W ? right : 0) |
+                                     (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
@@ -7422,21 +7425,21 @@ template <class Tile> struct HopperGemmBlock {
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
             const uint64_t pixels =
-                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
+                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
                 const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
-                const int tap_row = tap / 3 * Tile::PITCH + tap % 3;  // of the patch: the tap's first pixel
+                const int tap_row = tap / 3 * PITCH + tap % 3;  // of the patch: the tap's first pixel
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    const uint64_t a = advance(w, k * (Tile::TRANSPOSED ? 2048 : 32));
+                    const uint64_t a = advance(w, k * (TRANSPOSED ? 2048 : 32));
                     auto b = [&](int row) { return advance(pixels, (tap_row + row) * 128 + k * 32); };
-                    if constexpr (Tile::PAIRS) {
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b(0));
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
+                    if constexpr (PAIRS) {
+                        wgmma<64, TRANSPOSED, 0>(c, a, b(0));
+                        wgmma<64, TRANSPOSED, 0>(c + 32, a, b(IMAGE_ROWS));
                     } else {
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b(0));
-                        if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
+                        wgmma<128, TRANSPOSED, 0>(c, a, b(0));
+                        if (SUBTILES > 1) wgmma<128, TRANSPOSED, 0>(c + 64, a, b(SUBTILE.width));
                     }
                 }
                 wgmma_commit();
@@ -7472,229 +7475,222 @@ template <class Tile> struct HopperGemmBlock {
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
 
-    // Done by the threads beyond Tile::READERS: each of their warps does the one job that it has.
+    // Done by the threads beyond READERS: each of their warps does the one job that it has.
     __device__ __forceinline__ void feed() {
-        if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
-            SET_REGISTERS("dec", Tile::NORM_REGISTERS);
+        if (NORMS && threadIdx.x >= READERS + 128) {
+            SET_REGISTERS("dec", NORM_REGISTERS);
             return norm_patches();
         }
-        if (SUBTILES > 1) SET_REGISTERS("dec", Tile::LOADER_REGISTERS);
-        if (threadIdx.x == Tile::READERS) produce(true, TAPS == 1);
-        if (threadIdx.x == Tile::READERS + 32) produce(false, true);
+        if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
+        if (threadIdx.x == READERS) produce(true, TAPS == 1);
+        if (threadIdx.x == READERS + 32) produce(false, true);
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
             cluster_barrier();
         }
     }
-};
 
-// Finishes a sub-tile's sums as gemm_epilogue does: adds bias, embedding and residual, or goes back through a norm. A thread has channels row and row + 8, and of each 32 pixels.
-template <class Tile> struct HopperEpilogue {
-    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
-    static_assert(Tile::SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
-    const HopperGemm& g;
-    Pixel at;  // the tile's first, then that of the sub-tile under way
-    const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
-    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
-    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift;
-    // By image and row: what is added; the norm's parameters; sums for this norm or the next.
-    float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
-    float sum[IMAGES][2], product[IMAGES][2];
-    // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the other.
-    __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
+    // Finishes a sub-tile's sums as gemm_epilogue does: adds bias, embedding and residual, or goes back through a
+    // norm. A thread has channels row and row + 8, and of each 32 pixels.
+    struct Epilogue {
+        static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
+        static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
+        const HopperGemm& g;
+        Pixel at;  // the tile's first, then that of the sub-tile under way
+        const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
+        const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
+        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
+        // By image and row: what is added; the norm's parameters; sums for this norm or the next.
+        float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+        float sum[IMAGES][2], product[IMAGES][2];
+        // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the
+        // other.
+        __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
 
-    __device__ __forceinline__ void load() {
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-            UNROLLED_FOR (int r = 0; r < 2; r++) {
-                int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
-                if (!Tile::TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
-                if (!has_norm) continue;
-                const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
-                const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
-                mean[i][r] = statistics.mean;
-                rstd[i][r] = statistics.rstd;
-                scale[i][r] = half.scale;
-                shift[i][r] = half.shift;
+        __device__ __forceinline__ void load() {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                UNROLLED_FOR (int r = 0; r < 2; r++) {
+                    int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                    if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
+                    if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
+                    if (!has_norm) continue;
+                    const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
+                    const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
+                    mean[i][r] = statistics.mean;
+                    rstd[i][r] = statistics.rstd;
+                    scale[i][r] = half.scale;
+                    shift[i][r] = half.shift;
+                }
+        }
+
+        // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
+        // came. The compiler knows which: branches between the elements made each wait for the one before, and
+        // a step of the default model at batch 32 take 5% longer on an H100.
+        __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
+            at = first;
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
+            if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
+            else if (has_norm) finish_with<NORM>(c, outputs);
+            else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
+            else finish_with<NO_OPERAND>(c, outputs);
+        }
+        enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
+        template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
+            int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+            uint32_t rows = outputs + swizzled(line, vector);
+            uint32_t operands[4][4];  // four loads before the first store: none waits for another
+            UNROLLED_FOR (int j = 0; j < 16; j += 2) {
+                uint32_t(&bits)[4] = operands[j / 2 % 4];
+                if (j % 8 == 0 && OPERAND != NO_OPERAND)
+                    UNROLLED_FOR (int k = 0; k < 4; k++)
+                        load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
+                UNROLLED_FOR (int e = 0; e < 8; e++) {
+                    const int i = image_of(4 * j), r = Fragment::row_half(e);
+                    float& value = c[4 * j + e];
+                    float operand = bf16_of_pair(bits[e / 2], e % 2);
+                    if constexpr (!TRANSPOSED) value += bias[i][r];
+                    if constexpr (OPERAND == RESIDUAL) value += operand;
+                    if constexpr (OPERAND == NORM_SILU)
+                        value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                    if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
+                        sum[i][r] += value;
+                        product[i][r] += value * operand;
+                    }
+                }
+                UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+                store_matrices_transposed(rows + j * 1024, bits);
             }
-    }
+        }
 
-    // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
-    // came. The compiler knows which: branches between the elements made each wait for the one before, and
-    // a step of the default model at batch 32 take 5% longer on an H100.
-    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
-        at = first;
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
-        if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
-        else if (has_norm) finish_with<NORM>(c, outputs);
-        else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
-        else finish_with<NO_OPERAND>(c, outputs);
-    }
-    enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
-    template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
-        int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = outputs + swizzled(line, vector);
-        uint32_t operands[4][4];  // four loads before the first store: none waits for another
-        UNROLLED_FOR (int j = 0; j < 16; j += 2) {
-            uint32_t(&bits)[4] = operands[j / 2 % 4];
-            if (j % 8 == 0 && OPERAND != NO_OPERAND)
-                UNROLLED_FOR (int k = 0; k < 4; k++)
-                    load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
-            UNROLLED_FOR (int e = 0; e < 8; e++) {
-                const int i = image_of(4 * j), r = Fragment::row_half(e);
-                float& value = c[4 * j + e];
-                float operand = bf16_of_pair(bits[e / 2], e % 2);
-                if constexpr (!Tile::TRANSPOSED) value += bias[i][r];
-                if constexpr (OPERAND == RESIDUAL) value += operand;
-                if constexpr (OPERAND == NORM_SILU)
-                    value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
-                if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
-                    sum[i][r] += value;
-                    product[i][r] += value * operand;
+        // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
+        __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
+            UNROLLED_FOR (int r = 0; r < 2; r++) {
+                UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                    for (int offset = 1; offset < 4; offset *= 2)
+                        sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
+                if (IMAGES == 2 && images == 1) {
+                    const float both = sums[0][r] + sums[IMAGES - 1][r];
+                    sums[0][r] = sums[IMAGES - 1][r] = both;
                 }
             }
-            UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-            store_matrices_transposed(rows + j * 1024, bits);
+        }
+        // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
+        __device__ __forceinline__ void take_moments(const float* c) {
+            UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
+            add_up(sum);
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+                sum[i][0] /= 128 / images;
+                sum[i][1] /= 128 / images;
+            }
+            UNROLLED_FOR (int e = 0; e < 64; e++) {
+                const int i = image_of(e), r = Fragment::row_half(e);
+                float distance = c[e] - sum[i][r];
+                product[i][r] += distance * distance;
+            }
+        }
+        // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which
+        // finish() has begun.
+        __device__ __forceinline__ void write_sums(const float* c) {
+            if constexpr (TRANSPOSED) add_up(sum);
+            else take_moments(c);
+            int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
+            if (TAPS > 1 && !PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
+            add_up(product);
+            UNROLLED_FOR (int r = 0; r < 2; r++)
+                UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                    if (lane % 4 || i >= images || n >= g.N()) continue;
+                    if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
+                    if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
+                    if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                    g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
+                }
+        }
+    };
+
+    __device__ __forceinline__ void run() {
+        if (threadIdx.x == 0) {
+            shared.patch.init(1);
+            shared.stage.init(1);
+            for (Barrier& barrier : shared.ping_pong) barrier.init(1);
+            for (Barrier& normed : shared.normed) normed.init(128);
+            ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        }
+        __syncthreads();
+
+        if (threadIdx.x >= READERS) return feed();
+        if (SUBTILES > 1) SET_REGISTERS("inc", READER_REGISTERS);
+
+        Ring<PATCHES> patch;
+        Ring<STAGES> stage;
+        const int chunks = last - first;
+        auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
+            patch.skip(tiles * (chunks + 1));
+            stage.skip(tiles * chunks * TAPS);
+        };
+        skip(warpgroup);
+        int parity = warpgroup == 0;  // of its ping-pong barrier: the first comes at once
+        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
+             tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
+            const Pixel at = origin(g.patch, tile);
+            Epilogue epilogue = {g, at};
+            epilogue.load();
+            float c[SUBTILES * 64];
+            await_turn(parity);
+            multiply(c, patch, stage);
+            if (splits > 1) combine(c);
+            if (rank > 0) return;  // a block of a cluster has one tile
+
+            UNROLLED_FOR (int k = 0; k < SUBTILES; k++) {
+                auto& outputs = shared.patches[patch.slot].outputs[k];
+                epilogue.finish(c + 64 * k, subtile(at, k), shared_address(outputs));
+                fence_shared();
+                warpgroup_barrier(warpgroup);
+                if (leads) tma_store(g.out_map.of(o), outputs, g.out_map.within(o), epilogue.at);
+                if (g.sums) epilogue.write_sums(c + 64 * k);
+            }
+            if (leads) {  // and TMA has read the outputs
+                ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+                shared.patch.empty[patch.slot].arrive();
+            }
+            patch.next();
         }
     }
 
-    // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
-    __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
-        UNROLLED_FOR (int r = 0; r < 2; r++) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-                for (int offset = 1; offset < 4; offset *= 2)
-                    sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
-            if (IMAGES == 2 && images == 1) {
-                const float both = sums[0][r] + sums[IMAGES - 1][r];
-                sums[0][r] = sums[IMAGES - 1][r] = both;
-            }
-        }
-    }
-    // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
-    __device__ __forceinline__ void take_moments(const float* c) {
-        UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
-        add_up(sum);
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-            sum[i][0] /= 128 / images;
-            sum[i][1] /= 128 / images;
-        }
-        UNROLLED_FOR (int e = 0; e < 64; e++) {
-            const int i = image_of(e), r = Fragment::row_half(e);
-            float distance = c[e] - sum[i][r];
-            product[i][r] += distance * distance;
-        }
-    }
-    // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which finish()
-    // has begun.
-    __device__ __forceinline__ void write_sums(const float* c) {
-        if constexpr (Tile::TRANSPOSED) add_up(sum);
-        else take_moments(c);
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
-        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
-        add_up(product);
-        UNROLLED_FOR (int r = 0; r < 2; r++)
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
-                if (lane % 4 || i >= images || n >= g.N()) continue;
-                if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
-                if (Tile::SUBTILES > 1 && at.x >= g.x.first.W) continue;
-                if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
-                g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
-            }
+    static void launch_tiles(const Gemm& g) {
+        auto joined = [&](const Concat& x, Box box) {
+            ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
+            if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
+            return maps;
+        };
+        HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
+        h.x_map.columns = g.chunks1() * 64;
+        const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
+        h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
+        const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
+        if (operand.first) h.operand_map = joined(operand, SUBTILE);
+        h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
+        // Blocks take one tile after another: a tile's loads hide behind the outputs before.
+        const int columns = ceil_div(g.N(), 64);
+        const int blocks = std::min(h.patch.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
+        assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.patch.tiles));
+        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS,
+                     sizeof(Shared), h);
     }
 };
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
-    await_inputs();
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    HopperGemmBlock<Tile> block = {g, shared};
-    if (threadIdx.x == 0) {
-        shared.patch.init(1);
-        shared.stage.init(1);
-        for (Barrier& barrier : shared.ping_pong) barrier.init(1);
-        for (Barrier& normed : shared.normed) normed.init(128);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) return block.feed();
-    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::READER_REGISTERS);
-
-    Ring<Tile::PATCHES> patch;
-    Ring<Tile::STAGES> stage;
-    const int chunks = block.last - block.first;
-    auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
-        patch.skip(tiles * (chunks + 1));
-        stage.skip(tiles * chunks * Tile::TAPS);
-    };
-    skip(block.warpgroup);
-    int parity = block.warpgroup == 0;  // of its ping-pong barrier: the first comes at once
-    for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
-         tile += Tile::SUBTILES * gridDim.z, skip(Tile::SUBTILES - 1)) {
-        const Pixel at = Tile::origin(g.patch, tile);
-        HopperEpilogue<Tile> epilogue = {g, at};
-        epilogue.load();
-        float c[Tile::SUBTILES * 64];
-        block.await_turn(parity);
-        block.multiply(c, patch, stage);
-        if (block.splits > 1) block.combine(c);
-        if (block.rank > 0) return;  // a block of a cluster has one tile
-
-        UNROLLED_FOR (int k = 0; k < Tile::SUBTILES; k++) {
-            auto& outputs = shared.patches[patch.slot].outputs[k];
-            epilogue.finish(c + 64 * k, Tile::subtile(at, k), shared_address(outputs));
-            fence_shared();
-            warpgroup_barrier(block.warpgroup);
-            if (block.leads)
-                tma_store(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-            if (g.sums) epilogue.write_sums(c + 64 * k);
-        }
-        if (block.leads) {  // and TMA has read the outputs
-            ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
-            shared.patch.empty[patch.slot].arrive();
-        }
-        patch.next();
-    }
-}
-
-template <class Tile> static void launch_hopper_tile(const Gemm& g) {
-    constexpr int TAPS = Tile::TAPS;
-    auto joined = [&](const Concat& x, Box box) {
-        ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
-        if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
-        return maps;
-    };
-    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::SUBTILE)};
-    h.x_map.columns = g.chunks1() * 64;
-    const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
-    h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
-    if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
-    h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
-    // Blocks take one tile after another: a tile's loads hide behind the outputs before.
-    const int columns = ceil_div(g.N(), 64);
-    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::BLOCKS * gpu_multiprocessors / columns));
-    assert(g.splits == 1 || (Tile::SUBTILES == 1 && blocks == h.patch.tiles));
-    launch<true>(hopper_gemm_kernel<Tile>, dim3(g.splits, columns, blocks), Tile::THREADS,
-                 sizeof(typename Tile::Shared), h);
-}
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
     if constexpr (TAPS == 1) {
-        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_SUBTILE, 4>>(g);
+        HopperGemmBlock<1, TRANSPOSED, ONE_SUBTILE, 4>::launch_tiles(g);
     } else {
         switch (kernel) {
-            case HOPPER_TWO_IMAGES: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g); break;
-            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 7>>(g); break;
-            case HOPPER_256_ONE_CHUNK:
-                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
-                break;
-            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_SUBTILES, 7, true>>(g); break;
-            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);  // HOPPER_128
+            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, TWO_IMAGES, 7>::launch_tiles(g); break;
+            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 7>::launch_tiles(g); break;
+            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 9>::launch_tiles(g); break;
+            case HOPPER_256_NORMED: HopperGemmBlock<9, false, TWO_SUBTILES, 7, true>::launch_tiles(g); break;
+            default: HopperGemmBlock<9, TRANSPOSED, ONE_SUBTILE, 8>::launch_tiles(g);  // HOPPER_128
         }
     }
 }
@@ -7853,8 +7849,8 @@ template <class Tile> static void launch_hopper_weight_tile(const WeightGradient
            sizeof(typename Tile::Shared), h);
 }
 
-// conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of blocks
-// times a block's steps, and then the sum over the splits.
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of
+// blocks times a block's steps, and then the sum over the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
