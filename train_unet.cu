@@ -6138,12 +6138,37 @@ struct Gemm {
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
 
-// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are reduced (an input gradient).
-template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
-struct GemmTile {
-    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
-                         BLOCKS = BLOCKS_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_;
+// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
+// makes VEC outputs.
+__global__ void gemm_reduce_kernel(const Gemm g) {
+    await_inputs();
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
+    if (i >= count) return;
+    int m = (int)(i / g.N()), n = (int)(i % g.N());
+    Unpacked value = {};
+#pragma unroll 4
+    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
+    size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
+    if (g.bias) value += unpack(g.bias + n);
+    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
+    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+    await_inputs();
+    Block::run(g);
+}
+
+// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
+// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
+// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
+// (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
+// TRANSPOSED: w's rows are reduced (an input gradient).
+template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_> struct GemmBlock {
+    static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
     // With its halo a patch of 64 pixels has (8 + 2)^2 = 100 rows, and one of 128 (8 + 2) * (16 + 2) = 180.
@@ -6165,296 +6190,278 @@ struct GemmTile {
         const int staging = BM * STAGING_PITCH * (int)sizeof(float);
         return TABLE_BYTES + (rings > staging ? rings : staging);
     }
-};
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync, which fp32 uses too.
-template <class Tile> struct WarpProduct {
-    static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
-    float c[MI][NI][4] = {};
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
-    // rows, `shift` further down, and B, over BK channels.
+    // A warp's accumulators, WM x WN, in the fragments of mma.sync, which fp32 uses too.
+    struct Product {
+        static constexpr int MI = WM / 16, NI = WN / 8;
+        float c[MI][NI][4] = {};
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int m0 = warp / (BN / WN) * WM, n0 = warp % (BN / WN) * WN;
+        // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
+        // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
-    int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
-    }
-    __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-        // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
-        uint32_t a_line[MI];
-        UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
-        uint32_t b_line = b_tile + (Tile::TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2)
-                                                     : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
-        UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
-            uint32_t a[MI][4], b[NI / 2][4];
-            UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-            UNROLLED_FOR (int j = 0; j < NI / 2; j++)
-                if (Tile::TRANSPOSED)
-                    load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
-                else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
-            UNROLLED_FOR (int i = 0; i < MI; i++)
-                UNROLLED_FOR (int j = 0; j < NI; j++)
-                    mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
+        __device__ Product(auto row_of) {
+            UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
         }
-    }
+        __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
+        __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+            // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
+            uint32_t a_line[MI];
+            UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
+            uint32_t b_line = b_tile + (TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2)
+                                                         : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+            UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
+                uint32_t a[MI][4], b[NI / 2][4];
+                UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
+                UNROLLED_FOR (int j = 0; j < NI / 2; j++)
+                    if (TRANSPOSED)
+                        load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
+                    else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+                UNROLLED_FOR (int i = 0; i < MI; i++)
+                    UNROLLED_FOR (int j = 0; j < NI; j++)
+                        mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            }
+        }
 #else
-    int row[2 * MI];  // of A: those of this lane's sums
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
-    // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
-    __device__ int column(int j) const {
-        return n0 + (Tile::TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
-    }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+        int row[2 * MI];  // of A: those of this lane's sums
+        __device__ Product(auto row_of) {
+            UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+        }
+        // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
+        __device__ int column(int j) const {
+            return n0 + (TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+        }
+        __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
-        for (int k = 0; k < BK; k += 4) {
-            Vector<float, 4> a[2 * MI];
-            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
-            if (Tile::TRANSPOSED)  // four columns of B at a time, those of two fragments
-                UNROLLED_FOR (int q = 0; q < 4; q++)
-                    UNROLLED_FOR (int j = 0; j < NI; j += 2) {
-                        auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, Tile::BN * 4));
+            for (int k = 0; k < BK; k += 4) {
+                Vector<float, 4> a[2 * MI];
+                UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                    a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
+                if (TRANSPOSED)  // four columns of B at a time, those of two fragments
+                    UNROLLED_FOR (int q = 0; q < 4; q++)
+                        UNROLLED_FOR (int j = 0; j < NI; j += 2) {
+                            auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
+                            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                                UNROLLED_FOR (int e = 0; e < 4; e++)
+                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                        }
+                else
+                    UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
+                        auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                            UNROLLED_FOR (int e = 0; e < 4; e++)
-                                c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                            UNROLLED_FOR (int q = 0; q < 4; q++)
+                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                     }
-            else
-                UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
-                    auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
-                    UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                        UNROLLED_FOR (int q = 0; q < 4; q++)
-                            c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
+            }
+        }
+#endif
+        __device__ void store(float* staging) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    float* p = staging + (m0 + i * 16 + lane / 4) * STAGING_PITCH + column(j);
+                    *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
+                    *(float2*)(p + 8 * STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
                 }
         }
-    }
-#endif
-    __device__ void store(float* staging) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                float* p = staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + column(j);
-                *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
-                *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
-            }
-    }
-};
-
-// Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
-// split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
-// or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
-// pixel.
-template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
-                                              int n0) {
-    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STRIDE = Tile::THREADS / ROW, PASSES = 64 / STRIDE,
-                  PITCH = Tile::STAGING_PITCH;
-    const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift && g.sums;
-    const int T = g.x.first.T();
-    const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
-    Unpacked sum = {}, product = {};
-    UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
-        // All loads come before the first store, so that none waits for another.
-        int m[PASSES];           // the pixels, -1: outside
-        uint4 operands[PASSES];  // the residual, or the norm's x
-        Unpacked values[PASSES];
-        const Concat& operand = has_norm ? g.norm.x : g.residual;
-        const Tensor& of = operand.of(n);
-        const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            const int p = p0 + i * STRIDE + row;
-            m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
-            operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            values[i] = *(const Unpacked*)(staging + p * PITCH + column);
-        }
-        if (g.splits > 1) {
-            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                if (m[i] >= 0) *(Unpacked*)to = values[i];
-            }
-            continue;
-        }
-
-        Unpacked bias = {};  // and the embedding
-        NormGradient norm;
-        const int image = m[0] / T;
-        if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
-        else if (m[0] >= 0) {
-            if (g.bias) bias += unpack(g.bias + n);
-            if (g.emb.data) bias += unpack(g.emb.row(image) + n);
-        }
-        const Tensor& out = g.out.of(n);
-        floatX* to = out.data + g.out.within(n);
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
-            else values[i] += bias + unpack(operands[i]);
-            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
-        }
-        if (!g.sums) continue;
-
-        // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
-        // where that pixel's sums lay.
-        const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
-        float* pivot = staging + first * PITCH;
-        if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
-        __syncthreads();
-        UNROLLED_FOR (int i = 0; i < PASSES; i++)
-            for (int e = 0; e < VEC && !has_norm; e++) {
-                const float distance = values[i][e] - pivot[column + e];
-                sum[e] += distance;
-                product[e] += distance * distance;
-            }
-
-        // The sums are written when the last pixels of the norm's tile are finished.
-        if ((p0 + 64) % norm_pixels) continue;
-        if (norm_tile * norm_pixels >= g.M()) continue;
-        auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
-        float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
-        norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
-            if (!has_norm) {
-                const Moments moments = moments_about(pivot[c], total, norm_pixels);
-                return make_float2(moments.mean, moments.squares);
-            }
-            const int image = norm_tile * norm_pixels / T;
-            return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].rstd);
-        });
-        sum = product = {};
-    }
-}
-
-// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
-// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
-// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
-// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
-    await_inputs();
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
-                  THREADS = Tile::THREADS;
-    constexpr bool TRANSPOSED = Tile::TRANSPOSED;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    static_assert(Tile::shared_bytes(2, Tile::A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
-    const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-    const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
-
-    if (TAPS > 1) {
-        Pixel origin = g.patch.origin(tile);
-        for (int r = tid; r < a_rows; r += THREADS)
-            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
-        __syncthreads();
-    }
-
-    // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
-    // them is the chunk's first.
-    auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
-    auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
-    auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
-    const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
-    auto load_a = [&](int buffer, int chunk, int begin) {
-        const Tensor& x = second(chunk) ? g.x.second : g.x.first;
-        const int row = tid / 8 + begin * Tile::SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
-        const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
-        const int left = TAPS > 1 ? sweeps - begin : Tile::A_LOADS;
-        load_pixels<Tile::A_LOADS, Tile::SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
-            return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
-        });
     };
 
-    // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
-    // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
-    auto load_b = [&](int stage, int chunk, int tap) {
-        constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-        static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-        const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
-        auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
-            const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
-            UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
-                copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+    // Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
+    // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
+    // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
+    // pixel.
+    __device__ static __forceinline__ void finish(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
+                                                  int n0) {
+        constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
+        const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift && g.sums;
+        const int T = g.x.first.T();
+        const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
+        Unpacked sum = {}, product = {};
+        UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
+            // All loads come before the first store, so that none waits for another.
+            int m[PASSES];           // the pixels, -1: outside
+            uint4 operands[PASSES];  // the residual, or the norm's x
+            Unpacked values[PASSES];
+            const Concat& operand = has_norm ? g.norm.x : g.residual;
+            const Tensor& of = operand.of(n);
+            const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                const int p = p0 + i * STRIDE + row;
+                m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
+                if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
+                operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+                values[i] = *(const Unpacked*)(staging + p * PITCH + column);
+            }
+            if (g.splits > 1) {
+                UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                    float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
+                    if (m[i] >= 0) *(Unpacked*)to = values[i];
+                }
+                continue;
+            }
+
+            Unpacked bias = {};  // and the embedding
+            NormGradient norm;
+            const int image = m[0] / T;
+            if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
+            else if (m[0] >= 0) {
+                if (g.bias) bias += unpack(g.bias + n);
+                if (g.emb.data) bias += unpack(g.emb.row(image) + n);
+            }
+            const Tensor& out = g.out.of(n);
+            floatX* to = out.data + g.out.within(n);
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
+                else values[i] += bias + unpack(operands[i]);
+                if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
+            }
+            if (!g.sums) continue;
+
+            // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
+            // where that pixel's sums lay.
+            const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
+            float* pivot = staging + first * PITCH;
+            if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
+            __syncthreads();
+            UNROLLED_FOR (int i = 0; i < PASSES; i++)
+                for (int e = 0; e < VEC && !has_norm; e++) {
+                    const float distance = values[i][e] - pivot[column + e];
+                    sum[e] += distance;
+                    product[e] += distance * distance;
+                }
+
+            // The sums are written when the last pixels of the norm's tile are finished.
+            if ((p0 + 64) % norm_pixels) continue;
+            if (norm_tile * norm_pixels >= g.M()) continue;
+            auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);  // all have read it
+            float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
+            norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
+                if (!has_norm) {
+                    const Moments moments = moments_about(pivot[c], total, norm_pixels);
+                    return make_float2(moments.mean, moments.squares);
+                }
+                const int image = norm_tile * norm_pixels / T;
+                return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].rstd);
+            });
+            sum = product = {};
+        }
+    }
+
+    __device__ static __forceinline__ void run(const Gemm& g) {
+        extern __shared__ __align__(128) unsigned char shared[];
+        int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
+        uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
+        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
+        const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
+        const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
+        const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+        const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
+
+        if (TAPS > 1) {
+            Pixel origin = g.patch.origin(tile);
+            for (int r = tid; r < a_rows; r += THREADS)
+                pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
+            __syncthreads();
+        }
+
+        // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
+        // them is the chunk's first.
+        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
+        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
+        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
+        const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
+        auto load_a = [&](int buffer, int chunk, int begin) {
+            const Tensor& x = second(chunk) ? g.x.second : g.x.first;
+            const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+            const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
+            const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
+            load_pixels<A_LOADS, SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
+                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
+            });
         };
 
-        if constexpr (TRANSPOSED) {
-            const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
-            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-            const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
-            load_rows(from, N, n < N && c < C ? C - c : 0);
-        } else {
-            const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
-            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-            const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
-            load_rows(from, K, n < N && c < C ? N - n : 0);
-        }
-    };
+        // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
+        // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
+        auto load_b = [&](int stage, int chunk, int tap) {
+            constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+            static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
+            const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
+            auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
+                const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
+                UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
+                    copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+            };
 
-    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-
-    // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
-    // early.
-    struct Step {
-        int stage = 0, tap = 0, chunk = 0;
-        __device__ void next() {
-            stage++;
-            if (stage == STAGES) stage = 0;
-            tap++;
-            if (tap == TAPS) {
-                tap = 0;
-                chunk++;
+            if constexpr (TRANSPOSED) {
+                const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
+                load_rows(from, N, n < N && c < C ? C - c : 0);
+            } else {
+                const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
+                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
+                load_rows(from, K, n < N && c < C ? N - n : 0);
             }
-        }
-    } step, early;
-    auto load_early = [&] {
-        if (early.chunk < chunks) {
-            if (TAPS == 1) load_a(early.stage, early.chunk, 0);
-            load_b(early.stage, early.chunk, early.tap);
-        }
-        __pipeline_commit();
-        early.next();
-    };
+        };
 
-    for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
-    UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
-    for (; step.chunk < chunks; step.next()) {
-        __pipeline_wait_prior(STAGES - 2);
-        __syncthreads();  // the step has arrived for every thread, and all are done with the one before
-        if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
-            load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
-        load_early();
-        product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                         b_ring + step.stage * Tile::B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
+        Product product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+
+        // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
+        // early.
+        struct Step {
+            int stage = 0, tap = 0, chunk = 0;
+            __device__ void next() {
+                stage++;
+                if (stage == STAGES) stage = 0;
+                tap++;
+                if (tap == TAPS) {
+                    tap = 0;
+                    chunk++;
+                }
+            }
+        } step, early;
+        auto load_early = [&] {
+            if (early.chunk < chunks) {
+                if (TAPS == 1) load_a(early.stage, early.chunk, 0);
+                load_b(early.stage, early.chunk, early.tap);
+            }
+            __pipeline_commit();
+            early.next();
+        };
+
+        for (int begin = 0; TAPS > 1 && begin < A_SWEEPS; begin += A_LOADS) load_a(0, 0, begin);
+        UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
+        for (; step.chunk < chunks; step.next()) {
+            __pipeline_wait_prior(STAGES - 2);
+            __syncthreads();  // the step has arrived for every thread, and all are done with the one before
+            if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < A_PARTS)
+                load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
+            load_early();
+            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
+                             b_ring + step.stage * B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
+        }
+
+        __pipeline_wait_prior(0);
+        __syncthreads();  // the rings become the staging area
+        float* staging = (float*)(shared + TABLE_BYTES);
+        product.store(staging);
+        __syncthreads();
+        finish(g, staging, pixel_of_row, tile, n0);
     }
 
-    __pipeline_wait_prior(0);
-    __syncthreads();  // the rings become the staging area
-    float* staging = (float*)(shared + Tile::TABLE_BYTES);
-    product.store(staging);
-    __syncthreads();
-    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
-}
-
-// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
-// makes VEC outputs.
-__global__ void gemm_reduce_kernel(const Gemm g) {
-    await_inputs();
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
-    if (i >= count) return;
-    int m = (int)(i / g.N()), n = (int)(i % g.N());
-    Unpacked value = {};
-#pragma unroll 4
-    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
-    size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
-    if (g.bias) value += unpack(g.bias + n);
-    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
-    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    *(uint4*)(g.out.of(n).data + at) = pack(value);
-}
+    static void launch_tiles(Gemm g) {
+        g.patch = make_patch(g.x.first, TAPS, BM);
+        const int tiles = g.patch.tiles * ceil_div(g.N(), BN);
+        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? g.patch.rows() : BM);
+        const size_t outputs = (size_t)g.M() * g.N();
+        Arena workspace = stream->workspace;
+        if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
+        launch(gemm_kernel<GemmBlock>, dim3(tiles, g.splits), THREADS, bytes, g);
+        if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
+    }
+};
 
 // ---- which kernel does a GEMM
 
@@ -6553,16 +6560,6 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
     return choose_portable<TAPS, TRANSPOSED>(g);
 }
 
-template <class Tile> static void launch_portable(Gemm g) {
-    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
-    const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
-    const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    const size_t outputs = (size_t)g.M() * g.N();
-    Arena workspace = stream->workspace;
-    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
-}
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
@@ -6583,16 +6580,16 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     switch (choice.kernel) {
         case PORTABLE_128x128:
-            launch_portable<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>>(g);
+            GemmBlock<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>::launch_tiles(g);
             break;
         case PORTABLE_128x64:
-            launch_portable<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>>(g);
+            GemmBlock<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>::launch_tiles(g);
             break;
         case PORTABLE_64x64:
-            launch_portable<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+            GemmBlock<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>::launch_tiles(g);
             break;
         case PORTABLE_128x16:
-            if constexpr (!TRANSPOSED) launch_portable<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            if constexpr (!TRANSPOSED) GemmBlock<128, 16, 32, 16, TAPS, false, 3, 3>::launch_tiles(g);
             else assert(false);  // choose_portable has it for forward only
             break;
         default:
@@ -7491,7 +7488,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         }
     }
 
-    // Finishes a sub-tile's sums as gemm_epilogue does: adds bias, embedding and residual, or goes back through a
+    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or goes back through a
     // norm. A thread has channels row and row + 8, and of each 32 pixels.
     struct Epilogue {
         static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
