@@ -6632,9 +6632,19 @@ struct WeightGradient {
     }
 };
 
-// A block has 64 output channels by 64 input channels and all taps, and reduces over PIXELS at a time.
-template <int TAPS_> struct WeightTile {
-    static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const WeightGradient g) {
+    await_inputs();
+    Block::run(g);
+}
+
+// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
+// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
+// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
+// the blocks that share dout's channels also writes their column sums.
+// A step of the reduction is PIXELS.
+template <int TAPS> struct WeightBlock {
+    static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
     static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
     static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
@@ -6650,197 +6660,189 @@ template <int TAPS_> struct WeightTile {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
     };
-};
 
 #ifndef PRECISION_FP32
-// The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
-// with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-template <class Tile> struct WeightProduct {
-    static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
-    static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
-    static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
-                  "warps share the work evenly");
-    float c[MI][NI][4] = {};
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
-    float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
-    // Eight input channels of fragment j; its tap is j.
-    __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
-                             bool sums_bias) {
+    // The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
+    // with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
+    struct Product {
+        static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
+        static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
+        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
+                      "warps share the work evenly");
+        float c[MI][NI][4] = {};
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int o0 = warp / WARPS_N * MI * 16, n0 = warp % WARPS_N;
+        float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
+        // Eight input channels of fragment j; its tap is j.
+        __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                                 bool sums_bias) {
 #pragma unroll 1
-        for (int k = 0; k < Tile::PIXELS; k += 32) {
-            uint32_t a[2][MI][4];
-            uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
-            UNROLLED_FOR (int h = 0; h < 2; h++)
-                UNROLLED_FOR (int i = 0; i < MI; i++)
-                    load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
-            if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
-                uint32_t ones = lane / 4 == k * patch.images / Tile::PIXELS ? 0x3f803f80 : 0;
-                UNROLLED_FOR (int i = 0; i < MI; i++)
-                    UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
-            }
-            int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                uint32_t b[4];
-                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row;
-                load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
-                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
-                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+            for (int k = 0; k < PIXELS; k += 32) {
+                uint32_t a[2][MI][4];
+                uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
+                UNROLLED_FOR (int h = 0; h < 2; h++)
+                    UNROLLED_FOR (int i = 0; i < MI; i++)
+                        load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
+                if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
+                    uint32_t ones = lane / 4 == k * patch.images / PIXELS ? 0x3f803f80 : 0;
+                    UNROLLED_FOR (int i = 0; i < MI; i++)
+                        UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
+                }
+                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    uint32_t b[4];
+                    int r = TAPS > 1 ? row + patch.tap(j) : row;
+                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
+                    UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
+                    UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+                }
             }
         }
-    }
-    // put(image, o, the sum), which begins again
-    __device__ void flush_sums(auto put) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int e = 0; e < 4; e++) {
-                if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
-                sums[i][e] = 0;
-            }
-    }
-    // put(o, tap, c, two sums of neighbouring c)
-    __device__ void store(auto put) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
-                    tap = Tile::TAPS > 1 ? j : 0;
-                put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
-                put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
-            }
-    }
-};
+        // put(image, o, the sum), which begins again
+        __device__ void flush_sums(auto put) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int e = 0; e < 4; e++) {
+                    if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
+                    sums[i][e] = 0;
+                }
+        }
+        // put(o, tap, c, two sums of neighbouring c)
+        __device__ void store(auto put) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
+                        tap = TAPS > 1 ? j : 0;
+                    put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
+                    put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+                }
+        }
+    };
 #else
-// A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
-template <class Tile> struct WeightProduct {
-    static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
-    static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
-    float c[8][Tile::TAPS][NC] = {};
-    const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
-    float sums[8] = {};  // of dout over the pixels
-    __device__ static uint32_t at(uint32_t tile, int row, int channel) {
-        return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
-    }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
-                             bool sums_bias) {
+    // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
+    struct Product {
+        static constexpr int NC = TAPS > 1 ? 2 : 4;
+        static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+        float c[8][TAPS][NC] = {};
+        const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
+        float sums[8] = {};  // of dout over the pixels
+        __device__ static uint32_t at(uint32_t tile, int row, int channel) {
+            return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
+        }
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                                 bool sums_bias) {
 #pragma unroll 4
-        for (int k = 0; k < Tile::PIXELS; k++) {
-            Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
-                                        load_shared<4>(at(d_tile, k, o0 + 4))};
-            if (sums_bias)
-                UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
-            int row = Tile::TAPS > 1 ? row_of_pixel[k] : k;
-            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++) {
-                auto x = load_shared<NC>(at(x_tile, row + (Tile::TAPS > 1 ? patch.tap(t) : 0), c0));
-                UNROLLED_FOR (int o = 0; o < 8; o++)
-                    UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+            for (int k = 0; k < PIXELS; k++) {
+                Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
+                                            load_shared<4>(at(d_tile, k, o0 + 4))};
+                if (sums_bias)
+                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
+                int row = TAPS > 1 ? row_of_pixel[k] : k;
+                UNROLLED_FOR (int t = 0; t < TAPS; t++) {
+                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
+                    UNROLLED_FOR (int o = 0; o < 8; o++)
+                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+                }
             }
         }
-    }
-    __device__ void flush_sums(auto put) {
-        UNROLLED_FOR (int o = 0; o < 8; o++) {
-            if (c0 == 0) put(0, o0 + o, sums[o]);
-            sums[o] = 0;
+        __device__ void flush_sums(auto put) {
+            UNROLLED_FOR (int o = 0; o < 8; o++) {
+                if (c0 == 0) put(0, o0 + o, sums[o]);
+                sums[o] = 0;
+            }
         }
-    }
-    __device__ void store(auto put) {
-        UNROLLED_FOR (int o = 0; o < 8; o++)
-            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
-                UNROLLED_FOR (int e = 0; e < NC; e += 2)
-                    put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
-    }
-};
+        __device__ void store(auto put) {
+            UNROLLED_FOR (int o = 0; o < 8; o++)
+                UNROLLED_FOR (int t = 0; t < TAPS; t++)
+                    UNROLLED_FOR (int e = 0; e < NC; e += 2)
+                        put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
+        }
+    };
 #endif
 
-// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
-// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
-// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
-// the blocks that share dout's channels also writes their column sums.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    weight_gradient_kernel(const WeightGradient g) {
-    await_inputs();
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS;
-    constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS, D_SWEEPS = PIXELS / Tile::SWEEP;
-    extern __shared__ __align__(128) unsigned char weight_shared[];
-    auto& shared = *(typename Tile::Shared*)weight_shared;
-    int tid = threadIdx.x;
-    int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
-    int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
-    bool second = c_tile >= tiles1;
-    const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
-    int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-    const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
-    int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
-    const bool sums_bias = g.bias_partials && c_tile == 0;
+    __device__ static __forceinline__ void run(const WeightGradient& g) {
+        extern __shared__ __align__(128) unsigned char weight_shared[];
+        auto& shared = *(Shared*)weight_shared;
+        constexpr int D_SWEEPS = PIXELS / SWEEP;
+        int tid = threadIdx.x;
+        int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
+        int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
+        bool second = c_tile >= tiles1;
+        const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
+        int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
+        int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
+        const bool sums_bias = g.bias_partials && c_tile == 0;
 
-    const uchar4 offset = g.patch.offset(tid);
-    auto locate = [&](int tile) {  // its pixels, before it is loaded
-        static_assert(TAPS == 1 || (Tile::X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
-        if (TAPS == 1 || tid >= Tile::X_ROWS || tile >= last) return;
-        const int pixel = g.patch.pixel(g.patch.origin(tile), offset);
-        shared.pixel_of_row[tile % 2][tid] = tid < g.patch.rows() ? pixel : -1;
-    };
-    if (TAPS > 1) {
-        for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
-        locate(first);
-        locate(first + 1);
-        __syncthreads();
-    }
-    const int row = tid / ROW, v = tid % ROW;
-    auto load = [&](int tile) {
-        if (tile >= last) return;
-        auto& stage = shared.stages[(tile - first) % STAGES];
-        const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
-        const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
-        auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
-        auto pixel_of_dout = [&](int i) {
-            return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+        const uchar4 offset = g.patch.offset(tid);
+        auto locate = [&](int tile) {  // its pixels, before it is loaded
+            static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
+            if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
+            const int pixel = g.patch.pixel(g.patch.origin(tile), offset);
+            shared.pixel_of_row[tile % 2][tid] = tid < g.patch.rows() ? pixel : -1;
         };
-        load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
-        load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
-            [&](int i) { return pixel(row + i); });
-    };
-
-    WeightProduct<Tile> product;
-    // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
-    // write one row, because neither split nor set ever goes down.
-    int set = first / set_tiles;
-    auto flush_sums = [&] {
-        product.flush_sums([&](int image, int o, float sum) {
-            size_t row = (size_t)(blockIdx.y + set) * g.patch.images + image;
-            if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
-        });
-    };
-    for (int s = 0; s < STAGES - 1; s++) {
-        load(first + s);
-        __pipeline_commit();
-    }
-    for (int tile = first; tile < last; tile++) {
-        __pipeline_wait_prior(STAGES - 2);
-        __syncthreads();  // this tile has arrived, and every thread is done with the one before
-        load(tile + STAGES - 1);
-        __pipeline_commit();
-        locate(tile + 2);
-        auto& stage = shared.stages[(tile - first) % STAGES];
-        if (sums_bias && tile == (set + 1) * set_tiles) {
-            flush_sums();
-            set++;
+        if (TAPS > 1) {
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
+            locate(first);
+            locate(first + 1);
+            __syncthreads();
         }
-        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
-                         sums_bias);
-    }
-    __pipeline_wait_prior(0);
-    if (sums_bias) flush_sums();
+        const int row = tid / ROW, v = tid % ROW;
+        auto load = [&](int tile) {
+            if (tile >= last) return;
+            auto& stage = shared.stages[(tile - first) % STAGES];
+            const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
+            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
+            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+            auto pixel_of_dout = [&](int i) {
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+            };
+            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
+                shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
+            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
+                shared_address(stage.x) + at, X_SWEEPS, x + c, channels, c < channels ? M : 0,
+                [&](int i) { return pixel(row + i); });
+        };
 
-    float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
-    product.store([&](int o, int tap, int c, float2 value) {
-        if (o0 + o >= O || c0 + c >= channels) return;
-        size_t row = (size_t)(o0 + o) * TAPS + tap;
-        *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
-    });
-}
+        Product product;
+        // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
+        // write one row, because neither split nor set ever goes down.
+        int set = first / set_tiles;
+        auto flush_sums = [&] {
+            product.flush_sums([&](int image, int o, float sum) {
+                size_t row = (size_t)(blockIdx.y + set) * g.patch.images + image;
+                if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
+            });
+        };
+        for (int s = 0; s < STAGES - 1; s++) {
+            load(first + s);
+            __pipeline_commit();
+        }
+        for (int tile = first; tile < last; tile++) {
+            __pipeline_wait_prior(STAGES - 2);
+            __syncthreads();  // this tile has arrived, and every thread is done with the one before
+            load(tile + STAGES - 1);
+            __pipeline_commit();
+            locate(tile + 2);
+            auto& stage = shared.stages[(tile - first) % STAGES];
+            if (sums_bias && tile == (set + 1) * set_tiles) {
+                flush_sums();
+                set++;
+            }
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
+                             sums_bias);
+        }
+        __pipeline_wait_prior(0);
+        if (sums_bias) flush_sums();
+
+        float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
+        product.store([&](int o, int tap, int c, float2 value) {
+            if (o0 + o >= O || c0 + c >= channels) return;
+            size_t row = (size_t)(o0 + o) * TAPS + tap;
+            *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
+        });
+    }
+};
 
 // Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
 __device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
@@ -6945,8 +6947,8 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
-    using Tile = WeightTile<TAPS>;
-    g.patch = make_patch(dout, TAPS, Tile::PIXELS);
+    using Block = WeightBlock<TAPS>;
+    g.patch = make_patch(dout, TAPS, Block::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
     const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
@@ -6956,8 +6958,8 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, [&](const WeightGradient& g) {
-        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
-               sizeof(typename Tile::Shared), g);
+        launch(weight_gradient_kernel<Block>, dim3(tiles, g.splits), Block::THREADS,
+               sizeof(typename Block::Shared), g);
     });
 }
 
