@@ -6563,8 +6563,6 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
-    for (const Concat& joined : {asked.x, asked.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE == 0 && joined.second.C % CHANNEL_MULTIPLE == 0);
     assert(TAPS > 1 || !asked.emb.data);
     assert(!asked.norm.half_scale_shift || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
@@ -6641,8 +6639,7 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient
 // dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
 // split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
 // block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
-// the blocks that share dout's channels also writes their column sums.
-// A step of the reduction is PIXELS.
+// the blocks that share dout's channels also writes their column sums. A step of the reduction is PIXELS.
 template <int TAPS> struct WeightBlock {
     static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
@@ -6940,7 +6937,6 @@ template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
-    for (int channels : {O, x.first.C, x.second.C}) assert(channels % CHANNEL_MULTIPLE == 0);
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -7702,11 +7698,24 @@ struct HopperWeightGradient : WeightGradient {
     CUtensorMap dout_map, x_map;
 };
 
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+    await_inputs();
+    Block::run(g);
+}
+
+// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
+// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
+// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
+// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
+// dout over each image, by a product with a column of ones: one of eight columns an image.
+//
 // Each warpgroup has 64 output channels by 64 input channels at the three taps of a line. A block has three
 // warpgroups, one a line of taps; or it has one, where reading the pixels three times costs less than
 // adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int WARPGROUPS_> struct HopperWeightTile {
-    static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = WARPGROUPS == 1 ? 2 : 1;
+template <int WARPGROUPS> struct HopperWeightBlock {
+    static constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
     struct Stage {
@@ -7722,131 +7731,123 @@ template <int WARPGROUPS_> struct HopperWeightTile {
         // Nobody reads this: compute-sanitizer takes a product's 6144 bytes of x, lines apart, for one piece.
         unsigned char unread[4096];
     };
-};
 
-// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
-// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
-// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
-// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
-// dout over each image, by a product with a column of ones: one of eight columns an image.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
-    await_inputs();
-    constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
-    // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
-    const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
-    const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
-    const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    const int first = g.first_tile(split), last = g.first_tile(split + 1);
-    if (threadIdx.x == 0) {
-        shared.ring.init(WARPGROUPS);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    if (threadIdx.x < 60)  // see Tile::Shared
-        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) {
-        if (threadIdx.x > Tile::READERS) return;
-        Pixel at = g.patch.origin(first);
-        Ring<Tile::STAGES> stage = {0, 1};
-        for (int t = first; t < last; t++, stage.next()) {
-            auto& to = shared.stages[stage.slot];
-            Barrier& full = shared.ring.full[stage.slot];
-            shared.ring.empty[stage.slot].wait(stage.parity);
-            full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
-            tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
-            tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
-            // The next tile; divisions would take this one thread longer than the product.
-            at.x += 8;
-            if (at.x >= g.patch.W - 1) {
-                at.x = -1;
-                at.y += 8;
-            }
-            if (at.y >= g.patch.H - 1) {
-                at.y = -1;
-                at.b++;
-            }
+    __device__ static __forceinline__ void run(const HopperWeightGradient& g) {
+        constexpr int PITCH = X.width;
+        extern __shared__ __align__(1024) unsigned char hopper_shared[];
+        auto& shared = *(Shared*)hopper_shared;
+        const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
+        // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
+        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
+        const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+        const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
+        const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
+        const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+        const int first = g.first_tile(split), last = g.first_tile(split + 1);
+        if (threadIdx.x == 0) {
+            shared.ring.init(WARPGROUPS);
+            ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
         }
-        return;
-    }
+        if (threadIdx.x < 60)  // see Shared
+            shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+        fence_shared();
+        __syncthreads();
 
-    float c[96] = {};  // a warpgroup's sums over this block's pixels
-    Ring<Tile::STAGES> stage;
-    auto release = [&] {  // of the stage before
-        if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
-    };
-    auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
-        constexpr bool BIAS = decltype(with_bias)::value;
-        // The ends of a run of steps: with the bias, of those that share the eight columns' images.
-        const int steps = g.patch.set_tiles();  // an image
-        for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / steps, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * steps) : last;
-            int left = (first_image + 1) * steps - begin;  // of this image
-            // A matrix that is not swizzled; its rows of eight k serve both halves of k.
-            uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
-            float sums[4] = {0, 0, 0, 0};
+        if (threadIdx.x >= READERS) {
+            if (threadIdx.x > READERS) return;
+            Pixel at = g.patch.origin(first);
+            Ring<STAGES> stage = {0, 1};
+            for (int t = first; t < last; t++, stage.next()) {
+                auto& to = shared.stages[stage.slot];
+                Barrier& full = shared.ring.full[stage.slot];
+                shared.ring.empty[stage.slot].wait(stage.parity);
+                full.expect(sizeof to.dout + PITCH * X.height * 128);
+                tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
+                tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+                // The next tile; divisions would take this one thread longer than the product.
+                at.x += 8;
+                if (at.x >= g.patch.W - 1) {
+                    at.x = -1;
+                    at.y += 8;
+                }
+                if (at.y >= g.patch.H - 1) {
+                    at.y = -1;
+                    at.b++;
+                }
+            }
+            return;
+        }
+
+        float c[96] = {};  // a warpgroup's sums over this block's pixels
+        Ring<STAGES> stage;
+        auto release = [&] {  // of the stage before
+            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+        };
+        auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
+            constexpr bool BIAS = decltype(with_bias)::value;
+            // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+            const int steps = g.patch.set_tiles();  // an image
+            for (int begin = first, end; begin < last; begin = end) {
+                int first_image = begin / steps, images = first_image / 8 * 8;
+                end = BIAS ? min(last, (images + 8) * steps) : last;
+                int left = (first_image + 1) * steps - begin;  // of this image
+                // A matrix that is not swizzled; its rows of eight k serve both halves of k.
+                uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
+                float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
-            for (int t = begin; t < end; t++, stage.next()) {
-                auto& from = shared.stages[stage.slot];
-                const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
-                const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                         PITCH * 128, 128);  // a tap: a row on
-                shared.ring.full[stage.slot].wait(stage.parity);
-                wgmma_begin();
-                for (int k = 0; k < 4; k++) {
-                    const uint64_t a = advance(dout, k * 2048);
-                    wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
-                    if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
+                for (int t = begin; t < end; t++, stage.next()) {
+                    auto& from = shared.stages[stage.slot];
+                    const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
+                    const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
+                                                             PITCH * 128, 128);  // a tap: a row on
+                    shared.ring.full[stage.slot].wait(stage.parity);
+                    wgmma_begin();
+                    for (int k = 0; k < 4; k++) {
+                        const uint64_t a = advance(dout, k * 2048);
+                        wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
+                        if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<1>();  // the step before is over
+                    if (t > begin) release();
+                    if (BIAS && --left == 0) {
+                        left = steps;
+                        ones -= 16;
+                    }
                 }
-                wgmma_commit();
-                wgmma_wait<1>();  // the step before is over
-                if (t > begin) release();
-                if (BIAS && --left == 0) {
-                    left = steps;
-                    ones -= 16;
-                }
+                wgmma_wait<0>();
+                release();
+                if (BIAS)
+                    for (int e = 0; e < 4; e++) {
+                        const int o = o0 + row + Fragment::row(e);
+                        const int image = images + column + Fragment::column(e);
+                        if (o < O && image >= first_image && image <= (end - 1) / steps)
+                            g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
+                    }
             }
-            wgmma_wait<0>();
-            release();
-            if (BIAS)
-                for (int e = 0; e < 4; e++) {
-                    const int o = o0 + row + Fragment::row(e);
-                    const int image = images + column + Fragment::column(e);
-                    if (o < O && image >= first_image && image <= (end - 1) / steps)
-                        g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
-                }
+        };
+
+        // All warpgroups read dout; the first sums it.
+        if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+        else multiply(std::false_type());
+
+        float* to = g.partial ? g.partial + split * g.count() : g.dw;
+        UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
+            const int o = o0 + row + Fragment::row(e);
+            const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
+            const int channel = c0 + Fragment::column(e) % 64 + column;
+            if (o >= O || channel >= C) continue;
+            *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);
         }
-    };
-
-    // All warpgroups read dout; the first sums it.
-    if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
-    else multiply(std::false_type());
-
-    float* to = g.partial ? g.partial + split * g.count() : g.dw;
-    UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
-        const int o = o0 + row + Fragment::row(e);
-        const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
-        const int channel = c0 + Fragment::column(e) % 64 + column;
-        if (o >= O || channel >= C) continue;
-        *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);
     }
-}
 
-template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {
-    const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / Tile::WARPGROUPS);
-    HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
-    launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-           sizeof(typename Tile::Shared), h);
-}
+    static void launch_tiles(const WeightGradient& g) {
+        const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / WARPGROUPS);
+        HopperWeightGradient h = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
+        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS,
+               sizeof(Shared), h);
+    }
+};
 
 // conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of
 // blocks times a block's steps, and then the sum over the splits.
@@ -7868,8 +7869,8 @@ template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) 
             g.splits = splits;
         }
     }
-    if (best_warpgroups == 3) launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<3>>);
-    else launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<1>>);
+    if (best_warpgroups == 3) launch_weight_sums(g, HopperWeightBlock<3>::launch_tiles);
+    else launch_weight_sums(g, HopperWeightBlock<1>::launch_tiles);
 }
 
 }  // namespace gpu
