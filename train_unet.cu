@@ -5639,36 +5639,6 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 // fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
-// A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
-template <int D> struct AttentionRow { floatX at[D + VEC]; };
-// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
-template <int D> struct AttentionTile {
-    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
-    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
-    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
-    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
-    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
-    struct Forward {
-        AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
-    };
-    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
-    struct BackwardKeys {
-        AttentionRow<D> k[ROWS], v[ROWS];
-        AttentionRow<D> q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
-        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
-    };
-    struct BackwardQueries {
-        AttentionRow<D> q[ROWS], dout[ROWS];
-        AttentionRow<D> k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
-        AttentionRow<D> out[ROWS];
-        float delta[ROWS], lse[ROWS];
-    };
-    union Backward {
-        BackwardKeys keys;
-        BackwardQueries queries;
-    };
-};
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
 template <typename X> struct AttentionHead {
@@ -5677,166 +5647,6 @@ template <typename X> struct AttentionHead {
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
-// Copies rows t0 and on of a head to shared memory; zeros where the head has none.
-template <int ROWS, int D>
-__device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
-    enum { THREADS = AttentionTile<D>::THREADS };
-    UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
-        int i = n * THREADS + threadIdx.x;
-        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
-        copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
-    }
-}
-
-// scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
-template <int D, int N>
-__device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a, const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-#ifdef PRECISION_FP32
-    for (int k = 0; k < D; k += VEC)
-        UNROLLED_FOR (int n = 0; n < N; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
-                for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
-            }
-#else
-    UNROLLED_FOR (int k = 0; k < D; k += 16) {
-        uint32_t left[4], right[4];
-        load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-        UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
-            load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
-            mma(scores[n / 8], left, right[0], right[1]);
-            mma(scores[n / 8 + 1], left, right[2], right[3]);
-        }
-    }
-#endif
-}
-// Makes the scores of columns past the last minus infinity, so that their probabilities are 0.
-template <int N> __device__ void attention_mask(float (&scores)[N][4], int columns) {
-    if (columns >= 8 * N) return;
-    UNROLLED_FOR (int n = 0; n < N; n++)
-        for (int i = 0; i < 4; i++)
-            if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
-}
-// sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
-template <int D, int N>
-__device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32;
-    UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
-#ifdef PRECISION_FP32
-        float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
-        UNROLLED_FOR (int i = 0; i < 32; i++)
-            left[i / 16][i % 16] =
-                __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
-        UNROLLED_FOR (int n = 0; n < D / 8; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                float of_16 = 0;
-                for (int c = 0; c < 16; c++)
-                    of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
-                sum[n][i] += of_16;
-            }
-#else
-        const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
-        uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
-                            pack_bf16(p1[2], p1[3])};
-        UNROLLED_FOR (int n = 0; n < D; n += 16) {
-            uint32_t right[4];
-            load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
-            mma(sum[n / 8], left, right[0], right[1]);
-            mma(sum[n / 8 + 1], left, right[2], right[3]);
-        }
-#endif
-    }
-}
-// Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
-// lane's first row in a fragment, .y that of its second.
-template <int D>
-__device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
-                                const float sum[D / 8][4], float2 factors) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    __syncwarp();
-    UNROLLED_FOR (int n = 0; n < D / 8; n++)
-        UNROLLED_FOR (int i = 0; i < 4; i += 2) {
-            float factor = i ? factors.y : factors.x;
-            floatX* pair = &scratch[row0 + lane / 4 + i * 4].at[n * 8 + lane % 4 * 2];
-            store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
-        }
-    __syncwarp();
-    UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
-        int i = n * 32 + lane;
-        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
-        if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
-    }
-}
-
-// F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
-// Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
-template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
-    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
-    await_inputs();
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::Forward*)attention_shared;
-    const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
-    qkv += (size_t)b * T * 3 * C + head * d;
-    AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
-    AttentionHead<const floatX> k = {qkv + C, 3 * C, T, d}, v = {qkv + 2 * C, 3 * C, T, d};
-    attention_load<ROWS>(s.q, q, t0);
-    attention_load<COLUMNS>(s.k[0], k, 0);
-    attention_load<COLUMNS>(s.v[0], v, 0);
-    __pipeline_commit();
-
-    const float unit = scale * LOG2_E;  // from a score to an exponent of 2
-    float sum[D / 8][4] = {};
-    float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
-    for (int j = 0; j * COLUMNS < T; j++) {
-        const int stage = j % 2;
-        if ((j + 1) * COLUMNS < T) {
-            attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
-            attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
-        }
-        __pipeline_commit();
-        __pipeline_wait_prior(1);
-        __syncthreads();
-
-        float p[COLUMNS / 8][4] = {};
-        attention_scores(p, s.q, s.k[stage]);
-        attention_mask(p, T - j * COLUMNS);
-        UNROLLED_FOR (int row = 0; row < 2; row++) {
-            float highest = maximum[row], added = 0;
-            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
-            for (int offset = 1; offset < 4; offset *= 2)
-                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-
-            const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
-            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) {
-                    p[n][i] = exp2_fast(p[n][i] * unit - shift);
-                    added += p[n][i];
-                }
-            denominator[row] *= correction;
-            denominator[row] += added;
-            maximum[row] = highest;
-            UNROLLED_FOR (int n = 0; n < D / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
-        }
-        attention_weigh(sum, p, s.v[stage]);
-        __syncthreads();  // the stage is free
-    }
-
-    for (int row = 0; row < 2; row++) {
-        for (int offset = 1; offset < 4; offset *= 2)
-            denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
-        const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
-        if (lane % 4 == 0 && t < T)
-            lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
-    }
-    attention_store({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
-                    {1 / denominator[0], 1 / denominator[1]});
-}
 
 // What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
 struct AttentionBackward {
@@ -5853,112 +5663,304 @@ struct AttentionBackward {
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
-// (ROWS) in powers of two, which is infinite past the last query, where the probability is 0.
-template <int ROWS, int D>
-__device__ void attention_delta(float* delta, float* lse, const AttentionRow<D>* dout,
-                                const AttentionRow<D>* out, const AttentionBackward& a, int t0) {
-    const int threads = AttentionTile<D>::THREADS / ROWS;  // that share a row
-    int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
-    float sum = 0;
-    for (int c = c0; c < D; c += threads * VEC) {
-        Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
-        for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
-    }
-    for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (c0) return;
-    delta[row] = sum;
-    lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
-}
-// p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
-template <int N>
-__device__ void attention_softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
-                                           const float* delta, const float* lse, auto query) {
-    UNROLLED_FOR (int n = 0; n < N; n++)
-        UNROLLED_FOR (int i = 0; i < 4; i++) {
-            p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
-            ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
-        }
-}
-
-// dk and dv of the block's keys, t0 and on: the queries pass by.
-template <int D> __device__ void attention_backward_keys(const AttentionBackward& a, int t0) {
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::BackwardKeys*)attention_shared;
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
-    attention_load<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
-    attention_load<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
-    auto load = [&](int tile) {
-        if (tile < tiles) {
-            attention_load<COLUMNS>(s.q[tile % 2], q, tile * COLUMNS);
-            attention_load<COLUMNS>(s.dout[tile % 2], dout, tile * COLUMNS);
-            attention_load<COLUMNS>(s.out[tile % 2], out, tile * COLUMNS);
-        }
-        __pipeline_commit();
+// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
+template <int D> struct AttentionTile {
+    // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
+    struct Row { floatX at[D + VEC]; };
+    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
+    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
+    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
+    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
+    struct Forward {
+        Row q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
     };
-    load(0);
-    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    for (int tile = 0; tile < tiles; tile++) {
-        const int stage = tile % 2;
-        load(tile + 1);
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        attention_delta<COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * COLUMNS);
-        __syncthreads();
-
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};  // transposed: a column a query
-        attention_scores(p, s.k, s.q[stage]);
-        attention_scores(ds, s.v, s.dout[stage]);
-        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse,
-                                   [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
-        attention_weigh(dk, ds, s.q[stage]);
-        attention_weigh(dv, p, s.dout[stage]);
-        __syncthreads();  // the stage is free
-    }
-    attention_store(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
-    attention_store(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
-}
-
-// dq of the block's queries, t0 and on: the keys pass by.
-template <int D> __device__ void attention_backward_queries(const AttentionBackward& a, int t0) {
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::BackwardQueries*)attention_shared;
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
-    attention_load<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
-    attention_load<ROWS>(s.dout, a.of_out(a.dout), t0);
-    attention_load<ROWS>(s.out, a.of_out(a.out), t0);
-    auto load = [&](int tile) {
-        if (tile < tiles) {
-            attention_load<COLUMNS>(s.k[tile % 2], k, tile * COLUMNS);
-            attention_load<COLUMNS>(s.v[tile % 2], v, tile * COLUMNS);
-        }
-        __pipeline_commit();
+    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    struct BackwardKeys {
+        Row k[ROWS], v[ROWS];
+        Row q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
     };
-    load(0);
-    float dq[D / 8][4] = {};
-    for (int tile = 0; tile < tiles; tile++) {
-        const int stage = tile % 2;
-        load(tile + 1);
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        if (tile == 0) attention_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
-        __syncthreads();
+    struct BackwardQueries {
+        Row q[ROWS], dout[ROWS];
+        Row k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
+        Row out[ROWS];
+        float delta[ROWS], lse[ROWS];
+    };
+    union Backward {
+        BackwardKeys keys;
+        BackwardQueries queries;
+    };
 
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
-        attention_scores(p, s.q, s.k[stage]);
-        attention_mask(p, T - tile * COLUMNS);
-        attention_scores(ds, s.dout, s.v[stage]);
-        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
-            return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-        });
-        attention_weigh(dq, ds, s.k[stage]);
-        __syncthreads();  // the stage is free
+    // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
+    template <int COUNT>
+    __device__ static void load_rows(Row* tile, AttentionHead<const floatX> source, int t0) {
+        UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
+            int i = n * THREADS + threadIdx.x;
+            int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
+        }
     }
-    attention_store(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
+
+    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+    template <int N>
+    __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+#ifdef PRECISION_FP32
+        for (int k = 0; k < D; k += VEC)
+            UNROLLED_FOR (int n = 0; n < N; n++)
+                UNROLLED_FOR (int i = 0; i < 4; i++) {
+                    Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                    Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                    for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
+                }
+#else
+        UNROLLED_FOR (int k = 0; k < D; k += 16) {
+            uint32_t left[4], right[4];
+            load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
+            UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
+                load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+                mma(scores[n / 8], left, right[0], right[1]);
+                mma(scores[n / 8 + 1], left, right[2], right[3]);
+            }
+        }
+#endif
+    }
+    // Makes the scores of columns past the last minus infinity, so that their probabilities are 0.
+    template <int N> __device__ static void mask(float (&scores)[N][4], int columns) {
+        if (columns >= 8 * N) return;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 0; i < 4; i++)
+                if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
+    }
+    // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
+    template <int N>
+    __device__ static void add_weighted(float (&sum)[D / 8][4], const float (&p)[N][4], const Row* b) {
+        int lane = threadIdx.x % 32;
+        UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
+#ifdef PRECISION_FP32
+            float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
+            UNROLLED_FOR (int i = 0; i < 32; i++)
+                left[i / 16][i % 16] =
+                    __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+            UNROLLED_FOR (int n = 0; n < D / 8; n++)
+                UNROLLED_FOR (int i = 0; i < 4; i++) {
+                    float of_16 = 0;
+                    for (int c = 0; c < 16; c++)
+                        of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                    sum[n][i] += of_16;
+                }
+#else
+            const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
+            uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
+                                pack_bf16(p1[2], p1[3])};
+            UNROLLED_FOR (int n = 0; n < D; n += 16) {
+                uint32_t right[4];
+                load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
+                mma(sum[n / 8], left, right[0], right[1]);
+                mma(sum[n / 8 + 1], left, right[2], right[3]);
+            }
+#endif
+        }
+    }
+    // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
+    // lane's first row in a fragment, .y that of its second.
+    __device__ static void store_rows(AttentionHead<floatX> target, int t0, Row* scratch,
+                                    const float sum[D / 8][4], float2 factors) {
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        __syncwarp();
+        UNROLLED_FOR (int n = 0; n < D / 8; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i += 2) {
+                float factor = i ? factors.y : factors.x;
+                floatX* pair = &scratch[row0 + lane / 4 + i * 4].at[n * 8 + lane % 4 * 2];
+                store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
+            }
+        __syncwarp();
+        UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
+            int i = n * 32 + lane;
+            int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
+        }
+    }
+
+    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
+    // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
+    __device__ static void forward(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+        extern __shared__ uint4 attention_shared[];
+        auto& s = *(Forward*)attention_shared;
+        const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        qkv += (size_t)b * T * 3 * C + head * d;
+        AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
+        AttentionHead<const floatX> k = {qkv + C, 3 * C, T, d}, v = {qkv + 2 * C, 3 * C, T, d};
+        load_rows<ROWS>(s.q, q, t0);
+        load_rows<COLUMNS>(s.k[0], k, 0);
+        load_rows<COLUMNS>(s.v[0], v, 0);
+        __pipeline_commit();
+
+        const float unit = scale * LOG2_E;  // from a score to an exponent of 2
+        float sum[D / 8][4] = {};
+        float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
+        for (int j = 0; j * COLUMNS < T; j++) {
+            const int stage = j % 2;
+            if ((j + 1) * COLUMNS < T) {
+                load_rows<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
+                load_rows<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
+            }
+            __pipeline_commit();
+            __pipeline_wait_prior(1);
+            __syncthreads();
+
+            float p[COLUMNS / 8][4] = {};
+            add_scores(p, s.q, s.k[stage]);
+            mask(p, T - j * COLUMNS);
+            UNROLLED_FOR (int row = 0; row < 2; row++) {
+                float highest = maximum[row], added = 0;
+                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
+                for (int offset = 1; offset < 4; offset *= 2)
+                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+
+                const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
+                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) {
+                        p[n][i] = exp2_fast(p[n][i] * unit - shift);
+                        added += p[n][i];
+                    }
+                denominator[row] *= correction;
+                denominator[row] += added;
+                maximum[row] = highest;
+                UNROLLED_FOR (int n = 0; n < D / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
+            }
+            add_weighted(sum, p, s.v[stage]);
+            __syncthreads();  // the stage is free
+        }
+
+        for (int row = 0; row < 2; row++) {
+            for (int offset = 1; offset < 4; offset *= 2)
+                denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
+            const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
+            if (lane % 4 == 0 && t < T)
+                lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
+        }
+        store_rows({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
+                        {1 / denominator[0], 1 / denominator[1]});
+    }
+
+    // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
+    // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
+    template <int COUNT>
+    __device__ static void find_delta(float* delta, float* lse, const Row* dout,
+                                    const Row* out, const AttentionBackward& a, int t0) {
+        const int threads = THREADS / COUNT;  // that share a row
+        int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+        float sum = 0;
+        for (int c = c0; c < D; c += threads * VEC) {
+            Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+            for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
+        }
+        for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        if (c0) return;
+        delta[row] = sum;
+        lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
+    }
+    // p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
+    template <int N>
+    __device__ static void softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
+                                               const float* delta, const float* lse, auto query) {
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
+                p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
+                ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
+            }
+    }
+
+    // dk and dv of the block's keys, t0 and on: the queries pass by.
+    __device__ static void backward_keys(const AttentionBackward& a, int t0) {
+        extern __shared__ uint4 attention_shared[];
+        auto& s = *(BackwardKeys*)attention_shared;
+        const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
+        load_rows<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
+        load_rows<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
+        auto load = [&](int tile) {
+            if (tile < tiles) {
+                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out, tile * BACKWARD_COLUMNS);
+            }
+            __pipeline_commit();
+        };
+        load(0);
+        float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+        for (int tile = 0; tile < tiles; tile++) {
+            const int stage = tile % 2;
+            load(tile + 1);
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * BACKWARD_COLUMNS);
+            __syncthreads();
+
+            // Transposed: a column a query.
+            float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
+            add_scores(p, s.k, s.q[stage]);
+            add_scores(ds, s.v, s.dout[stage]);
+            softmax_backward(p, ds, a.scale, s.delta, s.lse,
+                                       [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+            add_weighted(dk, ds, s.q[stage]);
+            add_weighted(dv, p, s.dout[stage]);
+            __syncthreads();  // the stage is free
+        }
+        store_rows(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
+        store_rows(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+    }
+
+    // dq of the block's queries, t0 and on: the keys pass by.
+    __device__ static void backward_queries(const AttentionBackward& a, int t0) {
+        extern __shared__ uint4 attention_shared[];
+        auto& s = *(BackwardQueries*)attention_shared;
+        const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
+        load_rows<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
+        load_rows<ROWS>(s.dout, a.of_out(a.dout), t0);
+        load_rows<ROWS>(s.out, a.of_out(a.out), t0);
+        auto load = [&](int tile) {
+            if (tile < tiles) {
+                load_rows<BACKWARD_COLUMNS>(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
+            }
+            __pipeline_commit();
+        };
+        load(0);
+        float dq[D / 8][4] = {};
+        for (int tile = 0; tile < tiles; tile++) {
+            const int stage = tile % 2;
+            load(tile + 1);
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
+            __syncthreads();
+
+            float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
+            add_scores(p, s.q, s.k[stage]);
+            mask(p, T - tile * BACKWARD_COLUMNS);
+            add_scores(ds, s.dout, s.v[stage]);
+            softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
+                return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+            });
+            add_weighted(dq, ds, s.k[stage]);
+            __syncthreads();  // the stage is free
+        }
+        store_rows(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
+    }
+};
+
+template <int D>
+__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
+    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+    await_inputs();
+    AttentionTile<D>::forward(out, lse, qkv, T, C, d, scale);
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
@@ -5977,8 +5979,8 @@ __global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::B
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
-    if (blockIdx.x < tiles) attention_backward_keys<D>(a, t0);
-    else attention_backward_queries<D>(a, t0);
+    if (blockIdx.x < tiles) AttentionTile<D>::backward_keys(a, t0);
+    else AttentionTile<D>::backward_queries(a, t0);
 }
 
 // Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a
