@@ -5511,12 +5511,6 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
            norm, grid);
 }
-static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
-static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    const bool on_the_way = norms_on_the_way(norm, O);
-    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
-    return on_the_way ? Concat(norm.x.first, norm.x.second, norm.half_scale_shift) : normed;
-}
 
 __device__ inline float2 weighted(NormSums sums, float weight) {
     return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
@@ -5625,10 +5619,11 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    static decltype(&groupnorm_backward_kernel<false, false>) const kernels[2][2] = {
-        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(kernels[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B,
+    auto kernel = groupnorm_backward_kernel<false, false>;
+    if (residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
+    else if (residual) kernel = groupnorm_backward_kernel<true, false>;
+    else if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
+    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B,
            NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
@@ -5956,61 +5951,59 @@ template <int D> struct AttentionTile {
     }
 };
 
-template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
     attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
     await_inputs();
-    AttentionTile<D>::forward(out, lse, qkv, T, C, d, scale);
+    Tile::forward(out, lse, qkv, T, C, d, scale);
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the
 // L2.
-template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(AttentionBackward a) {
     await_inputs();
     const int head = blockIdx.y, b = blockIdx.z;
-    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
+    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * Tile::ROWS;
     const size_t at = (size_t)b * a.T * a.C + head * a.d, at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at_qkv;
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
-    if (blockIdx.x < tiles) AttentionTile<D>::backward_keys(a, t0);
-    else AttentionTile<D>::backward_queries(a, t0);
+    if (blockIdx.x < tiles) Tile::backward_keys(a, t0);
+    else Tile::backward_queries(a, t0);
 }
 
-// Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a
-// constant.
-template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
+// launch(AttentionTile<D>()), with the number of channels that heads of d are padded to.
+static void with_padded_head(int d, auto launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
-    if constexpr (D < MAX_HEAD)
-        if (d > D) return with_padded_head<(D == 64 ? 80 : D == 80 ? 128 : 2 * D)>(d, launch);
-    launch(std::integral_constant<int, D>());
+    if (d <= 32) launch(AttentionTile<32>());
+    else if (d <= 64) launch(AttentionTile<64>());
+    else if (d <= 80) launch(AttentionTile<80>());
+    else if (d <= 128) launch(AttentionTile<128>());
+    else launch(AttentionTile<MAX_HEAD>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    with_padded_head(d, [&](auto D) {
-        dim3 grid(ceil_div(T, AttentionTile<D>::ROWS), heads, B);
-        launch(attention_forward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(typename AttentionTile<D>::Forward), out.data, lse, qkv.data, T, C, d,
-               1 / sqrtf((float)d));
+    const int T = out.T(), d = out.C / heads;
+    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    with_padded_head(d, [&]<class Tile>(Tile) {
+        launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
+               sizeof(typename Tile::Forward), out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d));
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    with_padded_head(d, [&](auto D) {
-        dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
-        AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d)};
-        launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(typename AttentionTile<D>::Backward), a);
+    const int T = out.T(), d = out.C / heads;
+    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
+    AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    with_padded_head(d, [&]<class Tile>(Tile) {
+        launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
+               sizeof(typename Tile::Backward), a);
     });
 }
 
@@ -6531,11 +6524,13 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
 static bool enough_256(const Tensor& x, int N) {
     return 2 * make_patch(x, {16, 16, 1}).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
-// Whether a 3x3 convolution with O outputs norms what it reads: in whole tiles, and whole chunks.
-static bool norms_on_the_way(const Norm& norm, int O) {
-    const Tensor& x = norm.x.first;
-    return HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
-           norm.x.second.C % 64 == 0 && O > 16 && enough_256(x, O);
+// The convolution norms what it reads itself where that is whole tiles, and whole chunks.
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+    const Tensor &x = norm.x.first, &second = norm.x.second;
+    const bool on_the_way = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
+                            second.C % 64 == 0 && O > 16 && enough_256(x, O);
+    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
+    return on_the_way ? Concat(x, second, norm.half_scale_shift) : normed;
 }
 template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     const Tensor& x = g.x.first;
