@@ -5249,9 +5249,11 @@ struct NormTile {
         for (int i = 0; i < NORM_TILE_DEPTH; i++)
             if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
     }
-    // Where the block's sums go, among those of all tiles, (B, tiles, C).
-    template <typename Sums> __device__ Sums* sums(Sums* of_all, int C) const {
-        return of_all + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    // Adds a and b up over the block, and writes finish(c, total) among the sums of all tiles, (B, tiles, C).
+    __device__ void add_up(auto* sums, int C, Unpacked& a, Unpacked& b, auto finish) const {
+        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+        sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+        norm_tile_sums<8>(shared_sums, sums, C - c0, a, b, finish);
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
@@ -5281,11 +5283,9 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
             }
         }
     }
-    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
-    norm_tile_sums<8>(shared_sums, tile.sums(x.moments, x.C), x.C - tile.c0, sum, squares,
-                      [&](int c, float2 total) {
-                          return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
-                      });
+    tile.add_up(x.moments, x.C, sum, squares, [&](int c, float2 total) {
+        return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
+    });
 }
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.rows() * x.C});
@@ -5335,12 +5335,9 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
     }
-    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
-    norm_tile_sums<8>(shared_sums, tile.sums(norm.sums, C), C - tile.c0, sum, product,
-                      [&](int c, float2 total) {
-                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].rstd;
-                          return NormSums{total.x, total.y * rstd};
-                      });
+    tile.add_up(norm.sums, C, sum, product, [&](int c, float2 total) {
+        return NormSums{total.x, total.y * norm.statistics[blockIdx.z * C + tile.c0 + c].rstd};
+    });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     const Tensor& x = norm.x.first;
@@ -5369,6 +5366,7 @@ struct NormGrid {
 // belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
 struct NormWork {
     int b, t, stride, c;
+    bool owner;                  // whether thread i works out what belongs to channel slab + i
     int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
     size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
@@ -5381,6 +5379,7 @@ struct NormWork {
         b = image_slab / grid.slabs;
         slab = (image_slab - b * grid.slabs) * grid.channels;
         channels = min(grid.channels, C - slab);
+        owner = (int)threadIdx.x < channels;
 
         const unsigned vectors = channels / VEC, rows = NORM_THREADS / vectors;
         const unsigned row = threadIdx.x / vectors;
@@ -5399,45 +5398,44 @@ struct NormWork {
         step_joined = stride * C;
         if (row >= rows) t = T;  // a thread too many
     }
-};
 
-// For thread i < work.channels the sum over the group of channel work.slab + i, over all tiles and channels
-// of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
-// of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
-__device__ inline float2 norm_group_sum(const NormWork& work, int tiles, auto item, auto meanwhile) {
-    __shared__ float2 shared_sums[NORM_THREADS];
-    const int sharers = 1 << (31 - __clz(NORM_THREADS / work.groups));  // threads that share a group
-    const int width = min(sharers, 32), warps = sharers / width;
-    const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
-    const unsigned group_size = work.group_size;
-    const int c0 = (work.g0 + i) * work.group_size;
-    const int tile_stride = sharers / group_size, c_stride = sharers % group_size;
-    int tile = sharer / group_size, c = sharer % group_size;
-    float2 sum = make_float2(0, 0);
-    if (i < work.groups)
+    // For thread i < channels the sum over the group of channel slab + i, over all tiles and channels
+    // of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
+    // of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+    __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
+        __shared__ float2 shared_sums[NORM_THREADS];
+        const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
+        const int width = min(sharers, 32), warps = sharers / width;
+        const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
+        const int c0 = (g0 + i) * group_size;
+        const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
+        int tile = sharer / (unsigned)group_size, c = sharer % (unsigned)group_size;
+        float2 sum = make_float2(0, 0);
+        if (i < groups)
 #pragma unroll 4
-        for (; tile < tiles; tile += tile_stride) {
-            sum += item(tile, c0 + c, c0);
-            c += c_stride;
-            if (c >= work.group_size) {
-                c -= work.group_size;
-                tile++;
+            for (; tile < tiles; tile += tile_stride) {
+                sum += item(tile, c0 + c, c0);
+                c += c_stride;
+                if (c >= group_size) {
+                    c -= group_size;
+                    tile++;
+                }
             }
-        }
-    meanwhile();
+        meanwhile();
 
-    for (int offset = width / 2; offset; offset /= 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, offset);
-        sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+        for (int offset = width / 2; offset; offset /= 2) {
+            sum.x += __shfl_xor_sync(~0u, sum.x, offset);
+            sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+        }
+        if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
+        __syncthreads();
+        sum = make_float2(0, 0);
+        const int group = (slab + threadIdx.x) / group_size - g0;
+        if (owner)
+            for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
+        return sum;
     }
-    if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
-    __syncthreads();
-    sum = make_float2(0, 0);
-    const int group = (unsigned)(work.slab + threadIdx.x) / group_size - work.g0;
-    if ((int)threadIdx.x < work.channels)
-        for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
-    return sum;
-}
+};
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
 // Golub and LeVeque (1979) do, about the mean of the group's first channel and tile; a thread a channel makes
@@ -5459,17 +5457,16 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return make_float2(n * distance, m.squares + n * distance * distance);
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
-    const bool owner = (int)threadIdx.x < work.channels;
     ScaleShift modulated;
-    float2 sum = norm_group_sum(work, tiles, item, [&] {
-        if (owner) modulated = norm.modulated(work.b, c);
+    float2 sum = work.group_sum(tiles, item, [&] {
+        if (work.owner) modulated = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && work.t + i * work.stride < T) {
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
     });
-    if (owner) {
+    if (work.owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
         float mean = moments(0, c - c % work.group_size).mean + distance;
         float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
@@ -5569,19 +5566,18 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     auto item = [&](int tile, int c, int) {
         return weighted(sums[tile * C + c], norm.w[c] * norm.gain(work.b, c));
     };
-    const bool owner = (int)threadIdx.x < work.channels;
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = norm_group_sum(work, tiles, item, [&] {
+    float2 sum = work.group_sum(tiles, item, [&] {
         const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
-        if (owner) {
+        if (work.owner) {
             statistics = norm.statistics[at];
             half = norm.half_scale_shift[at];
         }
         if (work.t < T) load();
     });
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
-    if (owner) {
+    if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
         float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
         of_channels[ALPHA][threadIdx.x] = alpha;
@@ -6625,6 +6621,45 @@ struct WeightGradient {
     __device__ float bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
+
+    // Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
+    __device__ float bias_of_splits(int o, int s) const {
+        float sum = 0;
+#pragma unroll 8
+        for (; s < splits; s += 32) sum += bias_partial(s, 0, 0, o);
+        return sum;
+    }
+    // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
+    // per_image.
+    __device__ float bias_of_images(int o, int b) const {
+        const int images = patch.images, set_tiles = patch.set_tiles();
+        float total = 0;
+        for (; b < dout.B; b += 32) {
+            const int set = b / images, last_split = split_of((set + 1) * set_tiles - 1);
+            float sum = 0;
+#pragma unroll 8
+            for (int s = split_of(set * set_tiles); s <= last_split; s++)
+                sum += bias_partial(s, set, b % images, o);
+            if (per_image.data) per_image.row(b)[o] = (floatX)sum;
+            total += sum;
+        }
+        return total;
+    }
+    // Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
+    // channel.
+    __device__ void reduce_bias(int block) const {
+        __shared__ float sums[32][8];
+        const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+        const bool one_image = dout.B == 1;
+        float total = 0;
+        if (o < dout.C) total = one_image ? bias_of_splits(o, y) : bias_of_images(o, y);
+        sums[y][column] = total;
+        __syncthreads();
+        if (y != 0 || o >= dout.C) return;
+        for (int i = 1; i < 32; i++) total += sums[i][column];
+        if (per_image.data && one_image) per_image.data[o] = (floatX)total;
+        dbias[o] = total;
+    }
 };
 
 template <class Block>
@@ -6838,51 +6873,12 @@ template <int TAPS> struct WeightBlock {
     }
 };
 
-// Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
-__device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
-    float sum = 0;
-#pragma unroll 8
-    for (; s < g.splits; s += 32) sum += g.bias_partial(s, 0, 0, o);
-    return sum;
-}
-// Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
-// per_image.
-__device__ inline float bias_of_images(const WeightGradient& g, int o, int b) {
-    const int images = g.patch.images, set_tiles = g.patch.set_tiles();
-    float total = 0;
-    for (; b < g.dout.B; b += 32) {
-        const int set = b / images, last_split = g.split_of((set + 1) * set_tiles - 1);
-        float sum = 0;
-#pragma unroll 8
-        for (int s = g.split_of(set * set_tiles); s <= last_split; s++)
-            sum += g.bias_partial(s, set, b % images, o);
-        if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
-        total += sum;
-    }
-    return total;
-}
-// Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
-// channel.
-__device__ void reduce_bias(const WeightGradient& g, int block) {
-    __shared__ float sums[32][8];
-    const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
-    const bool one_image = g.dout.B == 1;
-    float total = 0;
-    if (o < g.dout.C) total = one_image ? bias_of_splits(g, o, y) : bias_of_images(g, o, y);
-    sums[y][column] = total;
-    __syncthreads();
-    if (y != 0 || o >= g.dout.C) return;
-    for (int i = 1; i < 32; i++) total += sums[i][column];
-    if (g.per_image.data && one_image) g.per_image.data[o] = (floatX)total;
-    g.dbias[o] = total;
-}
-
 // dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the sums of eight
 // threads are added. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
 // gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
-    if (blockIdx.x >= (unsigned)weight_blocks) return reduce_bias(g, blockIdx.x - weight_blocks);
+    if (blockIdx.x >= (unsigned)weight_blocks) return g.reduce_bias(blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, reducer = threadIdx.x / 32;
@@ -7173,9 +7169,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// What TMA must know of x to load and store boxes of 64 channels, or, where it is narrow, of 16 channels in the
-// 32-byte swizzle (dev/dit).
-static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
+// What TMA must know of x to load and store boxes of 64 channels, or of 16 in the 32-byte swizzle (dev/dit).
+static CUtensorMap tensor_map(const Tensor& x, Box box, cuuint32_t channels = 64) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
@@ -7185,10 +7180,9 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
-    const cuuint32_t channels = narrow ? 16 : 64;
     const cuuint32_t extent[] = {channels, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
     const cuuint32_t element_strides[] = {1, 1, 1, 1};
-    const CUtensorMapSwizzle swizzle = narrow ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B;
+    const auto swizzle = channels == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B;
     CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent,
                              element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
