@@ -5015,11 +5015,8 @@ static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_event
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
 static double backend_peak() {
-    struct Rate {
-        double bf16, fp32;
-    };
-    static const std::map<int, Rate> RATES = {
-        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};
+    static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
+        {80, {128, 2048}}, {86, {256, 512}}, {89, {256, 512}}, {90, {256, 4096}}};
     const int capability = 10 * gpu_properties.major + gpu_properties.minor;
     auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
@@ -5028,7 +5025,7 @@ static double backend_peak() {
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
     if (tensor_cores && capability == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * (tensor_cores ? rate->second.bf16 : rate->second.fp32);
+    return 1e-9 * khz * gpu_multiprocessors * rate->second[tensor_cores];
 }
 
 enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
@@ -5091,6 +5088,11 @@ __device__ inline uint4 pack(Unpacked value) {
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
+// A block's shared memory, of the size that its launch names.
+template <typename Shared> __device__ inline Shared& shared_memory() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *(Shared*)memory;
+}
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
@@ -5778,8 +5780,7 @@ template <int D> struct AttentionTile {
     // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
     // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
     __device__ static void forward(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
-        extern __shared__ uint4 attention_shared[];
-        auto& s = *(Forward*)attention_shared;
+        auto& s = shared_memory<Forward>();
         const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
         AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
@@ -5869,8 +5870,7 @@ template <int D> struct AttentionTile {
 
     // dk and dv of the block's keys, t0 and on: the queries pass by.
     __device__ static void backward_keys(const AttentionBackward& a, int t0) {
-        extern __shared__ uint4 attention_shared[];
-        auto& s = *(BackwardKeys*)attention_shared;
+        auto& s = shared_memory<BackwardKeys>();
         const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
         const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
         load_rows<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
@@ -5909,8 +5909,7 @@ template <int D> struct AttentionTile {
 
     // dq of the block's queries, t0 and on: the keys pass by.
     __device__ static void backward_queries(const AttentionBackward& a, int t0) {
-        extern __shared__ uint4 attention_shared[];
-        auto& s = *(BackwardQueries*)attention_shared;
+        auto& s = shared_memory<BackwardQueries>();
         const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
         const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
         load_rows<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
@@ -6340,7 +6339,7 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
     }
 
     __device__ static __forceinline__ void run(const Gemm& g) {
-        extern __shared__ __align__(128) unsigned char shared[];
+        unsigned char* shared = &shared_memory<unsigned char>();
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
         uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
         static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
@@ -6458,7 +6457,7 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
 
 // PORTABLE: by the pixels and channels of a block's tile. HOPPER, of section 12: tiles of 64 channels by 128 pixels, which
 // may be two small images, or by 256, which two warpgroups compute in ping-pong; NORMED also norms the input on the way.
-// Their order counts: HOPPER_128 is the first of section 12, HOPPER_256 the first of 256 pixels.
+// Their order counts: HOPPER_128 is the first of section 12.
 enum GemmKernel {
     PORTABLE_128x128,
     PORTABLE_128x64,
@@ -6531,12 +6530,9 @@ static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
 template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     const Tensor& x = g.x.first;
     const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
-    GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
-    if (TAPS > 1 && !small && enough_256(x, g.N())) {
-        kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
-        if (g.x.half_scale_shift) kernel = HOPPER_256_NORMED;
-    }
-    if (kernel >= HOPPER_256) return {kernel};
+    if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_product
+    if (TAPS > 1 && !small && enough_256(x, g.N()))
+        return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
     // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
@@ -6544,7 +6540,7 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     const int steps = TAPS * g.chunks();
     int splits = 1;
     while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
-    return {kernel, splits};
+    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, splits};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
@@ -6790,8 +6786,7 @@ template <int TAPS> struct WeightBlock {
 #endif
 
     __device__ static __forceinline__ void run(const WeightGradient& g) {
-        extern __shared__ __align__(128) unsigned char weight_shared[];
-        auto& shared = *(Shared*)weight_shared;
+        auto& shared = shared_memory<Shared>();
         constexpr int D_SWEEPS = PIXELS / SWEEP;
         int tid = threadIdx.x;
         int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
@@ -7220,8 +7215,7 @@ template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    Block block = {g, *(typename Block::Shared*)hopper_shared};
+    Block block = {g, shared_memory<typename Block::Shared>()};
     block.run();
 }
 
@@ -7725,8 +7719,7 @@ template <int WARPGROUPS> struct HopperWeightBlock {
 
     __device__ static __forceinline__ void run(const HopperWeightGradient& g) {
         constexpr int PITCH = X.width;
-        extern __shared__ __align__(1024) unsigned char hopper_shared[];
-        auto& shared = *(Shared*)hopper_shared;
+        auto& shared = shared_memory<Shared>();
         const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
         // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
         const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
