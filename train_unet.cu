@@ -6493,9 +6493,17 @@ static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     if (taps == 1) return true;
     return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
+// Where `blocks` leave multiprocessors without work, up to `most` times as many share the tiles' chunks, if each keeps
+// enough of them to pay for adding up the parts. The bounds were measured on an H100.
+static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
+    int splits = 1;
+    while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
+           taps * g.chunks() >= least_steps * splits)
+        splits *= 2;
+    return splits;
+}
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
-// without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
-// enough of them to pay for a second kernel. The bounds were measured on an H100.
+// without work. Where even the smallest are too few, blocks split a tile's chunks.
 template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
@@ -6504,15 +6512,7 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
     const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
     if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
-
-    const int chunks = g.chunks(), steps = TAPS * chunks, least_steps = sizeof(floatX) == 2 ? 18 : 1;
-    auto should_double = [&](int splits) {
-        const bool leaves_idle = splits * tiles(64, 64) <= gpu_multiprocessors;
-        return leaves_idle && 2 * splits <= chunks && steps >= least_steps * splits;
-    };
-    int splits = 1;
-    while (splits < 8 && should_double(splits)) splits *= 2;
-    return {PORTABLE_64x64, splits};
+    return {PORTABLE_64x64, choose_splits(g, TAPS, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
 }
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
@@ -6534,13 +6534,10 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     if (TAPS > 1 && !small && enough_256(x, g.N()))
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
-    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
+    // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
     const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    const int steps = TAPS * g.chunks();
-    int splits = 1;
-    while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
-    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, splits};
+    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
