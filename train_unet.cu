@@ -6146,9 +6146,9 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
 }
 
 template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
     await_inputs();
-    Block::run(g);
+    block.run();
 }
 
 // out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
@@ -6157,7 +6157,8 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(con
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
 // TRANSPOSED: w's rows are reduced (an input gradient).
-template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_> struct GemmBlock {
+template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_>
+struct GemmBlock : Gemm {
     static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
@@ -6260,53 +6261,52 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
     // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
     // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
     // pixel.
-    __device__ static __forceinline__ void finish(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
-                                                  int n0) {
+    __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift && g.sums;
-        const int T = g.x.first.T();
-        const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
+        const bool has_norm = TRANSPOSED && norm.half_scale_shift && sums;
+        const int T = x.first.T();
+        const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
         Unpacked sum = {}, product = {};
         UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
             // All loads come before the first store, so that none waits for another.
             int m[PASSES];           // the pixels, -1: outside
             uint4 operands[PASSES];  // the residual, or the norm's x
             Unpacked values[PASSES];
-            const Concat& operand = has_norm ? g.norm.x : g.residual;
+            const Concat& operand = has_norm ? norm.x : residual;
             const Tensor& of = operand.of(n);
-            const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
+            const floatX* from = n < N() && of.data ? of.data + operand.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
-                m[i] = TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-                if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
+                m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
+                if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = *(const Unpacked*)(staging + p * PITCH + column);
             }
-            if (g.splits > 1) {
+            if (splits > 1) {
                 UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                    float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
+                    float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
                     if (m[i] >= 0) *(Unpacked*)to = values[i];
                 }
                 continue;
             }
 
-            Unpacked bias = {};  // and the embedding
-            NormGradient norm;
+            Unpacked added = {};  // bias and embedding
+            NormGradient gradient;
             const int image = m[0] / T;
-            if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
+            if (m[0] >= 0 && has_norm) gradient.load(norm, (size_t)image * N() + n);
             else if (m[0] >= 0) {
-                if (g.bias) bias += unpack(g.bias + n);
-                if (g.emb.data) bias += unpack(g.emb.row(image) + n);
+                if (bias) added += unpack(bias + n);
+                if (emb.data) added += unpack(emb.row(image) + n);
             }
-            const Tensor& out = g.out.of(n);
-            floatX* to = out.data + g.out.within(n);
+            const Tensor& target = out.of(n);
+            floatX* to = target.data + out.within(n);
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
-                else values[i] += bias + unpack(operands[i]);
-                if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
+                if (has_norm) gradient.apply(values[i], unpack(operands[i]), norm.silu, sum, product);
+                else values[i] += added + unpack(operands[i]);
+                if (m[i] >= 0) *(uint4*)rows_from(to, m[i], target.C) = pack(values[i]);
             }
-            if (!g.sums) continue;
+            if (!sums) continue;
 
             // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
             // where that pixel's sums lay.
@@ -6323,50 +6323,50 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
 
             // The sums are written when the last pixels of the norm's tile are finished.
             if ((p0 + 64) % norm_pixels) continue;
-            if (norm_tile * norm_pixels >= g.M()) continue;
+            if (norm_tile * norm_pixels >= M()) continue;
             auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);  // all have read it
-            float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
-            norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
+            float2* tile_sums = sums + (size_t)norm_tile * N() + n0;
+            norm_tile_sums<ROW>(shared_sums, tile_sums, N() - n0, sum, product, [&](int c, float2 total) {
                 if (!has_norm) {
                     const Moments moments = moments_about(pivot[c], total, norm_pixels);
                     return make_float2(moments.mean, moments.squares);
                 }
                 const int image = norm_tile * norm_pixels / T;
-                return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].rstd);
+                return make_float2(total.x, total.y * norm.statistics[image * N() + n0 + c].rstd);
             });
             sum = product = {};
         }
     }
 
-    __device__ static __forceinline__ void run(const Gemm& g) {
+    __device__ __forceinline__ void run() const {
         unsigned char* shared = &shared_memory<unsigned char>();
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
         uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
         static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-        const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-        const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
+        const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
+        const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
         const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-        const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
+        const int first = blockIdx.y * share, count = min(first + share, chunks()) - first;
 
         if (TAPS > 1) {
-            Pixel origin = g.patch.origin(tile);
+            Pixel origin = patch.origin(tile);
             for (int r = tid; r < a_rows; r += THREADS)
-                pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
+                pixel_of_row[r] = patch.pixel(origin, patch.offset(r));
             __syncthreads();
         }
 
         // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
         // them is the chunk's first.
-        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
-        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
-        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
+        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= chunks1(); };
+        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
+        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
         const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
         auto load_a = [&](int buffer, int chunk, int begin) {
-            const Tensor& x = second(chunk) ? g.x.second : g.x.first;
+            const Tensor& from = second(chunk) ? x.second : x.first;
             const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
             const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
             const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
-            load_pixels<A_LOADS, SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
                 return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
             });
         };
@@ -6376,7 +6376,7 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
         auto load_b = [&](int stage, int chunk, int tap) {
             constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
             static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-            const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
+            const unsigned row = tid / ROW, v = tid % ROW, O = N(), K = x.C();
             auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
                 const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
                 UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
@@ -6386,17 +6386,17 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
             if constexpr (TRANSPOSED) {
                 const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
                 const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-                const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
-                load_rows(from, N, n < N && c < C ? C - c : 0);
+                const floatX* from = rows_from(w + n, column * TAPS + TAPS - 1 - tap, O);
+                load_rows(from, O, n < O && c < C ? C - c : 0);
             } else {
                 const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
                 const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-                const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
-                load_rows(from, K, n < N && c < C ? N - n : 0);
+                const floatX* from = rows_from(w + column, n * TAPS + tap, K);
+                load_rows(from, K, n < O && c < C ? O - n : 0);
             }
         };
 
-        Product product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
+        Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
 
         // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
         // early.
@@ -6413,7 +6413,7 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
             }
         } step, early;
         auto load_early = [&] {
-            if (early.chunk < chunks) {
+            if (early.chunk < count) {
                 if (TAPS == 1) load_a(early.stage, early.chunk, 0);
                 load_b(early.stage, early.chunk, early.tap);
             }
@@ -6423,14 +6423,14 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
 
         for (int begin = 0; TAPS > 1 && begin < A_SWEEPS; begin += A_LOADS) load_a(0, 0, begin);
         UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
-        for (; step.chunk < chunks; step.next()) {
+        for (; step.chunk < count; step.next()) {
             __pipeline_wait_prior(STAGES - 2);
             __syncthreads();  // the step has arrived for every thread, and all are done with the one before
-            if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < A_PARTS)
+            if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
             product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
+                             b_ring + step.stage * B_BYTES, TAPS > 1 ? patch.tap(step.tap) : 0);
         }
 
         __pipeline_wait_prior(0);
@@ -6438,18 +6438,19 @@ template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES,
         float* staging = (float*)(shared + TABLE_BYTES);
         product.store(staging);
         __syncthreads();
-        finish(g, staging, pixel_of_row, tile, n0);
+        finish(staging, pixel_of_row, tile, n0);
     }
 
-    static void launch_tiles(Gemm g) {
-        g.patch = make_patch(g.x.first, TAPS, BM);
-        const int tiles = g.patch.tiles * ceil_div(g.N(), BN);
-        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? g.patch.rows() : BM);
+    static void launch_tiles(const Gemm& g) {
+        GemmBlock block = {g};
+        block.patch = make_patch(g.x.first, TAPS, BM);
+        const int tiles = block.patch.tiles * ceil_div(g.N(), BN);
+        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? block.patch.rows() : BM);
         const size_t outputs = (size_t)g.M() * g.N();
         Arena workspace = stream->workspace;
-        if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
-        launch(gemm_kernel<GemmBlock>, dim3(tiles, g.splits), THREADS, bytes, g);
-        if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
+        if (g.splits > 1) block.partial = take<float>(&workspace, g.splits * outputs);
+        launch(gemm_kernel<GemmBlock>, dim3(tiles, g.splits), THREADS, bytes, block);
+        if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, block);
     }
 };
 
