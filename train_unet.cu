@@ -6657,16 +6657,16 @@ struct WeightGradient {
 };
 
 template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const WeightGradient g) {
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const Block block) {
     await_inputs();
-    Block::run(g);
+    block.run();
 }
 
 // dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
 // split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
 // block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
 // the blocks that share dout's channels also writes their column sums. A step of the reduction is PIXELS.
-template <int TAPS> struct WeightBlock {
+template <int TAPS> struct WeightBlock : WeightGradient {
     static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
     static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
@@ -6783,28 +6783,28 @@ template <int TAPS> struct WeightBlock {
     };
 #endif
 
-    __device__ static __forceinline__ void run(const WeightGradient& g) {
+    __device__ __forceinline__ void run() const {
         auto& shared = shared_memory<Shared>();
         constexpr int D_SWEEPS = PIXELS / SWEEP;
         int tid = threadIdx.x;
-        int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
+        int tiles1 = ceil_div(x.first.C, 64), c_tiles = tiles1 + ceil_div(x.second.C, 64);
         int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
         bool second = c_tile >= tiles1;
-        const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
-        int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-        const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
-        int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
-        const bool sums_bias = g.bias_partials && c_tile == 0;
+        const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
+        int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int M = dout.rows(), O = dout.C, set_tiles = patch.set_tiles();
+        int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
+        const bool sums_bias = bias_partials && c_tile == 0;
 
-        const uchar4 offset = g.patch.offset(tid);
+        const uchar4 offset = patch.offset(tid);
         auto locate = [&](int tile) {  // its pixels, before it is loaded
             static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
             if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
-            const int pixel = g.patch.pixel(g.patch.origin(tile), offset);
-            shared.pixel_of_row[tile % 2][tid] = tid < g.patch.rows() ? pixel : -1;
+            const int pixel = patch.pixel(patch.origin(tile), offset);
+            shared.pixel_of_row[tile % 2][tid] = tid < patch.rows() ? pixel : -1;
         };
         if (TAPS > 1) {
-            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
@@ -6817,12 +6817,12 @@ template <int TAPS> struct WeightBlock {
             const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
             auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
             auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap(4) : row + i);
             };
             load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
+                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
             load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.x) + at, X_SWEEPS, x + c, channels, c < channels ? M : 0,
+                shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
                 [&](int i) { return pixel(row + i); });
         };
 
@@ -6832,8 +6832,8 @@ template <int TAPS> struct WeightBlock {
         int set = first / set_tiles;
         auto flush_sums = [&] {
             product.flush_sums([&](int image, int o, float sum) {
-                size_t row = (size_t)(blockIdx.y + set) * g.patch.images + image;
-                if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
+                size_t row = (size_t)(blockIdx.y + set) * patch.images + image;
+                if (image < patch.images && o0 + o < O) bias_partials[row * O + o0 + o] = sum;
             });
         };
         for (int s = 0; s < STAGES - 1; s++) {
@@ -6851,17 +6851,17 @@ template <int TAPS> struct WeightBlock {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, patch,
                              sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
 
-        float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
+        float* to = partial ? partial + blockIdx.y * count() : dw;
         product.store([&](int o, int tap, int c, float2 value) {
             if (o0 + o >= O || c0 + c >= channels) return;
             size_t row = (size_t)(o0 + o) * TAPS + tap;
-            *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
+            *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;
         });
     }
 };
@@ -6941,7 +6941,7 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, [&](const WeightGradient& g) {
         launch(weight_gradient_kernel<Block>, dim3(tiles, g.splits), Block::THREADS,
-               sizeof(typename Block::Shared), g);
+               sizeof(typename Block::Shared), Block{g});
     });
 }
 
@@ -7677,15 +7677,11 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 // The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
 // is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
-struct HopperWeightGradient : WeightGradient {
-    CUtensorMap dout_map, x_map;
-};
-
 template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
-    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
+    hopper_weight_gradient_kernel(const __grid_constant__ Block block) {
     await_inputs();
-    Block::run(g);
+    block.run();
 }
 
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
@@ -7697,7 +7693,8 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
 // Each warpgroup has 64 output channels by 64 input channels at the three taps of a line. A block has three
 // warpgroups, one a line of taps; or it has one, where reading the pixels three times costs less than
 // adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int WARPGROUPS> struct HopperWeightBlock {
+template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
+    CUtensorMap dout_map, x_map;
     static constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
@@ -7715,7 +7712,7 @@ template <int WARPGROUPS> struct HopperWeightBlock {
         unsigned char unread[4096];
     };
 
-    __device__ static __forceinline__ void run(const HopperWeightGradient& g) {
+    __device__ __forceinline__ void run() const {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
         const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
@@ -7723,9 +7720,9 @@ template <int WARPGROUPS> struct HopperWeightBlock {
         const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
         const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
         const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
-        const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
+        const int C = x.first.C, O = dout.C, c_tiles = ceil_div(C, 64);
         const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-        const int first = g.first_tile(split), last = g.first_tile(split + 1);
+        const int first = first_tile(split), last = first_tile(split + 1);
         if (threadIdx.x == 0) {
             shared.ring.init(WARPGROUPS);
             ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -7737,22 +7734,22 @@ template <int WARPGROUPS> struct HopperWeightBlock {
 
         if (threadIdx.x >= READERS) {
             if (threadIdx.x > READERS) return;
-            Pixel at = g.patch.origin(first);
+            Pixel at = patch.origin(first);
             Ring<STAGES> stage = {0, 1};
             for (int t = first; t < last; t++, stage.next()) {
                 auto& to = shared.stages[stage.slot];
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
-                tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy, at.x});
+                tma_load(to.dout, dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
                 // The next tile; divisions would take this one thread longer than the product.
                 at.x += 8;
-                if (at.x >= g.patch.W - 1) {
+                if (at.x >= patch.W - 1) {
                     at.x = -1;
                     at.y += 8;
                 }
-                if (at.y >= g.patch.H - 1) {
+                if (at.y >= patch.H - 1) {
                     at.y = -1;
                     at.b++;
                 }
@@ -7768,7 +7765,7 @@ template <int WARPGROUPS> struct HopperWeightBlock {
         auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
             constexpr bool BIAS = decltype(with_bias)::value;
             // The ends of a run of steps: with the bias, of those that share the eight columns' images.
-            const int steps = g.patch.set_tiles();  // an image
+            const int steps = patch.set_tiles();  // an image
             for (int begin = first, end; begin < last; begin = end) {
                 int first_image = begin / steps, images = first_image / 8 * 8;
                 end = BIAS ? min(last, (images + 8) * steps) : last;
@@ -7779,13 +7776,13 @@ template <int WARPGROUPS> struct HopperWeightBlock {
 #pragma unroll 1
                 for (int t = begin; t < end; t++, stage.next()) {
                     auto& from = shared.stages[stage.slot];
-                    const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
+                    const uint64_t dout_matrix = matrix_descriptor(shared_address(from.dout), 1024);
                     const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
                                                              PITCH * 128, 128);  // a tap: a row on
                     shared.ring.full[stage.slot].wait(stage.parity);
                     wgmma_begin();
                     for (int k = 0; k < 4; k++) {
-                        const uint64_t a = advance(dout, k * 2048);
+                        const uint64_t a = advance(dout_matrix, k * 2048);
                         wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
                         if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                     }
@@ -7804,16 +7801,16 @@ template <int WARPGROUPS> struct HopperWeightBlock {
                         const int o = o0 + row + Fragment::row(e);
                         const int image = images + column + Fragment::column(e);
                         if (o < O && image >= first_image && image <= (end - 1) / steps)
-                            g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
+                            bias_partials[(size_t)(split + image) * O + o] = sums[e];
                     }
             }
         };
 
         // All warpgroups read dout; the first sums it.
-        if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+        if (bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
         else multiply(std::false_type());
 
-        float* to = g.partial ? g.partial + split * g.count() : g.dw;
+        float* to = partial ? partial + split * count() : dw;
         UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
             const int o = o0 + row + Fragment::row(e);
             const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
@@ -7825,9 +7822,9 @@ template <int WARPGROUPS> struct HopperWeightBlock {
 
     static void launch_tiles(const WeightGradient& g) {
         const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / WARPGROUPS);
-        HopperWeightGradient h = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
+        HopperWeightBlock block = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
         launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS,
-               sizeof(Shared), h);
+               sizeof(Shared), block);
     }
 };
 
