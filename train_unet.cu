@@ -5843,8 +5843,8 @@ template <int D> struct AttentionTile {
     // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
     // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
     template <int COUNT>
-    __device__ static void find_delta(float* delta, float* lse, const Row* dout,
-                                    const Row* out, const AttentionBackward& a, int t0) {
+    __device__ static void find_delta(float* delta, float* lse, const Row* dout, const Row* out,
+                                      const AttentionBackward& a, int t0) {
         const int threads = THREADS / COUNT;  // that share a row
         int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
         float sum = 0;
@@ -5859,8 +5859,8 @@ template <int D> struct AttentionTile {
     }
     // p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
     template <int N>
-    __device__ static void softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
-                                               const float* delta, const float* lse, auto query) {
+    __device__ static void softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale, const float* delta,
+                                            const float* lse, auto query) {
         UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
                 p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
@@ -5898,7 +5898,7 @@ template <int D> struct AttentionTile {
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
             softmax_backward(p, ds, a.scale, s.delta, s.lse,
-                                       [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+                             [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
             __syncthreads();  // the stage is free
