@@ -5657,7 +5657,7 @@ struct AttentionBackward {
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
 // Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
-template <int D> struct AttentionTile {
+template <int D> struct AttentionTile : AttentionBackward {
     // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
     struct Row { floatX at[D + VEC]; };
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
@@ -5843,8 +5843,7 @@ template <int D> struct AttentionTile {
     // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
     // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
     template <int COUNT>
-    __device__ static void find_delta(float* delta, float* lse, const Row* dout, const Row* out,
-                                      const AttentionBackward& a, int t0) {
+    __device__ void find_delta(float* delta, float* exponent, const Row* dout, const Row* out, int t0) const {
         const int threads = THREADS / COUNT;  // that share a row
         int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
         float sum = 0;
@@ -5855,31 +5854,31 @@ template <int D> struct AttentionTile {
         for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
         if (c0) return;
         delta[row] = sum;
-        lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
+        exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
     }
     // p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
     template <int N>
-    __device__ static void softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale, const float* delta,
-                                            const float* lse, auto query) {
+    __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
+                                     auto query) const {
         UNROLLED_FOR (int n = 0; n < N; n++)
             UNROLLED_FOR (int i = 0; i < 4; i++) {
-                p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
+                p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - exponent[query(n, i)]);
                 ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
             }
     }
 
     // dk and dv of the block's keys, t0 and on: the queries pass by.
-    __device__ static void backward_keys(const AttentionBackward& a, int t0) {
+    __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
-        const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
-        load_rows<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
-        load_rows<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
+        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto q_rows = of_qkv(ATTENTION_Q), dout_rows = of_out(dout), out_rows = of_out(out);
+        load_rows<ROWS>(s.k, of_qkv(ATTENTION_K), t0);
+        load_rows<ROWS>(s.v, of_qkv(ATTENTION_V), t0);
         auto load = [&](int tile) {
             if (tile < tiles) {
-                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
             }
             __pipeline_commit();
         };
@@ -5890,31 +5889,31 @@ template <int D> struct AttentionTile {
             load(tile + 1);
             __pipeline_wait_prior(1);
             __syncthreads();
-            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * BACKWARD_COLUMNS);
+            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
             __syncthreads();
 
             // Transposed: a column a query.
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
-            softmax_backward(p, ds, a.scale, s.delta, s.lse,
+            softmax_backward(p, ds, s.delta, s.lse,
                              [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
             __syncthreads();  // the stage is free
         }
-        store_rows(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
-        store_rows(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+        store_rows(of_dqkv(ATTENTION_K), t0, s.k, dk, {scale, scale});
+        store_rows(of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
     // dq of the block's queries, t0 and on: the keys pass by.
-    __device__ static void backward_queries(const AttentionBackward& a, int t0) {
+    __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
-        const int T = a.T, lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
-        load_rows<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
-        load_rows<ROWS>(s.dout, a.of_out(a.dout), t0);
-        load_rows<ROWS>(s.out, a.of_out(a.out), t0);
+        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
+        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
+        load_rows<ROWS>(s.dout, of_out(dout), t0);
+        load_rows<ROWS>(s.out, of_out(out), t0);
         auto load = [&](int tile) {
             if (tile < tiles) {
                 load_rows<BACKWARD_COLUMNS>(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
@@ -5929,20 +5928,20 @@ template <int D> struct AttentionTile {
             load(tile + 1);
             __pipeline_wait_prior(1);
             __syncthreads();
-            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
+            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - tile * BACKWARD_COLUMNS);
             add_scores(ds, s.dout, s.v[stage]);
-            softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
+            softmax_backward(p, ds, s.delta, s.lse, [&](int, int i) {
                 return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
             });
             add_weighted(dq, ds, s.k[stage]);
             __syncthreads();  // the stage is free
         }
-        store_rows(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
+        store_rows(of_dqkv(ATTENTION_Q), t0, s.q, dq, {scale, scale});
     }
 };
 
@@ -5959,7 +5958,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 // L2.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(AttentionBackward a) {
+    attention_backward_kernel(Tile a) {
     await_inputs();
     const int head = blockIdx.y, b = blockIdx.z;
     const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * Tile::ROWS;
@@ -5969,8 +5968,8 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
-    if (blockIdx.x < tiles) Tile::backward_keys(a, t0);
-    else Tile::backward_queries(a, t0);
+    if (blockIdx.x < tiles) a.backward_keys(t0);
+    else a.backward_queries(t0);
 }
 
 // launch(AttentionTile<D>()), with the number of channels that heads of d are padded to.
@@ -5998,7 +5997,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
     AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Backward), a);
+               sizeof(typename Tile::Backward), Tile{a});
     });
 }
 
