@@ -5641,11 +5641,12 @@ template <typename X> struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
-struct AttentionBackward {
-    floatX* dqkv;
-    const floatX *dout, *out;
-    const float* lse;
+// The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
+struct Attention {
+    floatX* dqkv;        // null in forward,
+    const floatX* dout;  // like this
+    floatX* out;
+    float* lse;
     const floatX* qkv;
     int T, C, d;
     float scale;
@@ -5657,7 +5658,7 @@ struct AttentionBackward {
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
 // Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
-template <int D> struct AttentionTile : AttentionBackward {
+template <int D> struct AttentionTile : Attention {
     // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
     struct Row { floatX at[D + VEC]; };
     enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
@@ -5760,7 +5761,7 @@ template <int D> struct AttentionTile : AttentionBackward {
     // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
     // lane's first row in a fragment, .y that of its second.
     __device__ static void store_rows(AttentionHead<floatX> target, int t0, Row* scratch,
-                                    const float sum[D / 8][4], float2 factors) {
+                                      const float sum[D / 8][4], float2 factors) {
         int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
         __syncwarp();
         UNROLLED_FOR (int n = 0; n < D / 8; n++)
@@ -5779,13 +5780,12 @@ template <int D> struct AttentionTile : AttentionBackward {
 
     // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
     // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
-    __device__ static void forward(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+    __device__ void forward() {
         auto& s = shared_memory<Forward>();
         const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
-        AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
-        AttentionHead<const floatX> k = {qkv + C, 3 * C, T, d}, v = {qkv + 2 * C, 3 * C, T, d};
-        load_rows<ROWS>(s.q, q, t0);
+        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
+        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
         load_rows<COLUMNS>(s.k[0], k, 0);
         load_rows<COLUMNS>(s.v[0], v, 0);
         __pipeline_commit();
@@ -5837,7 +5837,7 @@ template <int D> struct AttentionTile : AttentionBackward {
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
         store_rows({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
-                        {1 / denominator[0], 1 / denominator[1]});
+                   {1 / denominator[0], 1 / denominator[1]});
     }
 
     // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
@@ -5947,9 +5947,9 @@ template <int D> struct AttentionTile : AttentionBackward {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
+    attention_forward_kernel(Tile a) {
     await_inputs();
-    Tile::forward(out, lse, qkv, T, C, d, scale);
+    a.forward();
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
@@ -5985,16 +5985,17 @@ static void with_padded_head(int d, auto launch) {
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    Attention a = {nullptr, nullptr, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Forward), out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d));
+               sizeof(typename Tile::Forward), Tile{a});
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {dqkv.data, dout.data, out.data, (float*)lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Backward), Tile{a});
