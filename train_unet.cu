@@ -5294,8 +5294,8 @@ static void channel_moments(Tensor x) {
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
-// Of the gradient of what a norm wrote, a vector of channels, makes the gradient before the SiLU, and adds up the sums
-// that the norm's backward wants. x is what the norm read.
+// Makes the gradient before the SiLU from that of what a norm wrote, for a vector of channels, and adds up the
+// sums that the norm's backward wants. x is what the norm read.
 struct NormGradient {
     Vector<GroupStatistics, VEC> statistics;
     Vector<ScaleShift, VEC> half;
@@ -6380,7 +6380,8 @@ struct GemmBlock : Gemm {
             auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
                 const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
                 UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
-                    copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+                    copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch),
+                               i * ROWS < left);
             };
 
             if constexpr (TRANSPOSED) {
@@ -6482,8 +6483,8 @@ enum { HAS_HOPPER = false };
 
 // Hopper's kernels write 64 channels at once, all to one tensor.
 static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
-// Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile of the
-// kernel must hold whole tiles of the norm, so that a block knows all of their pixels.
+// Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile
+// of the kernel must hold whole tiles of the norm, so that a block knows all of their pixels.
 static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
     const bool portable = choice.kernel < HOPPER_128;
@@ -6494,8 +6495,8 @@ static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     if (taps == 1) return true;
     return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
-// Where `blocks` leave multiprocessors without work, up to `most` times as many share the tiles' chunks, if each keeps
-// enough of them to pay for adding up the parts. The bounds were measured on an H100.
+// Where `blocks` leave multiprocessors without work, up to `most` times as many share the tiles' chunks, if each
+// keeps enough of them to pay for adding up the parts. The bounds were measured on an H100.
 static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
     int splits = 1;
     while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
@@ -6623,8 +6624,8 @@ struct WeightGradient {
         for (; s < splits; s += 32) sum += bias_partial(s, 0, 0, o);
         return sum;
     }
-    // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
-    // per_image.
+    // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes
+    // to per_image.
     __device__ float bias_of_images(int o, int b) const {
         const int images = patch.images, set_tiles = patch.set_tiles();
         float total = 0;
@@ -7469,8 +7470,8 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         }
     }
 
-    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or goes back through a
-    // norm. A thread has channels row and row + 8, and of each 32 pixels.
+    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or goes back through
+    // a norm. A thread has channels row and row + 8, and of each 32 pixels.
     struct Epilogue {
         static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
         static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
@@ -7716,7 +7717,8 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
         const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
-        // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
+        // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three
+        // taps.
         const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
         const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
         const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
