@@ -6145,6 +6145,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
+// The argument of a kernel, a Block, also has the kernel's constants, and run(), the work of a block of threads.
 template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
     await_inputs();
