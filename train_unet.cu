@@ -4898,11 +4898,8 @@ static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_event
 // multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
 // of the tensor cores: that one counts.
 static double backend_peak() {
-    struct Rate {
-        double bf16, fp32;
-    };
-    static const std::map<int, Rate> RATES = {
-        {80, {2048, 128}}, {86, {512, 256}}, {89, {512, 256}}, {90, {4096, 256}}};
+    static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
+        {80, {128, 2048}}, {86, {256, 512}}, {89, {256, 512}}, {90, {256, 4096}}};
     const int capability = 10 * gpu_properties.major + gpu_properties.minor;
     auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
@@ -4911,7 +4908,7 @@ static double backend_peak() {
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
     if (tensor_cores && capability == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * (tensor_cores ? rate->second.bf16 : rate->second.fp32);
+    return 1e-9 * khz * gpu_multiprocessors * rate->second[tensor_cores];
 }
 
 enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
@@ -4950,6 +4947,10 @@ struct Unpacked : Vector<float, VEC> {
 __device__ inline void operator+=(Unpacked& a, Unpacked b) {
     for (int e = 0; e < VEC; e++) a[e] += b[e];
 }
+__device__ inline Unpacked operator+(Unpacked a, Unpacked b) {
+    a += b;
+    return a;
+}
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
@@ -4970,6 +4971,11 @@ __device__ inline uint4 pack(Unpacked value) {
 __device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
 __device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
+// A block's shared memory, of the size that its launch names.
+template <typename Shared> __device__ inline Shared& shared_memory() {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return *(Shared*)memory;
+}
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 // 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
@@ -5084,9 +5090,9 @@ __device__ inline Unpacked norm_reload(const float* from) {
 
 // Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
 // channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
-template <int ROW, int WARPS, typename Sums, typename Finish>
-__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], Sums* sums, int C,
-                                             Unpacked& a, Unpacked& b, Finish finish) {
+template <int ROW, int WARPS>
+__device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], auto* sums, int C,
+                                             Unpacked& a, Unpacked& b, auto finish) {
     static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
     int c = threadIdx.x, warp = c / 32, lane = c % 32;
     for (int i = 0; i < VEC; i++) {
@@ -5128,9 +5134,11 @@ struct NormTile {
         for (int i = 0; i < NORM_TILE_DEPTH; i++)
             if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
     }
-    // Where the block's sums go, among those of all tiles, (B, tiles, C).
-    template <typename Sums> __device__ Sums* sums(Sums* of_all, int C) const {
-        return of_all + ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+    // Adds a and b up over the block, and writes finish(c, total) among the sums of all tiles, (B, tiles, C).
+    __device__ void add_up(auto* sums, int C, Unpacked& a, Unpacked& b, auto finish) const {
+        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+        sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
+        norm_tile_sums<8>(shared_sums, sums, C - c0, a, b, finish);
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
@@ -5160,16 +5168,33 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
             }
         }
     }
-    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
-    norm_tile_sums<8>(shared_sums, tile.sums(x.moments, x.C), x.C - tile.c0, sum, squares,
-                      [&](int c, float2 total) {
-                          return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
-                      });
+    tile.add_up(x.moments, x.C, sum, squares, [&](int c, float2 total) {
+        return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
+    });
 }
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.rows() * x.C});
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
+
+// Makes the gradient before the SiLU from that of what a norm wrote, for a vector of channels, and adds up the
+// sums that the norm's backward wants. x is what the norm read.
+struct NormGradient {
+    Vector<GroupStatistics, VEC> statistics;
+    Vector<ScaleShift, VEC> half;
+    __device__ void load(const Norm& norm, size_t at) {
+        statistics = ::load<VEC>(norm.statistics + at);
+        half = ::load<VEC>(norm.half_scale_shift + at);
+    }
+    __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
+        if (silu)
+            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
+        for (int e = 0; e < VEC; e++) {
+            sum[e] += d[e];
+            product[e] += d[e] * (x[e] - statistics.of[e].mean);
+        }
+    }
+};
 
 // dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
 // dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
@@ -5185,28 +5210,19 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
         uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
-        const auto statistics = load<VEC>(norm.statistics + of_image);
-        const auto half = load<VEC>(norm.half_scale_shift + of_image);
+        NormGradient gradient;
+        gradient.load(norm, of_image);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
             Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
-            if (norm.silu)
-                for (int e = 0; e < VEC; e++)
-                    d[e] *= silu_gradient_of_half(value[e] * half.of[e].scale + half.of[e].shift);
-            for (int e = 0; e < VEC; e++) {
-                sum[e] += d[e];
-                product[e] += d[e] * (value[e] - statistics.of[e].mean);
-            }
+            gradient.apply(d, value, norm.silu, sum, product);
             if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
     }
-    __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
-    norm_tile_sums<8>(shared_sums, tile.sums(norm.sums, C), C - tile.c0, sum, product,
-                      [&](int c, float2 total) {
-                          float rstd = norm.statistics[blockIdx.z * C + tile.c0 + c].rstd;
-                          return NormSums{total.x, total.y * rstd};
-                      });
+    tile.add_up(norm.sums, C, sum, product, [&](int c, float2 total) {
+        return NormSums{total.x, total.y * norm.statistics[blockIdx.z * C + tile.c0 + c].rstd};
+    });
 }
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     const Tensor& x = norm.x.first;
@@ -5235,6 +5251,7 @@ struct NormGrid {
 // belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
 struct NormWork {
     int b, t, stride, c;
+    bool owner;                  // whether thread i works out what belongs to channel slab + i
     int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
     size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
@@ -5247,6 +5264,7 @@ struct NormWork {
         b = image_slab / grid.slabs;
         slab = (image_slab - b * grid.slabs) * grid.channels;
         channels = min(grid.channels, C - slab);
+        owner = (int)threadIdx.x < channels;
 
         const unsigned vectors = channels / VEC, rows = NORM_THREADS / vectors;
         const unsigned row = threadIdx.x / vectors;
@@ -5265,45 +5283,44 @@ struct NormWork {
         step_joined = stride * C;
         if (row >= rows) t = T;  // a thread too many
     }
-};
 
-// For thread i < work.channels the sum over the group of channel work.slab + i, over all tiles and channels
-// of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
-// of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
-__device__ inline float2 norm_group_sum(const NormWork& work, int tiles, auto item, auto meanwhile) {
-    __shared__ float2 shared_sums[NORM_THREADS];
-    const int sharers = 1 << (31 - __clz(NORM_THREADS / work.groups));  // threads that share a group
-    const int width = min(sharers, 32), warps = sharers / width;
-    const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
-    const unsigned group_size = work.group_size;
-    const int c0 = (work.g0 + i) * work.group_size;
-    const int tile_stride = sharers / group_size, c_stride = sharers % group_size;
-    int tile = sharer / group_size, c = sharer % group_size;
-    float2 sum = make_float2(0, 0);
-    if (i < work.groups)
+    // For thread i < channels the sum over the group of channel slab + i, over all tiles and channels
+    // of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
+    // of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+    __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
+        __shared__ float2 shared_sums[NORM_THREADS];
+        const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
+        const int width = min(sharers, 32), warps = sharers / width;
+        const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
+        const int c0 = (g0 + i) * group_size;
+        const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
+        int tile = sharer / (unsigned)group_size, c = sharer % (unsigned)group_size;
+        float2 sum = make_float2(0, 0);
+        if (i < groups)
 #pragma unroll 4
-        for (; tile < tiles; tile += tile_stride) {
-            sum += item(tile, c0 + c, c0);
-            c += c_stride;
-            if (c >= work.group_size) {
-                c -= work.group_size;
-                tile++;
+            for (; tile < tiles; tile += tile_stride) {
+                sum += item(tile, c0 + c, c0);
+                c += c_stride;
+                if (c >= group_size) {
+                    c -= group_size;
+                    tile++;
+                }
             }
-        }
-    meanwhile();
+        meanwhile();
 
-    for (int offset = width / 2; offset; offset /= 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, offset);
-        sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+        for (int offset = width / 2; offset; offset /= 2) {
+            sum.x += __shfl_xor_sync(~0u, sum.x, offset);
+            sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+        }
+        if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
+        __syncthreads();
+        sum = make_float2(0, 0);
+        const int group = (slab + threadIdx.x) / group_size - g0;
+        if (owner)
+            for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
+        return sum;
     }
-    if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
-    __syncthreads();
-    sum = make_float2(0, 0);
-    const int group = (unsigned)(work.slab + threadIdx.x) / group_size - work.g0;
-    if ((int)threadIdx.x < work.channels)
-        for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
-    return sum;
-}
+};
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
 // Golub and LeVeque (1979) do, about the mean of the group's first channel and tile; a thread a channel makes
@@ -5325,17 +5342,16 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return make_float2(n * distance, m.squares + n * distance * distance);
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
-    const bool owner = (int)threadIdx.x < work.channels;
     ScaleShift modulated;
-    float2 sum = norm_group_sum(work, tiles, item, [&] {
-        if (owner) modulated = norm.modulated(work.b, c);
+    float2 sum = work.group_sum(tiles, item, [&] {
+        if (work.owner) modulated = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && work.t + i * work.stride < T) {
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
     });
-    if (owner) {
+    if (work.owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
         float mean = moments(0, c - c % work.group_size).mean + distance;
         float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
@@ -5376,12 +5392,6 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     if (!out) grid.blocks = 1;
     launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
            norm, grid);
-}
-static bool norms_on_the_way(const Norm& norm, int O);  // whether that convolution does so: see choose
-static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
-    const bool on_the_way = norms_on_the_way(norm, O);
-    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
-    return on_the_way ? Concat(norm.x.first, norm.x.second, norm.half_scale_shift) : normed;
 }
 
 __device__ inline float2 weighted(NormSums sums, float weight) {
@@ -5441,19 +5451,18 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     auto item = [&](int tile, int c, int) {
         return weighted(sums[tile * C + c], norm.w[c] * norm.gain(work.b, c));
     };
-    const bool owner = (int)threadIdx.x < work.channels;
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = norm_group_sum(work, tiles, item, [&] {
+    float2 sum = work.group_sum(tiles, item, [&] {
         const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
-        if (owner) {
+        if (work.owner) {
             statistics = norm.statistics[at];
             half = norm.half_scale_shift[at];
         }
         if (work.t < T) load();
     });
     // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
-    if (owner) {
+    if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
         float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
         of_channels[ALPHA][threadIdx.x] = alpha;
@@ -5491,10 +5500,11 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    static decltype(&groupnorm_backward_kernel<false, false>) const kernels[2][2] = {
-        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(kernels[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B,
+    auto kernel = groupnorm_backward_kernel<false, false>;
+    if (residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
+    else if (residual) kernel = groupnorm_backward_kernel<true, false>;
+    else if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
+    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B,
            NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
@@ -5505,36 +5515,6 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 // fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
-// A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
-template <int D> struct AttentionRow { floatX at[D + VEC]; };
-// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
-template <int D> struct AttentionTile {
-    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
-    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
-    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
-    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
-    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
-    struct Forward {
-        AttentionRow<D> q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
-    };
-    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
-    struct BackwardKeys {
-        AttentionRow<D> k[ROWS], v[ROWS];
-        AttentionRow<D> q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
-        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
-    };
-    struct BackwardQueries {
-        AttentionRow<D> q[ROWS], dout[ROWS];
-        AttentionRow<D> k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
-        AttentionRow<D> out[ROWS];
-        float delta[ROWS], lse[ROWS];
-    };
-    union Backward {
-        BackwardKeys keys;
-        BackwardQueries queries;
-    };
-};
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
 template <typename X> struct AttentionHead {
@@ -5543,172 +5523,13 @@ template <typename X> struct AttentionHead {
     __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
-// Copies rows t0 and on of a head to shared memory; zeros where the head has none.
-template <int ROWS, int D>
-__device__ void attention_load(AttentionRow<D>* tile, AttentionHead<const floatX> source, int t0) {
-    enum { THREADS = AttentionTile<D>::THREADS };
-    UNROLLED_FOR (int n = 0; n < ROWS * (D / VEC) / THREADS; n++) {
-        int i = n * THREADS + threadIdx.x;
-        int row = i / (D / VEC), c = i % (D / VEC) * VEC;
-        copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
-    }
-}
 
-// scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
-template <int D, int N>
-__device__ void attention_scores(float (&scores)[N][4], const AttentionRow<D>* a, const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-#ifdef PRECISION_FP32
-    for (int k = 0; k < D; k += VEC)
-        UNROLLED_FOR (int n = 0; n < N; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
-                for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
-            }
-#else
-    UNROLLED_FOR (int k = 0; k < D; k += 16) {
-        uint32_t left[4], right[4];
-        load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
-        UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
-            load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
-            mma(scores[n / 8], left, right[0], right[1]);
-            mma(scores[n / 8 + 1], left, right[2], right[3]);
-        }
-    }
-#endif
-}
-// Makes the scores of columns past the last minus infinity, so that their probabilities are 0.
-template <int N> __device__ void attention_mask(float (&scores)[N][4], int columns) {
-    if (columns >= 8 * N) return;
-    UNROLLED_FOR (int n = 0; n < N; n++)
-        for (int i = 0; i < 4; i++)
-            if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
-}
-// sum (16, D) += p (16, 8 N), in registers as attention_scores leaves it, times b (8 N, D)
-template <int D, int N>
-__device__ void attention_weigh(float (&sum)[D / 8][4], const float (&p)[N][4], const AttentionRow<D>* b) {
-    int lane = threadIdx.x % 32;
-    UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
-#ifdef PRECISION_FP32
-        float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
-        UNROLLED_FOR (int i = 0; i < 32; i++)
-            left[i / 16][i % 16] =
-                __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
-        UNROLLED_FOR (int n = 0; n < D / 8; n++)
-            UNROLLED_FOR (int i = 0; i < 4; i++) {
-                float of_16 = 0;
-                for (int c = 0; c < 16; c++)
-                    of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
-                sum[n][i] += of_16;
-            }
-#else
-        const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
-        uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
-                            pack_bf16(p1[2], p1[3])};
-        UNROLLED_FOR (int n = 0; n < D; n += 16) {
-            uint32_t right[4];
-            load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
-            mma(sum[n / 8], left, right[0], right[1]);
-            mma(sum[n / 8 + 1], left, right[2], right[3]);
-        }
-#endif
-    }
-}
-// Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
-// lane's first row in a fragment, .y that of its second.
-template <int D>
-__device__ void attention_store(AttentionHead<floatX> target, int t0, AttentionRow<D>* scratch,
-                                const float sum[D / 8][4], float2 factors) {
-    int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
-    __syncwarp();
-    UNROLLED_FOR (int n = 0; n < D / 8; n++)
-        UNROLLED_FOR (int i = 0; i < 4; i += 2) {
-            float factor = i ? factors.y : factors.x;
-            floatX* pair = &scratch[row0 + lane / 4 + i * 4].at[n * 8 + lane % 4 * 2];
-            store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
-        }
-    __syncwarp();
-    UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
-        int i = n * 32 + lane;
-        int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
-        if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
-    }
-}
-
-// F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
-// Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
-template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BLOCKS)
-    attention_forward_kernel(floatX* out, float* lse, const floatX* qkv, int T, int C, int d, float scale) {
-    await_inputs();
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::COLUMNS;
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::Forward*)attention_shared;
-    const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
-    qkv += (size_t)b * T * 3 * C + head * d;
-    AttentionHead<const floatX> q = {qkv, 3 * C, T, d};
-    AttentionHead<const floatX> k = {qkv + C, 3 * C, T, d}, v = {qkv + 2 * C, 3 * C, T, d};
-    attention_load<ROWS>(s.q, q, t0);
-    attention_load<COLUMNS>(s.k[0], k, 0);
-    attention_load<COLUMNS>(s.v[0], v, 0);
-    __pipeline_commit();
-
-    const float unit = scale * LOG2_E;  // from a score to an exponent of 2
-    float sum[D / 8][4] = {};
-    float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
-    for (int j = 0; j * COLUMNS < T; j++) {
-        const int stage = j % 2;
-        if ((j + 1) * COLUMNS < T) {
-            attention_load<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
-            attention_load<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
-        }
-        __pipeline_commit();
-        __pipeline_wait_prior(1);
-        __syncthreads();
-
-        float p[COLUMNS / 8][4] = {};
-        attention_scores(p, s.q, s.k[stage]);
-        attention_mask(p, T - j * COLUMNS);
-        UNROLLED_FOR (int row = 0; row < 2; row++) {
-            float highest = maximum[row], added = 0;
-            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
-            for (int offset = 1; offset < 4; offset *= 2)
-                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-
-            const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
-            UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) {
-                    p[n][i] = exp2_fast(p[n][i] * unit - shift);
-                    added += p[n][i];
-                }
-            denominator[row] *= correction;
-            denominator[row] += added;
-            maximum[row] = highest;
-            UNROLLED_FOR (int n = 0; n < D / 8; n++)
-                for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
-        }
-        attention_weigh(sum, p, s.v[stage]);
-        __syncthreads();  // the stage is free
-    }
-
-    for (int row = 0; row < 2; row++) {
-        for (int offset = 1; offset < 4; offset *= 2)
-            denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
-        const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
-        if (lane % 4 == 0 && t < T)
-            lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
-    }
-    attention_store({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
-                    {1 / denominator[0], 1 / denominator[1]});
-}
-
-// What backward reads and writes; lse (heads of all images, T). A block moves the pointers to its head.
-struct AttentionBackward {
-    floatX* dqkv;
-    const floatX *dout, *out;
-    const float* lse;
+// The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
+struct Attention {
+    floatX* dqkv;        // null in forward,
+    const floatX* dout;  // like this
+    floatX* out;
+    float* lse;
     const floatX* qkv;
     int T, C, d;
     float scale;
@@ -5719,162 +5540,348 @@ struct AttentionBackward {
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// For the queries t0 and on: delta (ROWS), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
-// (ROWS) in powers of two, which is infinite past the last query, where the probability is 0.
-template <int ROWS, int D>
-__device__ void attention_delta(float* delta, float* lse, const AttentionRow<D>* dout,
-                                const AttentionRow<D>* out, const AttentionBackward& a, int t0) {
-    const int threads = AttentionTile<D>::THREADS / ROWS;  // that share a row
-    int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
-    float sum = 0;
-    for (int c = c0; c < D; c += threads * VEC) {
-        Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
-        for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
-    }
-    for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (c0) return;
-    delta[row] = sum;
-    lse[row] = t0 + row < a.T ? a.lse[t0 + row] * LOG2_E : INFINITY;
-}
-// p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
-template <int N>
-__device__ void attention_softmax_backward(float (&p)[N][4], float (&ds)[N][4], float scale,
-                                           const float* delta, const float* lse, auto query) {
-    UNROLLED_FOR (int n = 0; n < N; n++)
-        UNROLLED_FOR (int i = 0; i < 4; i++) {
-            p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - lse[query(n, i)]);
-            ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
-        }
-}
-
-// dk and dv of the block's keys, t0 and on: the queries pass by.
-template <int D> __device__ void attention_backward_keys(const AttentionBackward& a, int t0) {
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::BackwardKeys*)attention_shared;
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    const auto q = a.of_qkv(ATTENTION_Q), dout = a.of_out(a.dout), out = a.of_out(a.out);
-    attention_load<ROWS>(s.k, a.of_qkv(ATTENTION_K), t0);
-    attention_load<ROWS>(s.v, a.of_qkv(ATTENTION_V), t0);
-    auto load = [&](int tile) {
-        if (tile < tiles) {
-            attention_load<COLUMNS>(s.q[tile % 2], q, tile * COLUMNS);
-            attention_load<COLUMNS>(s.dout[tile % 2], dout, tile * COLUMNS);
-            attention_load<COLUMNS>(s.out[tile % 2], out, tile * COLUMNS);
-        }
-        __pipeline_commit();
+// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
+template <int D> struct AttentionTile : Attention {
+    // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
+    struct Row { floatX at[D + VEC]; };
+    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
+    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
+    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
+    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
+    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
+    struct Forward {
+        Row q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
     };
-    load(0);
-    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    for (int tile = 0; tile < tiles; tile++) {
-        const int stage = tile % 2;
-        load(tile + 1);
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        attention_delta<COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], a, tile * COLUMNS);
-        __syncthreads();
-
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};  // transposed: a column a query
-        attention_scores(p, s.k, s.q[stage]);
-        attention_scores(ds, s.v, s.dout[stage]);
-        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse,
-                                   [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
-        attention_weigh(dk, ds, s.q[stage]);
-        attention_weigh(dv, p, s.dout[stage]);
-        __syncthreads();  // the stage is free
-    }
-    attention_store(a.of_dqkv(ATTENTION_K), t0, s.k, dk, {a.scale, a.scale});
-    attention_store(a.of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
-}
-
-// dq of the block's queries, t0 and on: the keys pass by.
-template <int D> __device__ void attention_backward_queries(const AttentionBackward& a, int t0) {
-    extern __shared__ uint4 attention_shared[];
-    auto& s = *(typename AttentionTile<D>::BackwardQueries*)attention_shared;
-    constexpr int ROWS = AttentionTile<D>::ROWS, COLUMNS = AttentionTile<D>::BACKWARD_COLUMNS;
-    const int T = a.T, lane = threadIdx.x % 32, tiles = (T + COLUMNS - 1) / COLUMNS;
-    const auto k = a.of_qkv(ATTENTION_K), v = a.of_qkv(ATTENTION_V);
-    attention_load<ROWS>(s.q, a.of_qkv(ATTENTION_Q), t0);
-    attention_load<ROWS>(s.dout, a.of_out(a.dout), t0);
-    attention_load<ROWS>(s.out, a.of_out(a.out), t0);
-    auto load = [&](int tile) {
-        if (tile < tiles) {
-            attention_load<COLUMNS>(s.k[tile % 2], k, tile * COLUMNS);
-            attention_load<COLUMNS>(s.v[tile % 2], v, tile * COLUMNS);
-        }
-        __pipeline_commit();
+    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    struct BackwardKeys {
+        Row k[ROWS], v[ROWS];
+        Row q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
     };
-    load(0);
-    float dq[D / 8][4] = {};
-    for (int tile = 0; tile < tiles; tile++) {
-        const int stage = tile % 2;
-        load(tile + 1);
-        __pipeline_wait_prior(1);
-        __syncthreads();
-        if (tile == 0) attention_delta<ROWS>(s.delta, s.lse, s.dout, s.out, a, t0);
-        __syncthreads();
+    struct BackwardQueries {
+        Row q[ROWS], dout[ROWS];
+        Row k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
+        Row out[ROWS];
+        float delta[ROWS], lse[ROWS];
+    };
+    union Backward {
+        BackwardKeys keys;
+        BackwardQueries queries;
+    };
 
-        float p[COLUMNS / 8][4] = {}, ds[COLUMNS / 8][4] = {};
-        attention_scores(p, s.q, s.k[stage]);
-        attention_mask(p, T - tile * COLUMNS);
-        attention_scores(ds, s.dout, s.v[stage]);
-        attention_softmax_backward(p, ds, a.scale, s.delta, s.lse, [&](int, int i) {
-            return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-        });
-        attention_weigh(dq, ds, s.k[stage]);
-        __syncthreads();  // the stage is free
+    // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
+    template <int COUNT>
+    __device__ static void load_rows(Row* tile, AttentionHead<const floatX> source, int t0) {
+        UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
+            int i = n * THREADS + threadIdx.x;
+            int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
+        }
     }
-    attention_store(a.of_dqkv(ATTENTION_Q), t0, s.q, dq, {a.scale, a.scale});
+
+    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+    template <int N>
+    __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+#ifdef PRECISION_FP32
+        for (int k = 0; k < D; k += VEC)
+            UNROLLED_FOR (int n = 0; n < N; n++)
+                UNROLLED_FOR (int i = 0; i < 4; i++) {
+                    Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
+                    Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                    for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
+                }
+#else
+        UNROLLED_FOR (int k = 0; k < D; k += 16) {
+            uint32_t left[4], right[4];
+            load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
+            UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
+                load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+                mma(scores[n / 8], left, right[0], right[1]);
+                mma(scores[n / 8 + 1], left, right[2], right[3]);
+            }
+        }
+#endif
+    }
+    // Makes the scores of columns past the last minus infinity, so that their probabilities are 0.
+    template <int N> __device__ static void mask(float (&scores)[N][4], int columns) {
+        if (columns >= 8 * N) return;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 0; i < 4; i++)
+                if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
+    }
+    // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
+    template <int N>
+    __device__ static void add_weighted(float (&sum)[D / 8][4], const float (&p)[N][4], const Row* b) {
+        int lane = threadIdx.x % 32;
+        UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
+#ifdef PRECISION_FP32
+            float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
+            UNROLLED_FOR (int i = 0; i < 32; i++)
+                left[i / 16][i % 16] =
+                    __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+            UNROLLED_FOR (int n = 0; n < D / 8; n++)
+                UNROLLED_FOR (int i = 0; i < 4; i++) {
+                    float of_16 = 0;
+                    for (int c = 0; c < 16; c++)
+                        of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                    sum[n][i] += of_16;
+                }
+#else
+            const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
+            uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
+                                pack_bf16(p1[2], p1[3])};
+            UNROLLED_FOR (int n = 0; n < D; n += 16) {
+                uint32_t right[4];
+                load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
+                mma(sum[n / 8], left, right[0], right[1]);
+                mma(sum[n / 8 + 1], left, right[2], right[3]);
+            }
+#endif
+        }
+    }
+    // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
+    // lane's first row in a fragment, .y that of its second.
+    __device__ static void store_rows(AttentionHead<floatX> target, int t0, Row* scratch,
+                                      const float sum[D / 8][4], float2 factors) {
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        __syncwarp();
+        UNROLLED_FOR (int n = 0; n < D / 8; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i += 2) {
+                float factor = i ? factors.y : factors.x;
+                floatX* pair = &scratch[row0 + lane / 4 + i * 4].at[n * 8 + lane % 4 * 2];
+                store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
+            }
+        __syncwarp();
+        UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
+            int i = n * 32 + lane;
+            int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
+        }
+    }
+
+    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
+    // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
+    __device__ void forward() {
+        auto& s = shared_memory<Forward>();
+        const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        qkv += (size_t)b * T * 3 * C + head * d;
+        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
+        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
+        load_rows<COLUMNS>(s.k[0], k, 0);
+        load_rows<COLUMNS>(s.v[0], v, 0);
+        __pipeline_commit();
+
+        const float unit = scale * LOG2_E;  // from a score to an exponent of 2
+        float sum[D / 8][4] = {};
+        float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
+        for (int j = 0; j * COLUMNS < T; j++) {
+            const int stage = j % 2;
+            if ((j + 1) * COLUMNS < T) {
+                load_rows<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
+                load_rows<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
+            }
+            __pipeline_commit();
+            __pipeline_wait_prior(1);
+            __syncthreads();
+
+            float p[COLUMNS / 8][4] = {};
+            add_scores(p, s.q, s.k[stage]);
+            mask(p, T - j * COLUMNS);
+            UNROLLED_FOR (int row = 0; row < 2; row++) {
+                float highest = maximum[row], added = 0;
+                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
+                for (int offset = 1; offset < 4; offset *= 2)
+                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+
+                const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
+                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) {
+                        p[n][i] = exp2_fast(p[n][i] * unit - shift);
+                        added += p[n][i];
+                    }
+                denominator[row] *= correction;
+                denominator[row] += added;
+                maximum[row] = highest;
+                UNROLLED_FOR (int n = 0; n < D / 8; n++)
+                    for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
+            }
+            add_weighted(sum, p, s.v[stage]);
+            __syncthreads();  // the stage is free
+        }
+
+        for (int row = 0; row < 2; row++) {
+            for (int offset = 1; offset < 4; offset *= 2)
+                denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
+            const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
+            if (lane % 4 == 0 && t < T)
+                lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
+        }
+        store_rows({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
+                   {1 / denominator[0], 1 / denominator[1]});
+    }
+
+    // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
+    // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
+    template <int COUNT>
+    __device__ void find_delta(float* delta, float* exponent, const Row* dout, const Row* out, int t0) const {
+        const int threads = THREADS / COUNT;  // that share a row
+        int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+        float sum = 0;
+        for (int c = c0; c < D; c += threads * VEC) {
+            Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+            for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
+        }
+        for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        if (c0) return;
+        delta[row] = sum;
+        exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
+    }
+    // p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
+    template <int N>
+    __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
+                                     auto query) const {
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            UNROLLED_FOR (int i = 0; i < 4; i++) {
+                p[n][i] = exp2_fast(p[n][i] * (scale * LOG2_E) - exponent[query(n, i)]);
+                ds[n][i] = p[n][i] * (ds[n][i] - delta[query(n, i)]);
+            }
+    }
+
+    // dk and dv of the block's keys, t0 and on: the queries pass by.
+    __device__ void backward_keys(int t0) const {
+        auto& s = shared_memory<BackwardKeys>();
+        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto q_rows = of_qkv(ATTENTION_Q), dout_rows = of_out(dout), out_rows = of_out(out);
+        load_rows<ROWS>(s.k, of_qkv(ATTENTION_K), t0);
+        load_rows<ROWS>(s.v, of_qkv(ATTENTION_V), t0);
+        auto load = [&](int tile) {
+            if (tile < tiles) {
+                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
+            }
+            __pipeline_commit();
+        };
+        load(0);
+        float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+        for (int tile = 0; tile < tiles; tile++) {
+            const int stage = tile % 2;
+            load(tile + 1);
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
+            __syncthreads();
+
+            // Transposed: a column a query.
+            float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
+            add_scores(p, s.k, s.q[stage]);
+            add_scores(ds, s.v, s.dout[stage]);
+            softmax_backward(p, ds, s.delta, s.lse,
+                             [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+            add_weighted(dk, ds, s.q[stage]);
+            add_weighted(dv, p, s.dout[stage]);
+            __syncthreads();  // the stage is free
+        }
+        store_rows(of_dqkv(ATTENTION_K), t0, s.k, dk, {scale, scale});
+        store_rows(of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+    }
+
+    // dq of the block's queries, t0 and on: the keys pass by.
+    __device__ void backward_queries(int t0) const {
+        auto& s = shared_memory<BackwardQueries>();
+        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
+        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
+        load_rows<ROWS>(s.dout, of_out(dout), t0);
+        load_rows<ROWS>(s.out, of_out(out), t0);
+        auto load = [&](int tile) {
+            if (tile < tiles) {
+                load_rows<BACKWARD_COLUMNS>(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
+                load_rows<BACKWARD_COLUMNS>(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
+            }
+            __pipeline_commit();
+        };
+        load(0);
+        float dq[D / 8][4] = {};
+        for (int tile = 0; tile < tiles; tile++) {
+            const int stage = tile % 2;
+            load(tile + 1);
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, t0);
+            __syncthreads();
+
+            float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
+            add_scores(p, s.q, s.k[stage]);
+            mask(p, T - tile * BACKWARD_COLUMNS);
+            add_scores(ds, s.dout, s.v[stage]);
+            softmax_backward(p, ds, s.delta, s.lse, [&](int, int i) {
+                return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
+            });
+            add_weighted(dq, ds, s.k[stage]);
+            __syncthreads();  // the stage is free
+        }
+        store_rows(of_dqkv(ATTENTION_Q), t0, s.q, dq, {scale, scale});
+    }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
+    attention_forward_kernel(Tile a) {
+    await_inputs();
+    a.forward();
 }
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
 // make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the
 // L2.
-template <int D>
-__global__ void __launch_bounds__(AttentionTile<D>::THREADS, AttentionTile<D>::BACKWARD_BLOCKS)
-    attention_backward_kernel(AttentionBackward a) {
+template <class Tile>
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
+    attention_backward_kernel(Tile a) {
     await_inputs();
     const int head = blockIdx.y, b = blockIdx.z;
-    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * AttentionTile<D>::ROWS;
+    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * Tile::ROWS;
     const size_t at = (size_t)b * a.T * a.C + head * a.d, at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at_qkv;
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
-    if (blockIdx.x < tiles) attention_backward_keys<D>(a, t0);
-    else attention_backward_queries<D>(a, t0);
+    if (blockIdx.x < tiles) a.backward_keys(t0);
+    else a.backward_queries(t0);
 }
 
-// Calls launch(D) with the number of channels that heads of d are padded to, 32, 64, 80, 128 or 256, as a
-// constant.
-template <int D = 32, typename Launch> static void with_padded_head(int d, Launch launch) {
+// launch(AttentionTile<D>()), with the number of channels that heads of d are padded to.
+static void with_padded_head(int d, auto launch) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
-    if constexpr (D < MAX_HEAD)
-        if (d > D) return with_padded_head<(D == 64 ? 80 : D == 80 ? 128 : 2 * D)>(d, launch);
-    launch(std::integral_constant<int, D>());
+    if (d <= 32) launch(AttentionTile<32>());
+    else if (d <= 64) launch(AttentionTile<64>());
+    else if (d <= 80) launch(AttentionTile<80>());
+    else if (d <= 128) launch(AttentionTile<128>());
+    else launch(AttentionTile<MAX_HEAD>());
 }
 
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
-    PROFILE("attention forward", {4.0 * B * T * T * C, 4.0 * sizeof(floatX) * B * T * C});
-    with_padded_head(d, [&](auto D) {
-        dim3 grid(ceil_div(T, AttentionTile<D>::ROWS), heads, B);
-        launch(attention_forward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(typename AttentionTile<D>::Forward), out.data, lse, qkv.data, T, C, d,
-               1 / sqrtf((float)d));
+    const int T = out.T(), d = out.C / heads;
+    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    Attention a = {nullptr, nullptr, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    with_padded_head(d, [&]<class Tile>(Tile) {
+        launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
+               sizeof(typename Tile::Forward), Tile{a});
     });
 }
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
                                int heads) {
-    int B = out.B, T = out.H * out.W, C = out.C, d = C / heads;
-    PROFILE("attention backward", {8.0 * B * T * T * C, 8.0 * sizeof(floatX) * B * T * C});
-    with_padded_head(d, [&](auto D) {
-        dim3 grid(2 * ceil_div(T, AttentionTile<D>::ROWS), heads, B);
-        AttentionBackward a = {dqkv.data, dout.data, out.data, lse, qkv.data, T, C, d, 1 / sqrtf((float)d)};
-        launch(attention_backward_kernel<D>, grid, AttentionTile<D>::THREADS,
-               sizeof(typename AttentionTile<D>::Backward), a);
+    const int T = out.T(), d = out.C / heads;
+    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
+    Attention a = {dqkv.data, dout.data, out.data, (float*)lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    with_padded_head(d, [&]<class Tile>(Tile) {
+        launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
+               sizeof(typename Tile::Backward), Tile{a});
     });
 }
 
@@ -6004,12 +6011,39 @@ struct Gemm {
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
 };
 
-// BM pixels by BN channels a block, WM x WN a warp. TRANSPOSED: w's rows are reduced (an input gradient).
-template <int BM_, int BN_, int WM_, int WN_, int TAPS_, bool TRANSPOSED_, int STAGES_, int BLOCKS_>
-struct GemmTile {
-    static constexpr int BM = BM_, BN = BN_, WM = WM_, WN = WN_, TAPS = TAPS_, STAGES = STAGES_,
-                         BLOCKS = BLOCKS_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_;
+// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
+// makes VEC outputs.
+__global__ void gemm_reduce_kernel(const Gemm g) {
+    await_inputs();
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
+    if (i >= count) return;
+    int m = (int)(i / g.N()), n = (int)(i % g.N());
+    Unpacked value = {};
+#pragma unroll 4
+    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
+    size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
+    if (g.bias) value += unpack(g.bias + n);
+    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
+    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
+    *(uint4*)(g.out.of(n).data + at) = pack(value);
+}
+
+// The argument of a kernel, a Block, also has the kernel's constants, and run(), the work of a block of threads.
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
+    await_inputs();
+    block.run();
+}
+
+// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
+// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
+// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
+// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
+// (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
+// TRANSPOSED: w's rows are reduced (an input gradient).
+template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_>
+struct GemmBlock : Gemm {
+    static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
     // With its halo a patch of 64 pixels has (8 + 2)^2 = 100 rows, and one of 128 (8 + 2) * (16 + 2) = 180.
@@ -6031,331 +6065,285 @@ struct GemmTile {
         const int staging = BM * STAGING_PITCH * (int)sizeof(float);
         return TABLE_BYTES + (rings > staging ? rings : staging);
     }
-};
 
-// A warp's WM x WN accumulators, in the fragments of mma.sync, which fp32 uses too.
-template <class Tile> struct WarpProduct {
-    static constexpr int MI = Tile::WM / 16, NI = Tile::WN / 8;
-    float c[MI][NI][4] = {};
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int m0 = warp / (Tile::BN / Tile::WN) * Tile::WM, n0 = warp % (Tile::BN / Tile::WN) * Tile::WN;
-    // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
-    // rows, `shift` further down, and B, over BK channels.
+    // A warp's accumulators, WM x WN, in the fragments of mma.sync, which fp32 uses too.
+    struct Product {
+        static constexpr int MI = WM / 16, NI = WN / 8;
+        float c[MI][NI][4] = {};
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int m0 = warp / (BN / WN) * WM, n0 = warp % (BN / WN) * WN;
+        // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
+        // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
-    int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
-    }
-    __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-        // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
-        uint32_t a_line[MI];
-        UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
-        uint32_t b_line = b_tile + (Tile::TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, Tile::BN * 2)
-                                                     : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
-        UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
-            uint32_t a[MI][4], b[NI / 2][4];
-            UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-            UNROLLED_FOR (int j = 0; j < NI / 2; j++)
-                if (Tile::TRANSPOSED)
-                    load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (Tile::BN * 2));
-                else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
-            UNROLLED_FOR (int i = 0; i < MI; i++)
-                UNROLLED_FOR (int j = 0; j < NI; j++)
-                    mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
+        __device__ Product(auto row_of) {
+            UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
         }
-    }
+        __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
+        __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+            // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
+            uint32_t a_line[MI];
+            UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
+            uint32_t b_line = b_tile + (TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2)
+                                                         : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+            UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
+                uint32_t a[MI][4], b[NI / 2][4];
+                UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
+                UNROLLED_FOR (int j = 0; j < NI / 2; j++)
+                    if (TRANSPOSED)
+                        load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
+                    else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+                UNROLLED_FOR (int i = 0; i < MI; i++)
+                    UNROLLED_FOR (int j = 0; j < NI; j++)
+                        mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+            }
+        }
 #else
-    int row[2 * MI];  // of A: those of this lane's sums
-    __device__ WarpProduct(auto row_of) {
-        UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
-    }
-    // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
-    __device__ int column(int j) const {
-        return n0 + (Tile::TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
-    }
-    __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
+        int row[2 * MI];  // of A: those of this lane's sums
+        __device__ Product(auto row_of) {
+            UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
+        }
+        // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
+        __device__ int column(int j) const {
+            return n0 + (TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+        }
+        __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
-        for (int k = 0; k < BK; k += 4) {
-            Vector<float, 4> a[2 * MI];
-            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
-            if (Tile::TRANSPOSED)  // four columns of B at a time, those of two fragments
-                UNROLLED_FOR (int q = 0; q < 4; q++)
-                    UNROLLED_FOR (int j = 0; j < NI; j += 2) {
-                        auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, Tile::BN * 4));
+            for (int k = 0; k < BK; k += 4) {
+                Vector<float, 4> a[2 * MI];
+                UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                    a[i] = load_shared<4>(a_tile + swizzled(row[i] + shift, k / 4));
+                if (TRANSPOSED)  // four columns of B at a time, those of two fragments
+                    UNROLLED_FOR (int q = 0; q < 4; q++)
+                        UNROLLED_FOR (int j = 0; j < NI; j += 2) {
+                            auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
+                            UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
+                                UNROLLED_FOR (int e = 0; e < 4; e++)
+                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                        }
+                else
+                    UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
+                        auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                            UNROLLED_FOR (int e = 0; e < 4; e++)
-                                c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                            UNROLLED_FOR (int q = 0; q < 4; q++)
+                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
                     }
-            else
-                UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
-                    auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
-                    UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                        UNROLLED_FOR (int q = 0; q < 4; q++)
-                            c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
+            }
+        }
+#endif
+        __device__ void store(float* staging) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    float* p = staging + (m0 + i * 16 + lane / 4) * STAGING_PITCH + column(j);
+                    *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
+                    *(float2*)(p + 8 * STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
                 }
         }
-    }
-#endif
-    __device__ void store(float* staging) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                float* p = staging + (m0 + i * 16 + lane / 4) * Tile::STAGING_PITCH + column(j);
-                *(float2*)p = make_float2(c[i][j][0], c[i][j][1]);
-                *(float2*)(p + 8 * Tile::STAGING_PITCH) = make_float2(c[i][j][2], c[i][j][3]);
-            }
-    }
-};
-
-// The two things that an epilogue does to a vector of sums. The first: a bias, an embedding and a residual
-// are added. The residual comes with apply, as each pixel has its own.
-struct AddBiasResidual {
-    Unpacked bias = {};
-    __device__ void load(const Gemm& g, int image, int n) {
-        if (g.bias) bias += unpack(g.bias + n);
-        if (g.emb.data) bias += unpack(g.emb.row(image) + n);
-    }
-    __device__ void apply(Unpacked& value, Unpacked residual) {
-        for (int e = 0; e < VEC; e++) value[e] += bias[e] + residual[e];
-    }
-};
-// The second: of the gradient of what a norm wrote it makes the gradient before the SiLU, and the sums that
-// the norm's backward wants. x is what the norm read.
-struct NormGradient {
-    Vector<GroupStatistics, VEC> statistics;
-    Vector<ScaleShift, VEC> half;
-    __device__ void load(const Norm& norm, size_t at) {
-        statistics = ::load<VEC>(norm.statistics + at);
-        half = ::load<VEC>(norm.half_scale_shift + at);
-    }
-    __device__ void apply(Unpacked& value, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
-        if (silu)
-            for (int e = 0; e < VEC; e++)
-                value[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
-        for (int e = 0; e < VEC; e++) {
-            sum[e] += value[e];
-            product[e] += value[e] * (x[e] - statistics.of[e].mean);
-        }
-    }
-};
-
-// Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
-// split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
-// or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
-// pixel.
-template <class Tile>
-__device__ __forceinline__ void gemm_epilogue(const Gemm& g, float* staging, const int* pixel_of_row, int tile,
-                                              int n0) {
-    constexpr int BM = Tile::BM, ROW = Tile::BN / VEC, STRIDE = Tile::THREADS / ROW, PASSES = 64 / STRIDE,
-                  PITCH = Tile::STAGING_PITCH;
-    const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift && g.sums;
-    const int T = g.x.first.T();
-    const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with g.sums these tiles are whole
-    Unpacked sum = {}, product = {};
-    UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
-        // All loads come before the first store, so that none waits for another.
-        int m[PASSES];           // the pixels, -1: outside
-        uint4 operands[PASSES];  // the residual, or the norm's x
-        Unpacked values[PASSES];
-        const Concat& operand = has_norm ? g.norm.x : g.residual;
-        const Tensor& of = operand.of(n);
-        const floatX* from = n < g.N() && of.data ? of.data + operand.within(n) : nullptr;
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            const int p = p0 + i * STRIDE + row;
-            m[i] = Tile::TAPS > 1 ? pixel_of_row[g.patch.row(p) + g.patch.tap(4)] : tile * BM + p;
-            if (n >= g.N() || m[i] >= g.M()) m[i] = -1;
-            operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-            values[i] = *(const Unpacked*)(staging + p * PITCH + column);
-        }
-        if (g.splits > 1) {
-            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                float* to = g.partial + ((size_t)blockIdx.y * g.M() + m[i]) * g.N() + n;
-                if (m[i] >= 0) *(Unpacked*)to = values[i];
-            }
-            continue;
-        }
-
-        AddBiasResidual add;
-        NormGradient norm;
-        const int image = m[0] / T;
-        if (m[0] >= 0 && has_norm) norm.load(g.norm, (size_t)image * g.N() + n);
-        else if (m[0] >= 0) add.load(g, image, n);
-        const Tensor& out = g.out.of(n);
-        floatX* to = out.data + g.out.within(n);
-        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-            if (has_norm) norm.apply(values[i], unpack(operands[i]), g.norm.silu, sum, product);
-            else add.apply(values[i], unpack(operands[i]));
-            if (m[i] >= 0) *(uint4*)rows_from(to, m[i], out.C) = pack(values[i]);
-        }
-        if (!g.sums) continue;
-
-        // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
-        // where that pixel's sums lay.
-        const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
-        float* pivot = staging + first * PITCH;
-        if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
-        __syncthreads();
-        UNROLLED_FOR (int i = 0; i < PASSES; i++)
-            for (int e = 0; e < VEC && !has_norm; e++) {
-                const float distance = values[i][e] - pivot[column + e];
-                sum[e] += distance;
-                product[e] += distance * distance;
-            }
-
-        // The sums are written when the last pixels of the norm's tile are finished.
-        if ((p0 + 64) % norm_pixels) continue;
-        if (norm_tile * norm_pixels >= g.M()) continue;
-        auto& shared_sums = *(float2(*)[Tile::THREADS / 32][Tile::BN])(pivot + PITCH);  // all have read it
-        float2* sums = g.sums + (size_t)norm_tile * g.N() + n0;
-        norm_tile_sums<ROW>(shared_sums, sums, g.N() - n0, sum, product, [&](int c, float2 total) {
-            if (!has_norm) {
-                const Moments moments = moments_about(pivot[c], total, norm_pixels);
-                return make_float2(moments.mean, moments.squares);
-            }
-            const int image = norm_tile * norm_pixels / T;
-            return make_float2(total.x, total.y * g.norm.statistics[image * g.N() + n0 + c].rstd);
-        });
-        sum = product = {};
-    }
-}
-
-// out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
-// or the input gradient of either: x is then dout, and w's taps are read backwards. M pixels, N output
-// channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
-// reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
-// (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) gemm_kernel(const __grid_constant__ Gemm g) {
-    await_inputs();
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, BM = Tile::BM, BN = Tile::BN,
-                  THREADS = Tile::THREADS;
-    constexpr bool TRANSPOSED = Tile::TRANSPOSED;
-    extern __shared__ __align__(128) unsigned char shared[];
-    int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-    uint32_t b_ring = shared_address(shared) + Tile::TABLE_BYTES, a_ring = b_ring + STAGES * Tile::B_BYTES;
-    static_assert(Tile::shared_bytes(2, Tile::A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-    const int a_rows = TAPS > 1 ? g.patch.rows() : BM, a_bytes = a_rows * 128;
-    const unsigned tid = threadIdx.x, n_tiles = ceil_div(g.N(), BN);
-    const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-    const int first = blockIdx.y * g.share, chunks = min(first + g.share, g.chunks()) - first;
-
-    if (TAPS > 1) {
-        Pixel origin = g.patch.origin(tile);
-        for (int r = tid; r < a_rows; r += THREADS)
-            pixel_of_row[r] = g.patch.pixel(origin, g.patch.offset(r));
-        __syncthreads();
-    }
-
-    // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
-    // them is the chunk's first.
-    auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= g.chunks1(); };
-    auto channels = [&](int chunk) -> unsigned { return second(chunk) ? g.x.second.C : g.x.first.C; };
-    auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? g.chunks1() : 0)) * BK; };
-    const int sweeps = (a_rows - (int)tid / 8 + Tile::SWEEP - 1) / Tile::SWEEP;  // with a row for this thread
-    auto load_a = [&](int buffer, int chunk, int begin) {
-        const Tensor& x = second(chunk) ? g.x.second : g.x.first;
-        const int row = tid / 8 + begin * Tile::SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
-        const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
-        const int left = TAPS > 1 ? sweeps - begin : Tile::A_LOADS;
-        load_pixels<Tile::A_LOADS, Tile::SWEEP>(to, left, x.data + c, x.C, c < x.C ? g.M() : 0, [&](int i) {
-            return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
-        });
     };
 
-    // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
-    // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
-    auto load_b = [&](int stage, int chunk, int tap) {
-        constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
-        static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-        const unsigned row = tid / ROW, v = tid % ROW, N = g.N(), K = g.x.C();
-        auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
-            const uint32_t to = b_ring + stage * Tile::B_BYTES + swizzled(row, v, ROW * 16);
-            UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
-                copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch), i * ROWS < left);
+    // Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
+    // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
+    // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
+    // pixel.
+    __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
+        constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
+        const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+        const bool has_norm = TRANSPOSED && norm.half_scale_shift && sums;
+        const int T = x.first.T();
+        const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
+        Unpacked sum = {}, product = {};
+        UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
+            // All loads come before the first store, so that none waits for another.
+            int m[PASSES];           // the pixels, -1: outside
+            uint4 operands[PASSES];  // the residual, or the norm's x
+            Unpacked values[PASSES];
+            const Concat& operand = has_norm ? norm.x : residual;
+            const Tensor& of = operand.of(n);
+            const floatX* from = n < N() && of.data ? of.data + operand.within(n) : nullptr;
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                const int p = p0 + i * STRIDE + row;
+                m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
+                if (n >= N() || m[i] >= M()) m[i] = -1;
+                operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
+                values[i] = *(const Unpacked*)(staging + p * PITCH + column);
+            }
+            if (splits > 1) {
+                UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                    float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
+                    if (m[i] >= 0) *(Unpacked*)to = values[i];
+                }
+                continue;
+            }
+
+            Unpacked added = {};  // bias and embedding
+            NormGradient gradient;
+            const int image = m[0] / T;
+            if (m[0] >= 0 && has_norm) gradient.load(norm, (size_t)image * N() + n);
+            else if (m[0] >= 0) {
+                if (bias) added += unpack(bias + n);
+                if (emb.data) added += unpack(emb.row(image) + n);
+            }
+            const Tensor& target = out.of(n);
+            floatX* to = target.data + out.within(n);
+            UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+                if (has_norm) gradient.apply(values[i], unpack(operands[i]), norm.silu, sum, product);
+                else values[i] += added + unpack(operands[i]);
+                if (m[i] >= 0) *(uint4*)rows_from(to, m[i], target.C) = pack(values[i]);
+            }
+            if (!sums) continue;
+
+            // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
+            // where that pixel's sums lay.
+            const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
+            float* pivot = staging + first * PITCH;
+            if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
+            __syncthreads();
+            UNROLLED_FOR (int i = 0; i < PASSES; i++)
+                for (int e = 0; e < VEC && !has_norm; e++) {
+                    const float distance = values[i][e] - pivot[column + e];
+                    sum[e] += distance;
+                    product[e] += distance * distance;
+                }
+
+            // The sums are written when the last pixels of the norm's tile are finished.
+            if ((p0 + 64) % norm_pixels) continue;
+            if (norm_tile * norm_pixels >= M()) continue;
+            auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);  // all have read it
+            float2* tile_sums = sums + (size_t)norm_tile * N() + n0;
+            norm_tile_sums<ROW>(shared_sums, tile_sums, N() - n0, sum, product, [&](int c, float2 total) {
+                if (!has_norm) {
+                    const Moments moments = moments_about(pivot[c], total, norm_pixels);
+                    return make_float2(moments.mean, moments.squares);
+                }
+                const int image = norm_tile * norm_pixels / T;
+                return make_float2(total.x, total.y * norm.statistics[image * N() + n0 + c].rstd);
+            });
+            sum = product = {};
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        unsigned char* shared = &shared_memory<unsigned char>();
+        int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
+        uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
+        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
+        const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
+        const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
+        const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+        const int first = blockIdx.y * share, count = min(first + share, chunks()) - first;
+
+        if (TAPS > 1) {
+            Pixel origin = patch.origin(tile);
+            for (int r = tid; r < a_rows; r += THREADS)
+                pixel_of_row[r] = patch.pixel(origin, patch.offset(r));
+            __syncthreads();
+        }
+
+        // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
+        // them is the chunk's first.
+        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= chunks1(); };
+        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
+        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
+        const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
+        auto load_a = [&](int buffer, int chunk, int begin) {
+            const Tensor& from = second(chunk) ? x.second : x.first;
+            const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+            const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
+            const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
+                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
+            });
         };
 
-        if constexpr (TRANSPOSED) {
-            const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
-            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-            const floatX* from = rows_from(g.w + n, column * TAPS + TAPS - 1 - tap, N);
-            load_rows(from, N, n < N && c < C ? C - c : 0);
-        } else {
-            const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
-            const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-            const floatX* from = rows_from(g.w + column, n * TAPS + tap, K);
-            load_rows(from, K, n < N && c < C ? N - n : 0);
-        }
-    };
+        // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
+        // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
+        auto load_b = [&](int stage, int chunk, int tap) {
+            constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+            static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
+            const unsigned row = tid / ROW, v = tid % ROW, O = N(), K = x.C();
+            auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
+                const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
+                UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
+                    copy_async(to + i * (ROWS * ROW * 16), rows_from(from, i * ROWS * TAPS, pitch),
+                               i * ROWS < left);
+            };
 
-    WarpProduct<Tile> product([&](int p) { return TAPS > 1 ? g.patch.row(p) : p; });
-
-    // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
-    // early.
-    struct Step {
-        int stage = 0, tap = 0, chunk = 0;
-        __device__ void next() {
-            stage++;
-            if (stage == STAGES) stage = 0;
-            tap++;
-            if (tap == TAPS) {
-                tap = 0;
-                chunk++;
+            if constexpr (TRANSPOSED) {
+                const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const floatX* from = rows_from(w + n, column * TAPS + TAPS - 1 - tap, O);
+                load_rows(from, O, n < O && c < C ? C - c : 0);
+            } else {
+                const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
+                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const floatX* from = rows_from(w + column, n * TAPS + tap, K);
+                load_rows(from, K, n < O && c < C ? O - n : 0);
             }
-        }
-    } step, early;
-    auto load_early = [&] {
-        if (early.chunk < chunks) {
-            if (TAPS == 1) load_a(early.stage, early.chunk, 0);
-            load_b(early.stage, early.chunk, early.tap);
-        }
-        __pipeline_commit();
-        early.next();
-    };
+        };
 
-    for (int begin = 0; TAPS > 1 && begin < Tile::A_SWEEPS; begin += Tile::A_LOADS) load_a(0, 0, begin);
-    UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
-    for (; step.chunk < chunks; step.next()) {
-        __pipeline_wait_prior(STAGES - 2);
-        __syncthreads();  // the step has arrived for every thread, and all are done with the one before
-        if (TAPS > 1 && step.chunk + 1 < chunks && step.tap < Tile::A_PARTS)
-            load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * Tile::A_LOADS);
-        load_early();
-        product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                         b_ring + step.stage * Tile::B_BYTES, TAPS > 1 ? g.patch.tap(step.tap) : 0);
+        Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
+
+        // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
+        // early.
+        struct Step {
+            int stage = 0, tap = 0, chunk = 0;
+            __device__ void next() {
+                stage++;
+                if (stage == STAGES) stage = 0;
+                tap++;
+                if (tap == TAPS) {
+                    tap = 0;
+                    chunk++;
+                }
+            }
+        } step, early;
+        auto load_early = [&] {
+            if (early.chunk < count) {
+                if (TAPS == 1) load_a(early.stage, early.chunk, 0);
+                load_b(early.stage, early.chunk, early.tap);
+            }
+            __pipeline_commit();
+            early.next();
+        };
+
+        for (int begin = 0; TAPS > 1 && begin < A_SWEEPS; begin += A_LOADS) load_a(0, 0, begin);
+        UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
+        for (; step.chunk < count; step.next()) {
+            __pipeline_wait_prior(STAGES - 2);
+            __syncthreads();  // the step has arrived for every thread, and all are done with the one before
+            if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
+                load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
+            load_early();
+            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
+                             b_ring + step.stage * B_BYTES, TAPS > 1 ? patch.tap(step.tap) : 0);
+        }
+
+        __pipeline_wait_prior(0);
+        __syncthreads();  // the rings become the staging area
+        float* staging = (float*)(shared + TABLE_BYTES);
+        product.store(staging);
+        __syncthreads();
+        finish(staging, pixel_of_row, tile, n0);
     }
 
-    __pipeline_wait_prior(0);
-    __syncthreads();  // the rings become the staging area
-    float* staging = (float*)(shared + Tile::TABLE_BYTES);
-    product.store(staging);
-    __syncthreads();
-    gemm_epilogue<Tile>(g, staging, pixel_of_row, tile, n0);
-}
-
-// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
-// makes VEC outputs.
-__global__ void gemm_reduce_kernel(const Gemm g) {
-    await_inputs();
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
-    if (i >= count) return;
-    int m = (int)(i / g.N()), n = (int)(i % g.N());
-    Unpacked value = {};
-#pragma unroll 4
-    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
-    size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
-    if (g.bias) value += unpack(g.bias + n);
-    if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
-    if (g.residual.of(n).data) value += unpack(g.residual.of(n).data + at);
-    *(uint4*)(g.out.of(n).data + at) = pack(value);
-}
+    static void launch_tiles(const Gemm& g) {
+        GemmBlock block = {g};
+        block.patch = make_patch(g.x.first, TAPS, BM);
+        const int tiles = block.patch.tiles * ceil_div(g.N(), BN);
+        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? block.patch.rows() : BM);
+        const size_t outputs = (size_t)g.M() * g.N();
+        Arena workspace = stream->workspace;
+        if (g.splits > 1) block.partial = take<float>(&workspace, g.splits * outputs);
+        launch(gemm_kernel<GemmBlock>, dim3(tiles, g.splits), THREADS, bytes, block);
+        if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, block);
+    }
+};
 
 // ---- which kernel does a GEMM
 
 // PORTABLE: by the pixels and channels of a block's tile. HOPPER, of section 12: tiles of 64 channels by 128 pixels, which
 // may be two small images, or by 256, which two warpgroups compute in ping-pong; NORMED also norms the input on the way.
-// Their order counts: HOPPER_128 is the first of section 12, HOPPER_256 the first of 256 pixels.
+// Their order counts: HOPPER_128 is the first of section 12.
 enum GemmKernel {
     PORTABLE_128x128,
     PORTABLE_128x64,
@@ -6370,8 +6358,6 @@ enum GemmKernel {
 struct GemmChoice {
     GemmKernel kernel;
     int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
-    // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does.
-    bool leaves_sums = false;
 };
 #ifdef HOPPER  // compute capability 9.0's own instructions (sm_90a), and bf16
 enum { HAS_HOPPER = true };
@@ -6379,70 +6365,65 @@ enum { HAS_HOPPER = true };
 enum { HAS_HOPPER = false };
 #endif
 
-// Whether a tile of the kernel holds whole tiles of a norm, so that a block knows all of their pixels.
-static bool holds_norm_tiles(const Gemm& g, int taps, GemmKernel kernel) {
+// Hopper's kernels write 64 channels at once, all to one tensor.
+static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
+// Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile
+// of the kernel must hold whole tiles of the norm, so that a block knows all of their pixels.
+static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     const int H = g.x.first.H, W = g.x.first.W, T = H * W;
+    const bool portable = choice.kernel < HOPPER_128;
+    if (portable && choice.splits > 1) return false;
+    if (!portable && !hopper_writes(g.norm.x)) return false;
     if (T == 64) return taps == 1 || H == 8;
-    if (T % NORM_TILE || kernel == PORTABLE_64x64) return false;
+    if (T % NORM_TILE || choice.kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
-    return kernel < HOPPER_128 ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
+    return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
-static GemmChoice portable_choice(const Gemm& g, int taps, GemmKernel kernel, int splits = 1) {
-    return {kernel, splits, splits == 1 && holds_norm_tiles(g, taps, kernel)};
+// Where `blocks` leave multiprocessors without work, up to `most` times as many share the tiles' chunks, if each
+// keeps enough of them to pay for adding up the parts. The bounds were measured on an H100.
+static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
+    int splits = 1;
+    while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
+           taps * g.chunks() >= least_steps * splits)
+        splits *= 2;
+    return splits;
 }
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
-// without work. Where even the smallest are too few, up to eight blocks split a tile's chunks, if each keeps
-// enough of them to pay for a second kernel. The bounds were measured on an H100.
+// without work. Where even the smallest are too few, blocks split a tile's chunks.
 template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
     };
-    if (!TRANSPOSED && g.N() <= 16) return portable_choice(g, TAPS, PORTABLE_128x16);  // an image
+    if (!TRANSPOSED && g.N() <= 16) return {PORTABLE_128x16};  // an image
     const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
-    if (full && tiles(128, 128) >= gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x128);
-    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return portable_choice(g, TAPS, PORTABLE_128x64);
-
-    const int chunks = g.chunks(), steps = TAPS * chunks, least_steps = sizeof(floatX) == 2 ? 18 : 1;
-    auto should_double = [&](int splits) {
-        const bool leaves_idle = splits * tiles(64, 64) <= gpu_multiprocessors;
-        return leaves_idle && 2 * splits <= chunks && steps >= least_steps * splits;
-    };
-    int splits = 1;
-    while (splits < 8 && should_double(splits)) splits *= 2;
-    return portable_choice(g, TAPS, PORTABLE_64x64, splits);
+    if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
+    if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
+    return {PORTABLE_64x64, choose_splits(g, TAPS, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
 }
 
-// Hopper's kernels write 64 channels at once, all to one tensor.
-static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * x.B * ceil_div(x.H, 16) * ceil_div(x.W, 16) * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    return 2 * make_patch(x, {16, 16, 1}).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
-// Whether a 3x3 convolution with O outputs norms what it reads: in whole tiles, and whole chunks.
-static bool norms_on_the_way(const Norm& norm, int O) {
-    const Tensor& x = norm.x.first;
-    return HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
-           norm.x.second.C % 64 == 0 && O > 16 && enough_256(x, O);
+// The convolution norms what it reads itself where that is whole tiles, and whole chunks.
+static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+    const Tensor &x = norm.x.first, &second = norm.x.second;
+    const bool on_the_way = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
+                            second.C % 64 == 0 && O > 16 && enough_256(x, O);
+    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
+    return on_the_way ? Concat(x, second, norm.half_scale_shift) : normed;
 }
 template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
     const Tensor& x = g.x.first;
     const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
-    GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
-    if (TAPS > 1 && !small && enough_256(x, g.N())) {
-        kernel = g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256;
-        if (g.x.half_scale_shift) kernel = HOPPER_256_NORMED;
-    }
-    GemmChoice choice = {.kernel = kernel};
-    choice.leaves_sums = holds_norm_tiles(g, TAPS, kernel) && hopper_writes(g.norm.x);
-    if (kernel >= HOPPER_256) return choice;
+    if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_product
+    if (TAPS > 1 && !small && enough_256(x, g.N()))
+        return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
-    // Where tiles leave multiprocessors without work, clusters share long reductions. Tuned on an H100.
+    // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
     const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
     const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    const int steps = TAPS * g.chunks();
-    int& splits = choice.splits;
-    while (splits < 4 && 2 * splits * blocks <= gpu_multiprocessors && steps >= 18 * splits) splits *= 2;
-    return choice;
+    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
@@ -6451,28 +6432,17 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
     return choose_portable<TAPS, TRANSPOSED>(g);
 }
 
-template <class Tile> static void launch_portable(Gemm g) {
-    g.patch = make_patch(g.x.first, Tile::TAPS, Tile::BM);
-    const int tiles = g.patch.tiles * ceil_div(g.N(), Tile::BN);
-    const int bytes = Tile::shared_bytes(g.chunks(), Tile::TAPS > 1 ? g.patch.rows() : Tile::BM);
-    const size_t outputs = (size_t)g.M() * g.N();
-    Arena workspace = stream->workspace;
-    if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * outputs);
-    launch(gemm_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS, bytes, g);
-    if (g.splits > 1) launch(gemm_reduce_kernel, ceil_div(outputs / VEC, 256), 256, 0, g);
-}
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
-    for (const Concat& joined : {asked.x, asked.out})
-        assert(joined.first.C % CHANNEL_MULTIPLE == 0 && joined.second.C % CHANNEL_MULTIPLE == 0);
     assert(TAPS > 1 || !asked.emb.data);
     assert(!asked.norm.half_scale_shift || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
-    if (!choice.leaves_sums) g.norm = {};
+    const bool sums_are_left = leaves_sums(g, TAPS, choice);
+    if (!sums_are_left) g.norm = {};
     else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
     else g.sums = (float2*)g.out.first.moments;
 
@@ -6480,22 +6450,22 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
     switch (choice.kernel) {
         case PORTABLE_128x128:
-            launch_portable<GemmTile<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>>(g);
+            GemmBlock<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>::launch_tiles(g);
             break;
         case PORTABLE_128x64:
-            launch_portable<GemmTile<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>>(g);
+            GemmBlock<128, 64, 64, 32, TAPS, TRANSPOSED, 3, BF16 ? 4 : 3>::launch_tiles(g);
             break;
         case PORTABLE_64x64:
-            launch_portable<GemmTile<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>>(g);
+            GemmBlock<64, 64, 32, 32, TAPS, TRANSPOSED, TAPS == 1 ? 3 : 5, 4>::launch_tiles(g);
             break;
         case PORTABLE_128x16:
-            if constexpr (!TRANSPOSED) launch_portable<GemmTile<128, 16, 32, 16, TAPS, false, 3, 3>>(g);
+            if constexpr (!TRANSPOSED) GemmBlock<128, 16, 32, 16, TAPS, false, 3, 3>::launch_tiles(g);
             else assert(false);  // choose_portable has it for forward only
             break;
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
     }
-    if (choice.leaves_sums) return;
+    if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
     if (asked.norm.half_scale_shift) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
@@ -6530,11 +6500,59 @@ struct WeightGradient {
     __device__ float bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
+
+    // Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
+    __device__ float bias_of_splits(int o, int s) const {
+        float sum = 0;
+#pragma unroll 8
+        for (; s < splits; s += 32) sum += bias_partial(s, 0, 0, o);
+        return sum;
+    }
+    // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes
+    // to per_image.
+    __device__ float bias_of_images(int o, int b) const {
+        const int images = patch.images, set_tiles = patch.set_tiles();
+        float total = 0;
+        for (; b < dout.B; b += 32) {
+            const int set = b / images, last_split = split_of((set + 1) * set_tiles - 1);
+            float sum = 0;
+#pragma unroll 8
+            for (int s = split_of(set * set_tiles); s <= last_split; s++)
+                sum += bias_partial(s, set, b % images, o);
+            if (per_image.data) per_image.row(b)[o] = (floatX)sum;
+            total += sum;
+        }
+        return total;
+    }
+    // Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
+    // channel.
+    __device__ void reduce_bias(int block) const {
+        __shared__ float sums[32][8];
+        const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+        const bool one_image = dout.B == 1;
+        float total = 0;
+        if (o < dout.C) total = one_image ? bias_of_splits(o, y) : bias_of_images(o, y);
+        sums[y][column] = total;
+        __syncthreads();
+        if (y != 0 || o >= dout.C) return;
+        for (int i = 1; i < 32; i++) total += sums[i][column];
+        if (per_image.data && one_image) per_image.data[o] = (floatX)total;
+        dbias[o] = total;
+    }
 };
 
-// A block has 64 output channels by 64 input channels and all taps, and reduces over PIXELS at a time.
-template <int TAPS_> struct WeightTile {
-    static constexpr int TAPS = TAPS_, PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const Block block) {
+    await_inputs();
+    block.run();
+}
+
+// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
+// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
+// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
+// the blocks that share dout's channels also writes their column sums. A step of the reduction is PIXELS.
+template <int TAPS> struct WeightBlock : WeightGradient {
+    static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
     static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
     static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
@@ -6550,243 +6568,195 @@ template <int TAPS_> struct WeightTile {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
     };
-};
 
 #ifndef PRECISION_FP32
-// The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
-// with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-template <class Tile> struct WeightProduct {
-    static constexpr int MI = 4 / Tile::WARPS_O, NI = Tile::TAPS * 8 / Tile::WARPS_N;
-    static_assert(Tile::TAPS == 1 || NI == Tile::TAPS, "3x3: a warp owns eight input channels, and all taps");
-    static_assert(MI * Tile::WARPS_O == 4 && NI * Tile::WARPS_N == Tile::TAPS * 8,
-                  "warps share the work evenly");
-    float c[MI][NI][4] = {};
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int o0 = warp / Tile::WARPS_N * MI * 16, n0 = warp % Tile::WARPS_N;
-    float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
-    // Eight input channels of fragment j; its tap is j.
-    __device__ int vector(int j) const { return Tile::TAPS > 1 ? n0 : n0 * NI + j; }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
-                             bool sums_bias) {
+    // The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
+    // with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
+    struct Product {
+        static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
+        static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
+        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
+                      "warps share the work evenly");
+        float c[MI][NI][4] = {};
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int o0 = warp / WARPS_N * MI * 16, n0 = warp % WARPS_N;
+        float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
+        // Eight input channels of fragment j; its tap is j.
+        __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                                 bool sums_bias) {
 #pragma unroll 1
-        for (int k = 0; k < Tile::PIXELS; k += 32) {
-            uint32_t a[2][MI][4];
-            uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
-            UNROLLED_FOR (int h = 0; h < 2; h++)
-                UNROLLED_FOR (int i = 0; i < MI; i++)
-                    load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
-            if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
-                uint32_t ones = lane / 4 == k * patch.images / Tile::PIXELS ? 0x3f803f80 : 0;
-                UNROLLED_FOR (int i = 0; i < MI; i++)
-                    UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
-            }
-            int row = Tile::TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                uint32_t b[4];
-                int r = Tile::TAPS > 1 ? row + patch.tap(j) : row;
-                load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
-                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
-                UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+            for (int k = 0; k < PIXELS; k += 32) {
+                uint32_t a[2][MI][4];
+                uint32_t a_line = d_tile + swizzled(k + lane / 16 * 8 + lane % 8, o0 / 8 + lane / 8 % 2);
+                UNROLLED_FOR (int h = 0; h < 2; h++)
+                    UNROLLED_FOR (int i = 0; i < MI; i++)
+                        load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
+                if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
+                    uint32_t ones = lane / 4 == k * patch.images / PIXELS ? 0x3f803f80 : 0;
+                    UNROLLED_FOR (int i = 0; i < MI; i++)
+                        UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
+                }
+                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    uint32_t b[4];
+                    int r = TAPS > 1 ? row + patch.tap(j) : row;
+                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
+                    UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
+                    UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
+                }
             }
         }
-    }
-    // put(image, o, the sum), which begins again
-    __device__ void flush_sums(auto put) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int e = 0; e < 4; e++) {
-                if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
-                sums[i][e] = 0;
-            }
-    }
-    // put(o, tap, c, two sums of neighbouring c)
-    __device__ void store(auto put) {
-        UNROLLED_FOR (int i = 0; i < MI; i++)
-            UNROLLED_FOR (int j = 0; j < NI; j++) {
-                int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
-                    tap = Tile::TAPS > 1 ? j : 0;
-                put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
-                put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
-            }
-    }
-};
+        // put(image, o, the sum), which begins again
+        __device__ void flush_sums(auto put) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int e = 0; e < 4; e++) {
+                    if (n0 == 0 && lane % 4 == 0) put(e % 2, o0 + i * 16 + lane / 4 + e / 2 * 8, sums[i][e]);
+                    sums[i][e] = 0;
+                }
+        }
+        // put(o, tap, c, two sums of neighbouring c)
+        __device__ void store(auto put) {
+            UNROLLED_FOR (int i = 0; i < MI; i++)
+                UNROLLED_FOR (int j = 0; j < NI; j++) {
+                    int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
+                        tap = TAPS > 1 ? j : 0;
+                    put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
+                    put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+                }
+        }
+    };
 #else
-// A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
-template <class Tile> struct WeightProduct {
-    static constexpr int NC = Tile::TAPS > 1 ? 2 : 4;
-    static_assert(Tile::THREADS * 8 * NC == 64 * 64, "every sum has one owner");
-    float c[8][Tile::TAPS][NC] = {};
-    const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
-    float sums[8] = {};  // of dout over the pixels
-    __device__ static uint32_t at(uint32_t tile, int row, int channel) {
-        return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
-    }
-    __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
-                             bool sums_bias) {
+    // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
+    struct Product {
+        static constexpr int NC = TAPS > 1 ? 2 : 4;
+        static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
+        float c[8][TAPS][NC] = {};
+        const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
+        float sums[8] = {};  // of dout over the pixels
+        __device__ static uint32_t at(uint32_t tile, int row, int channel) {
+            return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
+        }
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+                                 bool sums_bias) {
 #pragma unroll 4
-        for (int k = 0; k < Tile::PIXELS; k++) {
-            Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
-                                        load_shared<4>(at(d_tile, k, o0 + 4))};
-            if (sums_bias)
-                UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
-            int row = Tile::TAPS > 1 ? row_of_pixel[k] : k;
-            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++) {
-                auto x = load_shared<NC>(at(x_tile, row + (Tile::TAPS > 1 ? patch.tap(t) : 0), c0));
-                UNROLLED_FOR (int o = 0; o < 8; o++)
-                    UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+            for (int k = 0; k < PIXELS; k++) {
+                Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
+                                            load_shared<4>(at(d_tile, k, o0 + 4))};
+                if (sums_bias)
+                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
+                int row = TAPS > 1 ? row_of_pixel[k] : k;
+                UNROLLED_FOR (int t = 0; t < TAPS; t++) {
+                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
+                    UNROLLED_FOR (int o = 0; o < 8; o++)
+                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+                }
             }
         }
-    }
-    __device__ void flush_sums(auto put) {
-        UNROLLED_FOR (int o = 0; o < 8; o++) {
-            if (c0 == 0) put(0, o0 + o, sums[o]);
-            sums[o] = 0;
+        __device__ void flush_sums(auto put) {
+            UNROLLED_FOR (int o = 0; o < 8; o++) {
+                if (c0 == 0) put(0, o0 + o, sums[o]);
+                sums[o] = 0;
+            }
         }
-    }
-    __device__ void store(auto put) {
-        UNROLLED_FOR (int o = 0; o < 8; o++)
-            UNROLLED_FOR (int t = 0; t < Tile::TAPS; t++)
-                UNROLLED_FOR (int e = 0; e < NC; e += 2)
-                    put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
-    }
-};
+        __device__ void store(auto put) {
+            UNROLLED_FOR (int o = 0; o < 8; o++)
+                UNROLLED_FOR (int t = 0; t < TAPS; t++)
+                    UNROLLED_FOR (int e = 0; e < NC; e += 2)
+                        put(o0 + o, t, c0 + e, make_float2(c[o][t][e], c[o][t][e + 1]));
+        }
+    };
 #endif
 
-// dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
-// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
-// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
-// the blocks that share dout's channels also writes their column sums.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    weight_gradient_kernel(const WeightGradient g) {
-    await_inputs();
-    constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PIXELS = Tile::PIXELS;
-    constexpr int ROW = Tile::ROW, THREADS = Tile::THREADS, D_SWEEPS = PIXELS / Tile::SWEEP;
-    extern __shared__ __align__(128) unsigned char weight_shared[];
-    auto& shared = *(typename Tile::Shared*)weight_shared;
-    int tid = threadIdx.x;
-    int tiles1 = ceil_div(g.x.first.C, 64), c_tiles = tiles1 + ceil_div(g.x.second.C, 64);
-    int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
-    bool second = c_tile >= tiles1;
-    const floatX *dout = g.dout.data, *x = second ? g.x.second.data : g.x.first.data;
-    int channels = second ? g.x.second.C : g.x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-    const int M = g.dout.rows(), O = g.dout.C, set_tiles = g.patch.set_tiles();
-    int first = g.first_tile(blockIdx.y), last = g.first_tile(blockIdx.y + 1);
-    const bool sums_bias = g.bias_partials && c_tile == 0;
+    __device__ __forceinline__ void run() const {
+        auto& shared = shared_memory<Shared>();
+        constexpr int D_SWEEPS = PIXELS / SWEEP;
+        int tid = threadIdx.x;
+        int tiles1 = ceil_div(x.first.C, 64), c_tiles = tiles1 + ceil_div(x.second.C, 64);
+        int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
+        bool second = c_tile >= tiles1;
+        const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
+        int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int M = dout.rows(), O = dout.C, set_tiles = patch.set_tiles();
+        int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
+        const bool sums_bias = bias_partials && c_tile == 0;
 
-    const uchar4 offset = g.patch.offset(tid);
-    auto locate = [&](int tile) {  // its pixels, before it is loaded
-        static_assert(TAPS == 1 || (Tile::X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
-        if (TAPS == 1 || tid >= Tile::X_ROWS || tile >= last) return;
-        const int pixel = g.patch.pixel(g.patch.origin(tile), offset);
-        shared.pixel_of_row[tile % 2][tid] = tid < g.patch.rows() ? pixel : -1;
-    };
-    if (TAPS > 1) {
-        for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = g.patch.row(p);
-        locate(first);
-        locate(first + 1);
-        __syncthreads();
-    }
-    const int row = tid / ROW, v = tid % ROW;
-    auto load = [&](int tile) {
-        if (tile >= last) return;
-        auto& stage = shared.stages[(tile - first) % STAGES];
-        const int at = swizzled(row, v, Tile::ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
-        const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
-        auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
-        auto pixel_of_dout = [&](int i) {
-            return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + g.patch.tap(4) : row + i);
+        const uchar4 offset = patch.offset(tid);
+        auto locate = [&](int tile) {  // its pixels, before it is loaded
+            static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
+            if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
+            const int pixel = patch.pixel(patch.origin(tile), offset);
+            shared.pixel_of_row[tile % 2][tid] = tid < patch.rows() ? pixel : -1;
         };
-        load_pixels<D_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.dout) + at, D_SWEEPS, dout + o, O, o < O ? M : 0, pixel_of_dout);
-        load_pixels<Tile::X_SWEEPS, Tile::SWEEP, Tile::ROW_BYTES>(
-            shared_address(stage.x) + at, Tile::X_SWEEPS, x + c, channels, c < channels ? M : 0,
-            [&](int i) { return pixel(row + i); });
-    };
-
-    WeightProduct<Tile> product;
-    // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
-    // write one row, because neither split nor set ever goes down.
-    int set = first / set_tiles;
-    auto flush_sums = [&] {
-        product.flush_sums([&](int image, int o, float sum) {
-            size_t row = (size_t)(blockIdx.y + set) * g.patch.images + image;
-            if (image < g.patch.images && o0 + o < O) g.bias_partials[row * O + o0 + o] = sum;
-        });
-    };
-    for (int s = 0; s < STAGES - 1; s++) {
-        load(first + s);
-        __pipeline_commit();
-    }
-    for (int tile = first; tile < last; tile++) {
-        __pipeline_wait_prior(STAGES - 2);
-        __syncthreads();  // this tile has arrived, and every thread is done with the one before
-        load(tile + STAGES - 1);
-        __pipeline_commit();
-        locate(tile + 2);
-        auto& stage = shared.stages[(tile - first) % STAGES];
-        if (sums_bias && tile == (set + 1) * set_tiles) {
-            flush_sums();
-            set++;
+        if (TAPS > 1) {
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row(p);
+            locate(first);
+            locate(first + 1);
+            __syncthreads();
         }
-        product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, g.patch,
-                         sums_bias);
-    }
-    __pipeline_wait_prior(0);
-    if (sums_bias) flush_sums();
+        const int row = tid / ROW, v = tid % ROW;
+        auto load = [&](int tile) {
+            if (tile >= last) return;
+            auto& stage = shared.stages[(tile - first) % STAGES];
+            const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
+            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
+            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+            auto pixel_of_dout = [&](int i) {
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap(4) : row + i);
+            };
+            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
+                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
+            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
+                shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
+                [&](int i) { return pixel(row + i); });
+        };
 
-    float* to = g.partial ? g.partial + blockIdx.y * g.count() : g.dw;
-    product.store([&](int o, int tap, int c, float2 value) {
-        if (o0 + o >= O || c0 + c >= channels) return;
-        size_t row = (size_t)(o0 + o) * TAPS + tap;
-        *(float2*)(to + row * g.x.C() + (second ? g.x.first.C : 0) + c0 + c) = value;
-    });
-}
+        Product product;
+        // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
+        // write one row, because neither split nor set ever goes down.
+        int set = first / set_tiles;
+        auto flush_sums = [&] {
+            product.flush_sums([&](int image, int o, float sum) {
+                size_t row = (size_t)(blockIdx.y + set) * patch.images + image;
+                if (image < patch.images && o0 + o < O) bias_partials[row * O + o0 + o] = sum;
+            });
+        };
+        for (int s = 0; s < STAGES - 1; s++) {
+            load(first + s);
+            __pipeline_commit();
+        }
+        for (int tile = first; tile < last; tile++) {
+            __pipeline_wait_prior(STAGES - 2);
+            __syncthreads();  // this tile has arrived, and every thread is done with the one before
+            load(tile + STAGES - 1);
+            __pipeline_commit();
+            locate(tile + 2);
+            auto& stage = shared.stages[(tile - first) % STAGES];
+            if (sums_bias && tile == (set + 1) * set_tiles) {
+                flush_sums();
+                set++;
+            }
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, patch,
+                             sums_bias);
+        }
+        __pipeline_wait_prior(0);
+        if (sums_bias) flush_sums();
 
-// Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
-__device__ inline float bias_of_splits(const WeightGradient& g, int o, int s) {
-    float sum = 0;
-#pragma unroll 8
-    for (; s < g.splits; s += 32) sum += g.bias_partial(s, 0, 0, o);
-    return sum;
-}
-// Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes to
-// per_image.
-__device__ inline float bias_of_images(const WeightGradient& g, int o, int b) {
-    const int images = g.patch.images, set_tiles = g.patch.set_tiles();
-    float total = 0;
-    for (; b < g.dout.B; b += 32) {
-        const int set = b / images, last_split = g.split_of((set + 1) * set_tiles - 1);
-        float sum = 0;
-#pragma unroll 8
-        for (int s = g.split_of(set * set_tiles); s <= last_split; s++)
-            sum += g.bias_partial(s, set, b % images, o);
-        if (g.per_image.data) g.per_image.row(b)[o] = (floatX)sum;
-        total += sum;
+        float* to = partial ? partial + blockIdx.y * count() : dw;
+        product.store([&](int o, int tap, int c, float2 value) {
+            if (o0 + o >= O || c0 + c >= channels) return;
+            size_t row = (size_t)(o0 + o) * TAPS + tap;
+            *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;
+        });
     }
-    return total;
-}
-// Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
-// channel.
-__device__ void reduce_bias(const WeightGradient& g, int block) {
-    __shared__ float sums[32][8];
-    const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
-    const bool one_image = g.dout.B == 1;
-    float total = 0;
-    if (o < g.dout.C) total = one_image ? bias_of_splits(g, o, y) : bias_of_images(g, o, y);
-    sums[y][column] = total;
-    __syncthreads();
-    if (y != 0 || o >= g.dout.C) return;
-    for (int i = 1; i < 32; i++) total += sums[i][column];
-    if (g.per_image.data && one_image) g.per_image.data[o] = (floatX)total;
-    g.dbias[o] = total;
-}
+};
 
 // dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the sums of eight
 // threads are added. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
 // gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
-    if (blockIdx.x >= (unsigned)weight_blocks) return reduce_bias(g, blockIdx.x - weight_blocks);
+    if (blockIdx.x >= (unsigned)weight_blocks) return g.reduce_bias(blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
     int lane = threadIdx.x % 32, reducer = threadIdx.x / 32;
@@ -6830,29 +6800,22 @@ static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, con
     const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
-template <int TAPS> static void gemm_forward(Tensor out, Concat x, Product<TAPS> layer, Forward options) {
-    const Gemm g = forward_gemm(out, x, layer, options);
-    launch_gemm<TAPS, false>(g, choose<TAPS, false>(g));
-}
-template <int TAPS>
-static void gemm_backward_input(Concat dx, Tensor dout, Product<TAPS> layer, Backward options) {
-    const Gemm g = backward_input_gemm(dx, dout, layer, options);
-    launch_gemm<TAPS, true>(g, choose<TAPS, true>(g));
+template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
+    launch_gemm<TAPS, TRANSPOSED>(g, choose<TAPS, TRANSPOSED>(g));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     const int O = dout.C;
-    for (int channels : {O, x.first.C, x.second.C}) assert(channels % CHANNEL_MULTIPLE == 0);
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
     WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
-    using Tile = WeightTile<TAPS>;
-    g.patch = make_patch(dout, TAPS, Tile::PIXELS);
+    using Block = WeightBlock<TAPS>;
+    g.patch = make_patch(dout, TAPS, Block::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
     const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
@@ -6862,18 +6825,18 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, [&](const WeightGradient& g) {
-        launch(weight_gradient_kernel<Tile>, dim3(tiles, g.splits), Tile::THREADS,
-               sizeof(typename Tile::Shared), g);
+        launch(weight_gradient_kernel<Block>, dim3(tiles, g.splits), Block::THREADS,
+               sizeof(typename Block::Shared), Block{g});
     });
 }
 
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
-    gemm_forward(out, x, layer, options);
+    launch_gemm<9, false>(forward_gemm(out, x, layer, options));
 }
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
-    gemm_backward_input(dx, dout, layer, options);
+    launch_gemm<9, true>(backward_input_gemm(dx, dout, layer, options));
 }
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
@@ -6882,11 +6845,11 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
-    gemm_forward(out, x, layer, options);
+    launch_gemm<1, false>(forward_gemm(out, x, layer, options));
 }
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
-    gemm_backward_input(dx, dout, layer, options);
+    launch_gemm<1, true>(backward_input_gemm(dx, dout, layer, options));
 }
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
@@ -7084,9 +7047,8 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// What TMA must know of x to load and store boxes of 64 channels, or, where it is narrow, of 16 channels in the
-// 32-byte swizzle (dev/dit).
-static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
+// What TMA must know of x to load and store boxes of 64 channels, or of 16 in the 32-byte swizzle (dev/dit).
+static CUtensorMap tensor_map(const Tensor& x, Box box, cuuint32_t channels = 64) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void**)&encode, 12000,
@@ -7096,10 +7058,9 @@ static CUtensorMap tensor_map(const Tensor& x, Box box, bool narrow = false) {
     const cuuint64_t row = (cuuint64_t)x.C * sizeof(floatX);
     const cuuint64_t sizes[] = {(cuuint64_t)x.C, (cuuint64_t)x.W, (cuuint64_t)x.H, (cuuint64_t)x.B};
     const cuuint64_t strides[] = {row, row * x.W, row * x.W * x.H};
-    const cuuint32_t channels = narrow ? 16 : 64;
     const cuuint32_t extent[] = {channels, (cuuint32_t)box.width, (cuuint32_t)box.height, (cuuint32_t)box.images};
     const cuuint32_t element_strides[] = {1, 1, 1, 1};
-    const CUtensorMapSwizzle swizzle = narrow ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_128B;
+    const auto swizzle = channels == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B;
     CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes, strides, extent,
                              element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -7126,11 +7087,31 @@ struct HopperGemm : Gemm {
 // The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
 // images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
 enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
-// A tile of outputs: 64 channels by the pixels of its shape.
-template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_ = false> struct HopperTile {
-    static constexpr int TAPS = TAPS_, STAGES = STAGES_;
-    static constexpr bool TRANSPOSED = TRANSPOSED_, PAIRS = SHAPE == TWO_IMAGES;
-    static constexpr bool NORMS = NORMS_;  // a fourth warpgroup norms x on the way
+
+__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
+    await_inputs();
+    Block block = {g, shared_memory<typename Block::Shared>()};
+    block.run();
+}
+
+// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
+// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
+// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
+// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
+// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
+// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
+// that the ring holds all of come in once for all of a block's tiles.
+template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = false> struct HopperGemmBlock {
+    // NORMS: x is normed on the way, by a fourth warpgroup. A tile has 64 channels, and the pixels of its shape.
+    static constexpr bool PAIRS = SHAPE == TWO_IMAGES;
     static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
     static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
@@ -7183,32 +7164,14 @@ template <int TAPS_, bool TRANSPOSED_, TileShape SHAPE, int STAGES_, bool NORMS_
         Barrier normed[PATCHES];  // patches, where they are normed on the way
         static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
     };
-};
-
-__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-}
-
-// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
-// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
-// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
-// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
-// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
-// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
-// that the ring holds all of come in once for all of a block's tiles.
-template <class Tile> struct HopperGemmBlock {
-    static constexpr int TAPS = Tile::TAPS, STAGES = Tile::STAGES, PATCHES = Tile::PATCHES,
-                         SUBTILES = Tile::SUBTILES;
     const HopperGemm& g;
-    typename Tile::Shared& shared;
+    Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
     const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = rank * g.share, last = min(first + g.share, g.chunks());
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
-    Barrier* const ready = Tile::NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
+    Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
     __device__ int first_channel(int chunk) const {
         return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
@@ -7218,7 +7181,7 @@ template <class Tile> struct HopperGemmBlock {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g.patch, tile);
+            const Pixel at = origin(g.patch, tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 if (patches) {
                     load_patch(at, chunk, patch.slot, patch.parity);
@@ -7230,8 +7193,8 @@ template <class Tile> struct HopperGemmBlock {
                     Barrier& full = shared.stage.full[stage.slot];
                     shared.stage.empty[stage.slot].wait(stage.parity);
                     full.expect(sizeof(Rows64));
-                    const Pixel row = Tile::TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, Tile::TRANSPOSED ? o : channel, row);
+                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
+                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
                 }
             }
         }
@@ -7242,14 +7205,14 @@ template <class Tile> struct HopperGemmBlock {
         Barrier& full = shared.patch.full[slot];
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
-            full.expect(Tile::PATCH_ROWS * 128);
+            full.expect(PATCH_ROWS * 128);
             tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - Tile::HALO, at.x - Tile::HALO});
+                     {at.b, at.y - HALO, at.x - HALO});
         } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
                 tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
-                         Tile::subtile(at, k));
+                         subtile(at, k));
         } else {
             full.arrive();
         }
@@ -7257,25 +7220,25 @@ template <class Tile> struct HopperGemmBlock {
 
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
-        enum { STEP = Tile::SWEEP, STEPS = Tile::BUFFER_ROWS / STEP };
-        static_assert(!Tile::NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
+        enum { STEP = SWEEP, STEPS = BUFFER_ROWS / STEP };
+        static_assert(!NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
 #pragma unroll 1
         for (int i = 0; i < STEPS; i++) {
-            const int row = first_row + i * STEP, y = row / Tile::PATCH.width, x = row % Tile::PATCH.width;
+            const int row = first_row + i * STEP, y = row / PATCH.width, x = row % PATCH.width;
             left |= (x == 0) << i;
-            right |= (x == Tile::PATCH.width - 1) << i;
+            right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
-            bottom |= (y == Tile::PATCH.height - 1) << i;
+            bottom |= (y == PATCH.height - 1) << i;
         }
 
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = Tile::origin(g.patch, tile);
+            const Pixel at = origin(g.patch, tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
-                                     (at.x + Tile::PIXELS.width == g.x.first.W ? right : 0) |
-                                     (at.y + Tile::PIXELS.height == g.x.first.H ? bottom : 0);
+                                     (at.x + PIXELS.width == g.x.first.W ? right : 0) |
+                                     (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
@@ -7325,21 +7288,21 @@ template <class Tile> struct HopperGemmBlock {
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
             const uint64_t pixels =
-                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), Tile::PITCH * 128);
+                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
                 const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
                 wgmma_begin();
-                const int tap_row = tap / 3 * Tile::PITCH + tap % 3;  // of the patch: the tap's first pixel
+                const int tap_row = tap / 3 * PITCH + tap % 3;  // of the patch: the tap's first pixel
                 UNROLLED_FOR (int k = 0; k < 4; k++) {
-                    const uint64_t a = advance(w, k * (Tile::TRANSPOSED ? 2048 : 32));
+                    const uint64_t a = advance(w, k * (TRANSPOSED ? 2048 : 32));
                     auto b = [&](int row) { return advance(pixels, (tap_row + row) * 128 + k * 32); };
-                    if constexpr (Tile::PAIRS) {
-                        wgmma<64, Tile::TRANSPOSED, 0>(c, a, b(0));
-                        wgmma<64, Tile::TRANSPOSED, 0>(c + 32, a, b(Tile::IMAGE_ROWS));
+                    if constexpr (PAIRS) {
+                        wgmma<64, TRANSPOSED, 0>(c, a, b(0));
+                        wgmma<64, TRANSPOSED, 0>(c + 32, a, b(IMAGE_ROWS));
                     } else {
-                        wgmma<128, Tile::TRANSPOSED, 0>(c, a, b(0));
-                        if (SUBTILES > 1) wgmma<128, Tile::TRANSPOSED, 0>(c + 64, a, b(Tile::SUBTILE.width));
+                        wgmma<128, TRANSPOSED, 0>(c, a, b(0));
+                        if (SUBTILES > 1) wgmma<128, TRANSPOSED, 0>(c + 64, a, b(SUBTILE.width));
                     }
                 }
                 wgmma_commit();
@@ -7375,230 +7338,222 @@ template <class Tile> struct HopperGemmBlock {
         cluster_barrier();  // nobody leaves while another reads its shared memory
     }
 
-    // Done by the threads beyond Tile::READERS: each of their warps does the one job that it has.
+    // Done by the threads beyond READERS: each of their warps does the one job that it has.
     __device__ __forceinline__ void feed() {
-        if (Tile::NORMS && threadIdx.x >= Tile::READERS + 128) {
-            SET_REGISTERS("dec", Tile::NORM_REGISTERS);
+        if (NORMS && threadIdx.x >= READERS + 128) {
+            SET_REGISTERS("dec", NORM_REGISTERS);
             return norm_patches();
         }
-        if (SUBTILES > 1) SET_REGISTERS("dec", Tile::LOADER_REGISTERS);
-        if (threadIdx.x == Tile::READERS) produce(true, TAPS == 1);
-        if (threadIdx.x == Tile::READERS + 32) produce(false, true);
+        if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
+        if (threadIdx.x == READERS) produce(true, TAPS == 1);
+        if (threadIdx.x == READERS + 32) produce(false, true);
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
             cluster_barrier();
         }
     }
-};
 
-// Finishes a sub-tile's sums: adds bias, embedding and residual as AddBiasResidual does, or goes back
-// through a norm as NormGradient does. A thread has channels row and row + 8, and of each 32 pixels.
-template <class Tile> struct HopperEpilogue {
-    static constexpr int IMAGES = Tile::PAIRS || Tile::TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
-    static_assert(Tile::SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
-    const HopperGemm& g;
-    Pixel at;  // the tile's first, then that of the sub-tile under way
-    const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const int images = Tile::PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
-    const int image = Tile::TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
-    const bool has_norm = Tile::TRANSPOSED && g.norm.half_scale_shift;
-    // By image and row: what is added; the norm's parameters; sums for this norm or the next.
-    float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
-    float sum[IMAGES][2], product[IMAGES][2];
-    // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the other.
-    __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
+    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or goes back through
+    // a norm. A thread has channels row and row + 8, and of each 32 pixels.
+    struct Epilogue {
+        static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
+        static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
+        const HopperGemm& g;
+        Pixel at;  // the tile's first, then that of the sub-tile under way
+        const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
+        const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
+        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
+        // By image and row: what is added; the norm's parameters; sums for this norm or the next.
+        float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+        float sum[IMAGES][2], product[IMAGES][2];
+        // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the
+        // other.
+        __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
 
-    __device__ __forceinline__ void load() {
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-            UNROLLED_FOR (int r = 0; r < 2; r++) {
-                int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
-                if (!Tile::TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
-                if (!Tile::TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
-                if (!has_norm) continue;
-                const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
-                const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
-                mean[i][r] = statistics.mean;
-                rstd[i][r] = statistics.rstd;
-                scale[i][r] = half.scale;
-                shift[i][r] = half.shift;
+        __device__ __forceinline__ void load() {
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                UNROLLED_FOR (int r = 0; r < 2; r++) {
+                    int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                    if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
+                    if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
+                    if (!has_norm) continue;
+                    const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
+                    const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
+                    mean[i][r] = statistics.mean;
+                    rstd[i][r] = statistics.rstd;
+                    scale[i][r] = half.scale;
+                    shift[i][r] = half.shift;
+                }
+        }
+
+        // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
+        // came. The compiler knows which: branches between the elements made each wait for the one before, and
+        // a step of the default model at batch 32 take 5% longer on an H100.
+        __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
+            at = first;
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
+            if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
+            else if (has_norm) finish_with<NORM>(c, outputs);
+            else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
+            else finish_with<NO_OPERAND>(c, outputs);
+        }
+        enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
+        template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
+            int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+            uint32_t rows = outputs + swizzled(line, vector);
+            uint32_t operands[4][4];  // four loads before the first store: none waits for another
+            UNROLLED_FOR (int j = 0; j < 16; j += 2) {
+                uint32_t(&bits)[4] = operands[j / 2 % 4];
+                if (j % 8 == 0 && OPERAND != NO_OPERAND)
+                    UNROLLED_FOR (int k = 0; k < 4; k++)
+                        load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
+                UNROLLED_FOR (int e = 0; e < 8; e++) {
+                    const int i = image_of(4 * j), r = Fragment::row_half(e);
+                    float& value = c[4 * j + e];
+                    float operand = bf16_of_pair(bits[e / 2], e % 2);
+                    if constexpr (!TRANSPOSED) value += bias[i][r];
+                    if constexpr (OPERAND == RESIDUAL) value += operand;
+                    if constexpr (OPERAND == NORM_SILU)
+                        value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                    if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
+                        sum[i][r] += value;
+                        product[i][r] += value * operand;
+                    }
+                }
+                UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
+                store_matrices_transposed(rows + j * 1024, bits);
             }
-    }
+        }
 
-    // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
-    // came. The compiler knows which: branches between the elements made each wait for the one before, and
-    // a step of the default model at batch 32 take 5% longer on an H100.
-    __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
-        at = first;
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
-        if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
-        else if (has_norm) finish_with<NORM>(c, outputs);
-        else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
-        else finish_with<NO_OPERAND>(c, outputs);
-    }
-    enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
-    template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
-        int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-        uint32_t rows = outputs + swizzled(line, vector);
-        uint32_t operands[4][4];  // four loads before the first store: none waits for another
-        UNROLLED_FOR (int j = 0; j < 16; j += 2) {
-            uint32_t(&bits)[4] = operands[j / 2 % 4];
-            if (j % 8 == 0 && OPERAND != NO_OPERAND)
-                UNROLLED_FOR (int k = 0; k < 4; k++)
-                    load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
-            UNROLLED_FOR (int e = 0; e < 8; e++) {
-                const int i = image_of(4 * j), r = Fragment::row_half(e);
-                float& value = c[4 * j + e];
-                float operand = bf16_of_pair(bits[e / 2], e % 2);
-                if constexpr (!Tile::TRANSPOSED) value += bias[i][r];
-                if constexpr (OPERAND == RESIDUAL) value += operand;
-                if constexpr (OPERAND == NORM_SILU)
-                    value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
-                if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
-                    sum[i][r] += value;
-                    product[i][r] += value * operand;
+        // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
+        __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
+            UNROLLED_FOR (int r = 0; r < 2; r++) {
+                UNROLLED_FOR (int i = 0; i < IMAGES; i++)
+                    for (int offset = 1; offset < 4; offset *= 2)
+                        sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
+                if (IMAGES == 2 && images == 1) {
+                    const float both = sums[0][r] + sums[IMAGES - 1][r];
+                    sums[0][r] = sums[IMAGES - 1][r] = both;
                 }
             }
-            UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
-            store_matrices_transposed(rows + j * 1024, bits);
+        }
+        // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
+        __device__ __forceinline__ void take_moments(const float* c) {
+            UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
+            add_up(sum);
+            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+                sum[i][0] /= 128 / images;
+                sum[i][1] /= 128 / images;
+            }
+            UNROLLED_FOR (int e = 0; e < 64; e++) {
+                const int i = image_of(e), r = Fragment::row_half(e);
+                float distance = c[e] - sum[i][r];
+                product[i][r] += distance * distance;
+            }
+        }
+        // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which
+        // finish() has begun.
+        __device__ __forceinline__ void write_sums(const float* c) {
+            if constexpr (TRANSPOSED) add_up(sum);
+            else take_moments(c);
+            int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
+            if (TAPS > 1 && !PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
+            add_up(product);
+            UNROLLED_FOR (int r = 0; r < 2; r++)
+                UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
+                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                    if (lane % 4 || i >= images || n >= g.N()) continue;
+                    if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
+                    if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
+                    if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                    g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
+                }
+        }
+    };
+
+    __device__ __forceinline__ void run() {
+        if (threadIdx.x == 0) {
+            shared.patch.init(1);
+            shared.stage.init(1);
+            for (Barrier& barrier : shared.ping_pong) barrier.init(1);
+            for (Barrier& normed : shared.normed) normed.init(128);
+            ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        }
+        __syncthreads();
+
+        if (threadIdx.x >= READERS) return feed();
+        if (SUBTILES > 1) SET_REGISTERS("inc", READER_REGISTERS);
+
+        Ring<PATCHES> patch;
+        Ring<STAGES> stage;
+        const int chunks = last - first;
+        auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
+            patch.skip(tiles * (chunks + 1));
+            stage.skip(tiles * chunks * TAPS);
+        };
+        skip(warpgroup);
+        int parity = warpgroup == 0;  // of its ping-pong barrier: the first comes at once
+        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
+             tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
+            const Pixel at = origin(g.patch, tile);
+            Epilogue epilogue = {g, at};
+            epilogue.load();
+            float c[SUBTILES * 64];
+            await_turn(parity);
+            multiply(c, patch, stage);
+            if (splits > 1) combine(c);
+            if (rank > 0) return;  // a block of a cluster has one tile
+
+            UNROLLED_FOR (int k = 0; k < SUBTILES; k++) {
+                auto& outputs = shared.patches[patch.slot].outputs[k];
+                epilogue.finish(c + 64 * k, subtile(at, k), shared_address(outputs));
+                fence_shared();
+                warpgroup_barrier(warpgroup);
+                if (leads) tma_store(g.out_map.of(o), outputs, g.out_map.within(o), epilogue.at);
+                if (g.sums) epilogue.write_sums(c + 64 * k);
+            }
+            if (leads) {  // and TMA has read the outputs
+                ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
+                shared.patch.empty[patch.slot].arrive();
+            }
+            patch.next();
         }
     }
 
-    // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
-    __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
-        UNROLLED_FOR (int r = 0; r < 2; r++) {
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++)
-                for (int offset = 1; offset < 4; offset *= 2)
-                    sums[i][r] += __shfl_xor_sync(~0u, sums[i][r], offset);
-            if (IMAGES == 2 && images == 1) {
-                const float both = sums[0][r] + sums[IMAGES - 1][r];
-                sums[0][r] = sums[IMAGES - 1][r] = both;
-            }
-        }
-    }
-    // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
-    __device__ __forceinline__ void take_moments(const float* c) {
-        UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
-        add_up(sum);
-        UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-            sum[i][0] /= 128 / images;
-            sum[i][1] /= 128 / images;
-        }
-        UNROLLED_FOR (int e = 0; e < 64; e++) {
-            const int i = image_of(e), r = Fragment::row_half(e);
-            float distance = c[e] - sum[i][r];
-            product[i][r] += distance * distance;
-        }
-    }
-    // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which finish()
-    // has begun.
-    __device__ __forceinline__ void write_sums(const float* c) {
-        if constexpr (Tile::TRANSPOSED) add_up(sum);
-        else take_moments(c);
-        int pixel = Tile::TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
-        if (Tile::TAPS > 1 && !Tile::PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
-        add_up(product);
-        UNROLLED_FOR (int r = 0; r < 2; r++)
-            UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
-                if (lane % 4 || i >= images || n >= g.N()) continue;
-                if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
-                if (Tile::SUBTILES > 1 && at.x >= g.x.first.W) continue;
-                if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
-                g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
-            }
+    static void launch_tiles(const Gemm& g) {
+        auto joined = [&](const Concat& x, Box box) {
+            ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
+            if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
+            return maps;
+        };
+        HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
+        h.x_map.columns = g.chunks1() * 64;
+        const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
+        h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
+        const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
+        if (operand.first) h.operand_map = joined(operand, SUBTILE);
+        h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
+        // Blocks take one tile after another: a tile's loads hide behind the outputs before.
+        const int columns = ceil_div(g.N(), 64);
+        const int blocks = std::min(h.patch.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
+        assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.patch.tiles));
+        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS,
+                     sizeof(Shared), h);
     }
 };
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
-    await_inputs();
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    HopperGemmBlock<Tile> block = {g, shared};
-    if (threadIdx.x == 0) {
-        shared.patch.init(1);
-        shared.stage.init(1);
-        for (Barrier& barrier : shared.ping_pong) barrier.init(1);
-        for (Barrier& normed : shared.normed) normed.init(128);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) return block.feed();
-    if (Tile::SUBTILES > 1) SET_REGISTERS("inc", Tile::READER_REGISTERS);
-
-    Ring<Tile::PATCHES> patch;
-    Ring<Tile::STAGES> stage;
-    const int chunks = block.last - block.first;
-    auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
-        patch.skip(tiles * (chunks + 1));
-        stage.skip(tiles * chunks * Tile::TAPS);
-    };
-    skip(block.warpgroup);
-    int parity = block.warpgroup == 0;  // of its ping-pong barrier: the first comes at once
-    for (int tile = blockIdx.z + block.warpgroup * gridDim.z; tile < g.patch.tiles;
-         tile += Tile::SUBTILES * gridDim.z, skip(Tile::SUBTILES - 1)) {
-        const Pixel at = Tile::origin(g.patch, tile);
-        HopperEpilogue<Tile> epilogue = {g, at};
-        epilogue.load();
-        float c[Tile::SUBTILES * 64];
-        block.await_turn(parity);
-        block.multiply(c, patch, stage);
-        if (block.splits > 1) block.combine(c);
-        if (block.rank > 0) return;  // a block of a cluster has one tile
-
-        UNROLLED_FOR (int k = 0; k < Tile::SUBTILES; k++) {
-            auto& outputs = shared.patches[patch.slot].outputs[k];
-            epilogue.finish(c + 64 * k, Tile::subtile(at, k), shared_address(outputs));
-            fence_shared();
-            warpgroup_barrier(block.warpgroup);
-            if (block.leads)
-                tma_store(g.out_map.of(block.o), outputs, g.out_map.within(block.o), epilogue.at);
-            if (g.sums) epilogue.write_sums(c + 64 * k);
-        }
-        if (block.leads) {  // and TMA has read the outputs
-            ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
-            shared.patch.empty[patch.slot].arrive();
-        }
-        patch.next();
-    }
-}
-
-template <class Tile> static void launch_hopper_tile(const Gemm& g) {
-    constexpr int TAPS = Tile::TAPS;
-    auto joined = [&](const Concat& x, Box box) {
-        ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
-        if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
-        return maps;
-    };
-    HopperGemm h = {g, joined(g.x, Tile::PATCH), joined(g.out, Tile::SUBTILE)};
-    h.x_map.columns = g.chunks1() * 64;
-    const int rows = Tile::TRANSPOSED ? g.x.C() : g.N(), channels = Tile::TRANSPOSED ? g.N() : g.x.C();
-    h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-    const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
-    if (operand.first) h.operand_map = joined(operand, Tile::SUBTILE);
-    h.patch = make_patch(shaped(g.x.first, TAPS), Tile::PIXELS);
-    // Blocks take one tile after another: a tile's loads hide behind the outputs before.
-    const int columns = ceil_div(g.N(), 64);
-    const int blocks = std::min(h.patch.tiles, std::max(1, Tile::BLOCKS * gpu_multiprocessors / columns));
-    assert(g.splits == 1 || (Tile::SUBTILES == 1 && blocks == h.patch.tiles));
-    launch<true>(hopper_gemm_kernel<Tile>, dim3(g.splits, columns, blocks), Tile::THREADS,
-                 sizeof(typename Tile::Shared), h);
-}
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
     if constexpr (TAPS == 1) {
-        launch_hopper_tile<HopperTile<1, TRANSPOSED, ONE_SUBTILE, 4>>(g);
+        HopperGemmBlock<1, TRANSPOSED, ONE_SUBTILE, 4>::launch_tiles(g);
     } else {
         switch (kernel) {
-            case HOPPER_TWO_IMAGES: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_IMAGES, 7>>(g); break;
-            case HOPPER_256: launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 7>>(g); break;
-            case HOPPER_256_ONE_CHUNK:
-                launch_hopper_tile<HopperTile<9, TRANSPOSED, TWO_SUBTILES, 9>>(g);
-                break;
-            case HOPPER_256_NORMED: launch_hopper_tile<HopperTile<9, false, TWO_SUBTILES, 7, true>>(g); break;
-            default: launch_hopper_tile<HopperTile<9, TRANSPOSED, ONE_SUBTILE, 8>>(g);  // HOPPER_128
+            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, TWO_IMAGES, 7>::launch_tiles(g); break;
+            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 7>::launch_tiles(g); break;
+            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 9>::launch_tiles(g); break;
+            case HOPPER_256_NORMED: HopperGemmBlock<9, false, TWO_SUBTILES, 7, true>::launch_tiles(g); break;
+            default: HopperGemmBlock<9, TRANSPOSED, ONE_SUBTILE, 8>::launch_tiles(g);  // HOPPER_128
         }
     }
 }
@@ -7607,15 +7562,25 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 // The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
 // is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
-struct HopperWeightGradient : WeightGradient {
-    CUtensorMap dout_map, x_map;
-};
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    hopper_weight_gradient_kernel(const __grid_constant__ Block block) {
+    await_inputs();
+    block.run();
+}
 
+// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
+// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
+// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
+// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
+// dout over each image, by a product with a column of ones: one of eight columns an image.
+//
 // Each warpgroup has 64 output channels by 64 input channels at the three taps of a line. A block has three
 // warpgroups, one a line of taps; or it has one, where reading the pixels three times costs less than
 // adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
-template <int WARPGROUPS_> struct HopperWeightTile {
-    static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = WARPGROUPS == 1 ? 2 : 1;
+template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
+    CUtensorMap dout_map, x_map;
+    static constexpr int BLOCKS = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int READERS = WARPGROUPS * 128, THREADS = READERS + 32;
     static constexpr Box DOUT = {8, 8, 1}, X = {10, 7 + WARPGROUPS, 1};  // of a step
     struct Stage {
@@ -7631,162 +7596,146 @@ template <int WARPGROUPS_> struct HopperWeightTile {
         // Nobody reads this: compute-sanitizer takes a product's 6144 bytes of x, lines apart, for one piece.
         unsigned char unread[4096];
     };
+
+    __device__ __forceinline__ void run() const {
+        constexpr int PITCH = X.width;
+        auto& shared = shared_memory<Shared>();
+        const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
+        // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three
+        // taps.
+        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
+        const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+        const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
+        const int C = x.first.C, O = dout.C, c_tiles = ceil_div(C, 64);
+        const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
+        const int first = first_tile(split), last = first_tile(split + 1);
+        if (threadIdx.x == 0) {
+            shared.ring.init(WARPGROUPS);
+            ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        }
+        if (threadIdx.x < 60)  // see Shared
+            shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
+        fence_shared();
+        __syncthreads();
+
+        if (threadIdx.x >= READERS) {
+            if (threadIdx.x > READERS) return;
+            Pixel at = patch.origin(first);
+            Ring<STAGES> stage = {0, 1};
+            for (int t = first; t < last; t++, stage.next()) {
+                auto& to = shared.stages[stage.slot];
+                Barrier& full = shared.ring.full[stage.slot];
+                shared.ring.empty[stage.slot].wait(stage.parity);
+                full.expect(sizeof to.dout + PITCH * X.height * 128);
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy, at.x});
+                tma_load(to.dout, dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+                // The next tile; divisions would take this one thread longer than the product.
+                at.x += 8;
+                if (at.x >= patch.W - 1) {
+                    at.x = -1;
+                    at.y += 8;
+                }
+                if (at.y >= patch.H - 1) {
+                    at.y = -1;
+                    at.b++;
+                }
+            }
+            return;
+        }
+
+        float c[96] = {};  // a warpgroup's sums over this block's pixels
+        Ring<STAGES> stage;
+        auto release = [&] {  // of the stage before
+            if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
+        };
+        auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
+            constexpr bool BIAS = decltype(with_bias)::value;
+            // The ends of a run of steps: with the bias, of those that share the eight columns' images.
+            const int steps = patch.set_tiles();  // an image
+            for (int begin = first, end; begin < last; begin = end) {
+                int first_image = begin / steps, images = first_image / 8 * 8;
+                end = BIAS ? min(last, (images + 8) * steps) : last;
+                int left = (first_image + 1) * steps - begin;  // of this image
+                // A matrix that is not swizzled; its rows of eight k serve both halves of k.
+                uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
+                float sums[4] = {0, 0, 0, 0};
+#pragma unroll 1
+                for (int t = begin; t < end; t++, stage.next()) {
+                    auto& from = shared.stages[stage.slot];
+                    const uint64_t dout_matrix = matrix_descriptor(shared_address(from.dout), 1024);
+                    const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
+                                                             PITCH * 128, 128);  // a tap: a row on
+                    shared.ring.full[stage.slot].wait(stage.parity);
+                    wgmma_begin();
+                    for (int k = 0; k < 4; k++) {
+                        const uint64_t a = advance(dout_matrix, k * 2048);
+                        wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
+                        if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<1>();  // the step before is over
+                    if (t > begin) release();
+                    if (BIAS && --left == 0) {
+                        left = steps;
+                        ones -= 16;
+                    }
+                }
+                wgmma_wait<0>();
+                release();
+                if (BIAS)
+                    for (int e = 0; e < 4; e++) {
+                        const int o = o0 + row + Fragment::row(e);
+                        const int image = images + column + Fragment::column(e);
+                        if (o < O && image >= first_image && image <= (end - 1) / steps)
+                            bias_partials[(size_t)(split + image) * O + o] = sums[e];
+                    }
+            }
+        };
+
+        // All warpgroups read dout; the first sums it.
+        if (bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+        else multiply(std::false_type());
+
+        float* to = partial ? partial + split * count() : dw;
+        UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
+            const int o = o0 + row + Fragment::row(e);
+            const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
+            const int channel = c0 + Fragment::column(e) % 64 + column;
+            if (o >= O || channel >= C) continue;
+            *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);
+        }
+    }
+
+    static void launch_tiles(const WeightGradient& g) {
+        const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / WARPGROUPS);
+        HopperWeightBlock block = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
+        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS,
+               sizeof(Shared), block);
+    }
 };
 
-// weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
-// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
-// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
-// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
-// dout over each image, by a product with a column of ones: one of eight columns an image.
-template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    hopper_weight_gradient_kernel(const __grid_constant__ HopperWeightGradient g) {
-    await_inputs();
-    constexpr int WARPGROUPS = Tile::WARPGROUPS, PITCH = Tile::X.width;
-    extern __shared__ __align__(1024) unsigned char hopper_shared[];
-    auto& shared = *(typename Tile::Shared*)hopper_shared;
-    const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
-    // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three taps.
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
-    const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
-    const int C = g.x.first.C, O = g.dout.C, c_tiles = ceil_div(C, 64);
-    const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-    const int first = g.first_tile(split), last = g.first_tile(split + 1);
-    if (threadIdx.x == 0) {
-        shared.ring.init(WARPGROUPS);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    if (threadIdx.x < 60)  // see Tile::Shared
-        shared.ones[threadIdx.x / 4][threadIdx.x % 4] = threadIdx.x / 4 == 7 ? 0x3f803f80 : 0;
-    fence_shared();
-    __syncthreads();
-
-    if (threadIdx.x >= Tile::READERS) {
-        if (threadIdx.x > Tile::READERS) return;
-        Pixel at = g.patch.origin(first);
-        Ring<Tile::STAGES> stage = {0, 1};
-        for (int t = first; t < last; t++, stage.next()) {
-            auto& to = shared.stages[stage.slot];
-            Barrier& full = shared.ring.full[stage.slot];
-            shared.ring.empty[stage.slot].wait(stage.parity);
-            full.expect(sizeof to.dout + PITCH * Tile::X.height * 128);
-            tma_load(to.x, g.x_map, full, c0, {at.b, at.y + dy, at.x});
-            tma_load(to.dout, g.dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
-            // The next tile; divisions would take this one thread longer than the product.
-            at.x += 8;
-            if (at.x >= g.patch.W - 1) {
-                at.x = -1;
-                at.y += 8;
-            }
-            if (at.y >= g.patch.H - 1) {
-                at.y = -1;
-                at.b++;
-            }
-        }
-        return;
-    }
-
-    float c[96] = {};  // a warpgroup's sums over this block's pixels
-    Ring<Tile::STAGES> stage;
-    auto release = [&] {  // of the stage before
-        if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
-    };
-    auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
-        constexpr bool BIAS = decltype(with_bias)::value;
-        // The ends of a run of steps: with the bias, of those that share the eight columns' images.
-        const int steps = g.patch.set_tiles();  // an image
-        for (int begin = first, end; begin < last; begin = end) {
-            int first_image = begin / steps, images = first_image / 8 * 8;
-            end = BIAS ? min(last, (images + 8) * steps) : last;
-            int left = (first_image + 1) * steps - begin;  // of this image
-            // A matrix that is not swizzled; its rows of eight k serve both halves of k.
-            uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
-            float sums[4] = {0, 0, 0, 0};
-#pragma unroll 1
-            for (int t = begin; t < end; t++, stage.next()) {
-                auto& from = shared.stages[stage.slot];
-                const uint64_t dout = matrix_descriptor(shared_address(from.dout), 1024);
-                const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                         PITCH * 128, 128);  // a tap: a row on
-                shared.ring.full[stage.slot].wait(stage.parity);
-                wgmma_begin();
-                for (int k = 0; k < 4; k++) {
-                    const uint64_t a = advance(dout, k * 2048);
-                    wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
-                    if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
-                }
-                wgmma_commit();
-                wgmma_wait<1>();  // the step before is over
-                if (t > begin) release();
-                if (BIAS && --left == 0) {
-                    left = steps;
-                    ones -= 16;
-                }
-            }
-            wgmma_wait<0>();
-            release();
-            if (BIAS)
-                for (int e = 0; e < 4; e++) {
-                    const int o = o0 + row + Fragment::row(e);
-                    const int image = images + column + Fragment::column(e);
-                    if (o < O && image >= first_image && image <= (end - 1) / steps)
-                        g.bias_partials[(size_t)(split + image) * O + o] = sums[e];
-                }
-        }
-    };
-
-    // All warpgroups read dout; the first sums it.
-    if (g.bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
-    else multiply(std::false_type());
-
-    float* to = g.partial ? g.partial + split * g.count() : g.dw;
-    UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
-        const int o = o0 + row + Fragment::row(e);
-        const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
-        const int channel = c0 + Fragment::column(e) % 64 + column;
-        if (o >= O || channel >= C) continue;
-        *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);
-    }
-}
-
-template <class Tile> static void launch_hopper_weight_tile(const WeightGradient& g) {
-    const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / Tile::WARPGROUPS);
-    HopperWeightGradient h = {g, tensor_map(g.dout, Tile::DOUT), tensor_map(g.x.first, Tile::X)};
-    launch(hopper_weight_gradient_kernel<Tile>, dim3(g.splits, tiles), Tile::THREADS,
-           sizeof(typename Tile::Shared), h);
-}
-
-// How long the weight gradient should take with these warpgroups and splits, in microseconds on an H100: the
-// rounds of blocks times a block's steps, and then the sum over the splits.
-static float hopper_weight_gradient_us(int O, int C, int pixel_tiles, int warpgroups, int splits) {
-    const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
-    const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
-    float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
-    if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
-    return us;
-}
-
-// conv3x3_backward_weight, by the warpgroups and splits that should take the least time.
+// conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of
+// blocks times a block's steps, and then the sum over the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
     const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
-    const int sum_tiles = ceil_div(O, 64) * ceil_div(C, 64);
     int best_warpgroups = 0;
-    float least = FLT_MAX;
+    float least_us = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = sum_tiles * (3 / warpgroups);
+        const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
+        const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
-            const float us = hopper_weight_gradient_us(O, C, pixel_tiles, warpgroups, splits);
-            if (us >= least) continue;
-            least = us;
+            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (us >= least_us) continue;
+            least_us = us;
             best_warpgroups = warpgroups;
             g.splits = splits;
         }
     }
-    if (best_warpgroups == 3) launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<3>>);
-    else launch_weight_sums(g, launch_hopper_weight_tile<HopperWeightTile<1>>);
+    if (best_warpgroups == 3) launch_weight_sums(g, HopperWeightBlock<3>::launch_tiles);
+    else launch_weight_sums(g, HopperWeightBlock<1>::launch_tiles);
 }
 
 }  // namespace gpu

@@ -1084,8 +1084,8 @@ static void conv3x3_weight_gradient9(Problem& p) {
 // weights into dx, 128 pixels by 64 channels that are finished with the tile, and by x into dw, 64 x 9 x 64
 // sums that stay in registers until the block is done. That is 144 + 32 sums a thread: one block a
 // multiprocessor. A launch takes 64 output channels; those after the first add to dx.
-typedef GemmTile<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
-typedef WeightTile<9> JointWeight;                            // the sums of dw
+typedef GemmBlock<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
+typedef WeightBlock<9> JointWeight;                            // the sums of dw
 enum {
     JOINT_ROWS = 200,  // of a patch and its border: two images' 10 x 10, or 10 x 18
     JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,
@@ -1125,7 +1125,7 @@ __global__ void __launch_bounds__(256, 1)
             copy_async(at + JOINT_ROWS * 128, valid ? x + (size_t)m * s.C + c0 + v * 8 : x, valid);
         }
     };
-    WeightProduct<JointWeight> dw;  // a warp: all 64 outputs, eight channels, nine taps
+    JointWeight::Product dw;  // a warp: all 64 outputs, eight channels, nine taps
     if (first < last) load(first);
     __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
@@ -1135,7 +1135,7 @@ __global__ void __launch_bounds__(256, 1)
         __syncthreads();
         uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
 
-        WarpProduct<JointInput> product([&](int p) { return patch.row(p); });
+        JointInput::Product product([&](int p) { return patch.row(p); });
 #pragma unroll 1
         for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap(tap));
         Pixel origin = patch.origin(tile);
@@ -1153,7 +1153,7 @@ __global__ void __launch_bounds__(256, 1)
                 *to = pack_bf16(low, high);
             }
         }
-        // WeightProduct::multiply, but for dout's rows, which here have a border too.
+        // WeightBlock::Product::multiply, but for dout's rows, which here have a border too.
 #pragma unroll 1
         for (int k = 0; k < 128; k += 32) {
             uint32_t a[2][4][4];

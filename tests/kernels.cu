@@ -228,7 +228,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gem
     if (forces && choice.kernel != gpu::PORTABLE_128x16) {
         const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
         const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
-        choice = gpu::portable_choice(g, TAPS, kernel, std::min(splits, g.chunks()));
+        choice = {kernel, std::min(splits, g.chunks())};
     }
     gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);
 }

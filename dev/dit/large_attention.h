@@ -442,7 +442,7 @@ __global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_con
 static HeadMaps head_maps(Tensor x, int d, int rows) {
     const Tensor heads = {x.data, x.B, x.T(), x.C / d, d};
     const Box box = {1, rows, 1};
-    return {tensor_map(heads, box), d > 64 ? tensor_map(heads, box, true) : CUtensorMap()};
+    return {tensor_map(heads, box), d > 64 ? tensor_map(heads, box, 16) : CUtensorMap()};
 }
 // Small heads, padded to 64 channels, take longer so.
 static bool takes_large_attention(Tensor out, int heads) {
