@@ -770,43 +770,43 @@ static void refuse_moved(const std::string& name) {
                    moved->name, moved->example);
 }
 
-// One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
-static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    std::string words = trimmed(line);
-    std::string name = words.substr(0, words.find_first_of(" \t="));
-    std::string value = trimmed(words.substr(name.size()));
-    if (value.starts_with('=')) value = trimmed(value.substr(1));
-    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard))
-        return {};
-    refuse_moved(name);
-    const Flag& flag = flag_named(name);
-    if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
-    return {&flag, value, origin};
+// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. path: as messages call it.
+static std::vector<GivenFlag> parse_config(const std::string& lines, const std::string& path) {
+    std::vector<GivenFlag> given;
+    Config scratch;  // sets each flag once here, so that a bad value is named with its line
+    int number = 0;
+    for (const std::string& line : split(lines, '\n')) {
+        std::string origin = text("%s, line %d", path.c_str(), ++number);
+        std::string words = trimmed(line);
+        if (words.empty() || words[0] == '#') continue;
+
+        std::string name = words.substr(0, words.find_first_of(" \t="));
+        std::string value = trimmed(words.substr(name.size()));
+        if (value.starts_with('=')) value = trimmed(value.substr(1));
+        const MovedFlag* moved = moved_flag(name);
+        if (moved && (value.empty() || value == moved->standard)) continue;
+
+        std::string why = failure_of([&] {
+            refuse_moved(name);
+            const Flag& flag = flag_named(name);
+            if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+            set_flag(&scratch, flag, value);
+            if (is_preset(flag)) preset_flags(value);
+            given.push_back({&flag, value, origin});
+        });
+        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
+    }
+    return given;
 }
 
 static std::vector<GivenFlag> read_config_file(const std::string& path) {
     if (path.empty()) fail_usage("--config needs a file's name, not ''");
-    std::vector<GivenFlag> given;
     Reader in(path);
     std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
     if (in.size > contents.size() || contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
-    Config scratch;  // sets each flag once here, so that a bad value is named with its line
-    int number = 0;
-    for (const std::string& line : split(contents, '\n')) {
-        std::string origin = text("%s, line %d", path.c_str(), ++number);
-        if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
-        std::string why = failure_of([&] {
-            GivenFlag parsed = parse_config_line(line, origin);
-            if (!parsed.flag) return;
-            set_flag(&scratch, *parsed.flag, parsed.value);
-            if (is_preset(*parsed.flag)) preset_flags(parsed.value);
-            given.push_back(parsed);
-        });
-        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
-    }
-    return given;
+    return parse_config(contents, path);
 }
 
 static std::string config_line(const Flag& flag, const std::string& value) {
@@ -1159,16 +1159,10 @@ static std::string stored_config(const Config& config) {
     return joined;
 }
 
-static void read_stored_config(Config* config, const std::string& lines, const std::string& path) {
-    for (const std::string& line : split(lines, '\n')) {
-        if (line.empty()) continue;
-        std::string why = failure_of([&] {
-            GivenFlag given = parse_config_line(line, path);
-            if (!given.flag) return;
-            if (given.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", given.flag->name);
-            set_flag(config, *given.flag, given.value);
-        });
-        if (!why.empty()) fail("%s has a setting that can't be used: %s", path.c_str(), why.c_str());
+static void read_stored_config(Config* config, const std::string& lines) {
+    for (const GivenFlag& g : parse_config(lines, "config")) {
+        if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
+        set_flag(config, *g.flag, g.value);
     }
 }
 
@@ -1260,15 +1254,15 @@ static WeightsFile open_weights(const std::string& path) {
     for (const char* needed : {"weights", "config"})
         if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
     if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
-    read_stored_config(&file.config, section_text(file, &in, "config"), path);
-    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
+        read_stored_config(&file.config, section_text(file, &in, "config"));
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
-    if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
+    if (!why.empty()) fail("%s has a setting that can't be used: %s", name, why.c_str());
+    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
