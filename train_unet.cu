@@ -4100,22 +4100,24 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     size_t count = grid.specs.size(), elements = samples.size() / count;
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::string rows;
+    Raster picture = {};
     if (as_arrays) {
         std::vector<int> classes;
         for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
         write_arrays(c.output_name, samples, classes, c);
     } else {
-        write_grid(c.output_name, samples, grid.layout, c);
+        picture = draw_grid(samples, grid.layout, c);
+        write_grid(c.output_name, picture);
         rows = grid.rows;
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
-    if (c.show && !as_arrays) show_grid(c.output_name, samples, grid.layout, c);
+    if (c.show && !as_arrays) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
-        write_grid(path, std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0));
     }
     say("%s: each picture on its own", c.output_dir);
 }
@@ -4438,7 +4440,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, samples, grid.layout, c); });
+    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.layout, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());

@@ -1316,6 +1316,52 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
+// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
+struct GridLayout {
+    int N, columns, group;
+    int rows_of(int count) const { return (count + columns - 1) / columns; }
+    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
+    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
+    int column(int n) const { return n % group % columns; }
+};
+// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
+// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+static GridLayout grid_layout(int N, int groups, int image_size) {
+    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+    int each = N / groups;
+    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
+    GridLayout best = {N, each, each};
+    if (side(best) * (image_size + 2) <= 4000) return best;
+    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
+        GridLayout layout = {N, columns, columns < each ? each : N};
+        if (side(layout) < side(best)) best = layout;
+    }
+    return best;
+}
+
+// A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
+struct Raster {
+    int width, height, channels;
+    std::vector<uint8_t> bytes;
+    size_t place(size_t x, size_t y) const { return (y * width + x) * channels; }
+    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
+};
+
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
+static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
+    int H = c.image_size, C = c.in_channels;
+    int width = layout.columns * (H + gap) + gap;
+    int height = layout.rows() * (H + gap) + gap;
+    Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
+    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
+        int n = (int)(i / H / H);
+        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
+        size_t x = layout.column(n) * (H + gap) + gap + i % H;
+        for (int k = 0; k < C; k++) grid.bytes[grid.place(x, y) + k] = byte_of(pictures[i * PIXEL + k]);
+    }
+    return grid;
+}
+
 static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
@@ -1325,30 +1371,30 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
     out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
 }
 
-// lines (height, pitch): of each the filter's name, and the pixels. The filter is 4, Paeth's: a byte becomes
-// its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
-// left + above - corner. It begins with the last line, so that what it reads is not filtered yet.
-static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t channels) {
-    std::vector<uint8_t> filtered(pitch), nothing(pitch, 0);
-    for (size_t end = lines->size(); end; end -= pitch) {
-        uint8_t* line = lines->data() + end - pitch;
-        const uint8_t* above = end > pitch ? line - pitch : nothing.data();
-        filtered[0] = 4;
-        for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
-        for (size_t i = 1 + channels; i < pitch; i++) {
-            int left = line[i - channels];
+// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a byte
+// becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
+// left + above - corner. Beyond the edges all bytes are 0.
+static std::vector<uint8_t> filter_lines(const Raster& picture) {
+    size_t channels = picture.channels, pitch = picture.width * channels;
+    std::vector<uint8_t> filtered, nothing(pitch, 0);
+    for (int y = 0; y < picture.height; y++) {
+        const uint8_t* line = &picture.bytes[y * pitch];
+        const uint8_t* above = y ? line - pitch : nothing.data();
+        filtered.push_back(4);
+        for (size_t i = 0; i < pitch; i++) {
+            int left = i < channels ? 0 : line[i - channels];
             int up = above[i];
-            int corner = above[i - channels];
+            int corner = i < channels ? 0 : above[i - channels];
             int to_left = abs(up - corner);
             int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
 
             int nearest = to_up <= to_corner ? up : corner;
             if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered[i] = (uint8_t)(line[i] - nearest);
+            filtered.push_back((uint8_t)(line[i] - nearest));
         }
-        std::ranges::copy(filtered, line);
     }
+    return filtered;
 }
 
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
@@ -1388,7 +1434,6 @@ struct BitStream {
             waiting >>= 8;
         }
     }
-    void fill_byte() { put(0, -count & 7); }
 };
 static uint32_t reversed(uint32_t code, int n) {
     uint32_t turned = 0;
@@ -1427,25 +1472,12 @@ static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
     return found;
 }
 
-// A block of deflate's stream (RFC 1951) with a Huffman code of its own. A block that would not become shorter
-// is stored.
+// A block of deflate's stream (RFC 1951) with a Huffman code of its own.
 static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
-    enum { STORED = 0, OWN_CODE = 2 };
     std::vector<DeflateSymbol> found = find_matches(block);
     std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
     for (const DeflateSymbol& s : found) counts[s.symbol]++;
     std::vector<int> lengths = code_lengths(counts);
-
-    size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
-    for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
-    if (bits > 8 * (block.size() + 4)) {
-        out->put(is_last + 2 * STORED, 3);
-        out->fill_byte();
-        out->put((uint32_t)block.size(), 16);
-        out->put(~(uint32_t)block.size() & 0xFFFF, 16);
-        out->bytes.append((const char*)block.data(), block.size());
-        return;
-    }
 
     std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
     uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
@@ -1453,7 +1485,8 @@ static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last
         for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
             if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
 
-    out->put(is_last + 2 * OWN_CODE, 3);
+    out->put(is_last, 1);
+    out->put(2, 2);  // a code of its own
     out->put(DEFLATE_SYMBOLS - 257, 5);
     out->put(0, 5);  // a single distance
     out->put(15, 4);
@@ -1469,17 +1502,16 @@ static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last
     }
 }
 
-// lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
-// RGB or RGBA (PNG specification, RFC 1950). No library is needed. Each block is a chunk of its own, so that a
-// chunk's length does not limit the picture.
-static void write_png(const std::string& path, std::vector<uint8_t> lines, int width, int height) {
-    size_t most = 65535, pitch = lines.size() / height;  // bytes of a block that can be stored; of a line
-    int channels = (int)((pitch - 1) / width);
-    std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
-    filter_lines(&lines, pitch, channels);
+// PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own, so
+// that a chunk's length does not limit the picture.
+static void write_png(const std::string& path, const Raster& picture) {
+    std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
+    char colours = "\x00\x04\x02\x06"[picture.channels - 1];
+    std::vector<uint8_t> lines = filter_lines(picture);
+    size_t most = 65536;  // bytes of a block
     Writer out(path);
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
+    write_png_chunk(&out, "IHDR", size + std::string{8, colours, 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
     BitStream stream;
     uint64_t a = 1, b = 0;  // Adler-32
@@ -1494,65 +1526,16 @@ static void write_png(const std::string& path, std::vector<uint8_t> lines, int w
         deflate(&stream, block, start + block.size() == lines.size());
         write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
-    stream.fill_byte();
+    stream.put(0, 7);  // fills the last byte
     write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
 
-// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
-struct GridLayout {
-    int N, columns, group;
-    int rows_of(int count) const { return (count + columns - 1) / columns; }
-    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
-    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
-    int column(int n) const { return n % group % columns; }
-};
-// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
-// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
-static GridLayout grid_layout(int N, int groups, int image_size) {
-    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
-    int each = N / groups;
-    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
-    GridLayout best = {N, each, each};
-    if (side(best) * (image_size + 2) <= 4000) return best;
-    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
-        GridLayout layout = {N, columns, columns < each ? each : N};
-        if (side(layout) < side(best)) best = layout;
-    }
-    return best;
-}
-
-// A picture of bytes in the lines that write_png takes: (height, 1 + width * channels).
-struct Raster {
-    int width, height, channels;
-    std::vector<uint8_t> lines;
-    size_t place(size_t x, size_t y) const { return y * (1 + (size_t)width * channels) + 1 + x * channels; }
-    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
-};
-
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
-static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
-    int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap;
-    int height = layout.rows() * (H + gap) + gap;
-    Raster grid = {width, height, C, std::vector<uint8_t>((1 + (size_t)width * C) * height, 255)};
-    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
-        int n = (int)(i / H / H);
-        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
-        size_t x = layout.column(n) * (H + gap) + gap + i % H;
-        for (int k = 0; k < C; k++) grid.lines[grid.place(x, y) + k] = byte_of(pictures[i * PIXEL + k]);
-    }
-    return grid;
-}
-
 // What a viewer may refuse is said.
-static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
-                       const Config& c, int gap = 2) {
-    Raster grid = draw_grid(pictures, layout, c, gap);
-    write_png(path, std::move(grid.lines), grid.width, grid.height);
-
-    if (grid.is_large() && layout.N > 1)
+static void write_grid(const std::string& path, const Raster& grid) {
+    write_png(path, grid);
+    if (grid.is_large())
         say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
             path.c_str(), grid.width, grid.height);
 }
@@ -1611,14 +1594,11 @@ struct ArrayFile {
 static void write_arrays(const std::string& path, const std::vector<float>& pictures,
                          const std::vector<int>& classes, const Config& c) {
     int N = (int)classes.size(), H = c.image_size, C = c.in_channels;
-    std::vector<uint8_t> bytes;
-    bytes.reserve((size_t)N * H * H * C);
-    for (size_t i = 0; i < (size_t)N * H * H; i++)
-        for (int k = 0; k < C; k++) bytes.push_back(byte_of(pictures[i * PIXEL + k]));
+    Raster column = draw_grid(pictures, {N, 1, N}, c, 0);
     std::string labels;
     for (int number : classes) labels += little_endian(number, 8);
     ArrayFile file = {Writer(path)};
-    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), bytes);
+    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), column.bytes);
     if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
     file.commit();
 }
@@ -1699,7 +1679,7 @@ static std::string mean_colour(const Raster& picture, int x, int y, int w, int h
     int64_t sums[3] = {0}, whole = 255 * (int64_t)(right - left) * (bottom - top);
     for (int v = top; v < bottom; v++)
         for (int u = left; u < right; u++) {
-            const uint8_t* pixel = &picture.lines[picture.place(u, v)];
+            const uint8_t* pixel = &picture.bytes[picture.place(u, v)];
             int alpha = has_alpha ? pixel[picture.channels - 1] : 255;
             for (int k = 0; k < 3; k++) sums[k] += pixel[is_grey ? 0 : k] * alpha + 255 * (255 - alpha);
         }
@@ -1725,12 +1705,9 @@ static std::string half_blocks(const Raster& picture, int columns) {
     return shown;
 }
 
-// Shows the grid that the PNG file `path` holds, where standard output is a terminal that can.
-static void show_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
-                      const Config& c) {
+// Shows a grid, which the PNG file `path` holds, where standard output is a terminal that can.
+static void show_grid(const std::string& path, const Raster& grid) {
     Display display = terminal_display();
-    if (display == DISPLAY_NOTHING) return;
-    Raster grid = draw_grid(pictures, layout, c);
     if (grid.is_large()) return;
 
     int columns = terminal_columns();
