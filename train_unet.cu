@@ -4238,7 +4238,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     const char* path = file.path.c_str();
     int known = file.config.class_cond ? file.config.num_classes : 0;
     std::vector<std::string> names, file_names = file.class_names;
-    if (file_exists(c->data_file) || !(c->num_classes || known)) names = class_names_in(c->data_file);
+    if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
     if (lacks_names && *c->class_names) {

@@ -75,6 +75,12 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
     return parts;
 }
 
+// Where a name is in a list; -1: it is not.
+static int index_of(const std::vector<std::string>& names, const std::string& name) {
+    auto at = std::ranges::find(names, name);
+    return at == names.end() ? -1 : (int)(at - names.begin());
+}
+
 // A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
 static std::string shortened(const std::string& name, size_t most = 80) {
     if (name.size() <= most) return name;
@@ -609,9 +615,8 @@ static double parse_number(const Flag& flag, const std::string& value) {
         fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
     }
     if (flag.kind == CHOICE) {
-        std::vector<std::string> words = split(flag.limits.choices, '|');
-        auto found = std::ranges::find(words, value);
-        if (found != words.end()) return (double)(found - words.begin());
+        int choice = index_of(split(flag.limits.choices, '|'), value);
+        if (choice >= 0) return choice;
         fail_usage("--%s is one of %s, not '%s'", flag.name, flag.limits.choices, value.c_str());
     }
 
@@ -995,111 +1000,112 @@ static std::vector<std::string> parse_class_names(const std::string& lines, cons
     return names;
 }
 
-// The names of the classes of an image file, which its header counts; none where it has no labels.
-static std::vector<std::string> read_class_names(Reader* in) {
-    int classes = in->header[5] ? in->header[7] : 0, bytes = in->header[8];
-    if (in->header[0] != IMAGES_MAGIC || !classes) return {};
-    if (classes < 0 || bytes < 0 || in->size < HEADER_BYTES + (size_t)bytes)
-        fail("%s is damaged: it claims %d classes with names of %d bytes", in->path.c_str(), classes, bytes);
-    in->seek(in->size - bytes);
-    return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
+// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new in
+// version 1.
+struct ImageHeader {
+    int32_t N, C, H, W, version, type, classes, name_bytes;
+};
+
+static ImageHeader image_header(const Reader& in) {
+    const char* name = in.path.c_str();
+    if (in.size < HEADER_BYTES || in.header[0] != IMAGES_MAGIC)
+        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
+    ImageHeader h;
+    memcpy(&h, in.header + 1, sizeof h);
+    if (!h.version) h = {h.N, h.C, h.H, h.W, 0, IMAGES_FLOAT, 0, 0};
+    bool is_known = h.version == 0 || h.version == IMAGES_VERSION;
+    if (!is_known || (h.type != IMAGES_UINT8 && h.type != IMAGES_FLOAT))
+        fail("%s has version %d and elements of type %d, unknown here", name, h.version, h.type);
+
+    // a double can hold what 64 bits can't, and is exact enough to refuse it
+    double pixels = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
+    double claimed = HEADER_BYTES + pixels + (h.classes ? 4.0 * h.N : 0) + h.name_bytes;
+    if (std::min({h.N, h.C, h.H, h.W}) < 1 || std::min(h.classes, h.name_bytes) < 0 || claimed != (double)in.size)
+        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name, h.N,
+             h.C, h.H, h.W, claimed, in.size);
+    return h;
 }
 
-// The format: docs/formats.md. Images `factor` times as large as image_size are shrunk, others refused.
+// The names of the classes of an image file; none where it has no labels.
+static std::vector<std::string> read_class_names(const std::string& path) {
+    Reader in(path);
+    ImageHeader h = image_header(in);
+    in.seek(in.size - h.name_bytes);
+    return parse_class_names(in.take<std::string>(h.name_bytes), path.c_str(), h.classes, h.classes);
+}
+
+// Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
+    int wanted = c.image_size;
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
     if (!file_exists(path))
-        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s",
-             name, c.image_size, shell_word(path).c_str());
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", name,
+             wanted, shell_word(path).c_str());
     Reader in(path);
-    const int32_t* header = in.header;
-    if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
-        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4];
-    int32_t version = header[5];
-    int32_t type = version ? header[6] : IMAGES_FLOAT;  // this field and the next two are new in version 1
-    int32_t classes = version ? header[7] : 0;
-    int32_t names = version ? header[8] : 0;  // bytes
-    bool bytes = type == IMAGES_UINT8;
-    if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
-        fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-
-    // a double can hold what 64 bits can't, and is exact enough to refuse it
-    double pixels = (double)N * C * H * W * (bytes ? 1 : 4);
-    double claimed = HEADER_BYTES + pixels + (classes ? 4.0 * N + names : 0);
-    if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
-        claimed != (double)in.size)
-        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
-             N, C, H, W, claimed, in.size);
-
-    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
-    uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
-    if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
+    ImageHeader h = image_header(in);
+    Dataset data = {.count = h.N};
+    if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
+    if (h.version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = c.image_size;
-    int factor = H / wanted;
-    if (H != W || H % wanted)
+    if (h.C != c.in_channels)
+        fail("%s has images of %d channels, and %d are wanted", name, h.C, c.in_channels);
+    int factor = h.H / wanted;
+    if (h.H != h.W || h.H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
-             name, H, W, wanted);
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
+             name, h.H, h.W, wanted);
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * h.N * h.C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
-    Dataset data = {.count = N};
-    if (version) data.checksum = text("%08x", checksum);
-    size_t count = (size_t)N * C * H * W;
+    size_t count = (size_t)h.N * h.C * h.H * h.W;
     in.seek(HEADER_BYTES);
-    data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
-    data.floats = in.take<std::vector<float>>(bytes ? 0 : count);
+    if (h.type == IMAGES_UINT8) data.bytes = in.take<std::vector<uint8_t>>(count);
+    else data.floats = in.take<std::vector<float>>(count);
     for (float value : data.floats)
-        if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
+        if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
 
-    data.labels = in.take<std::vector<int>>(classes ? N : 0);
+    data.labels = in.take<std::vector<int>>(h.classes ? h.N : 0);
     for (int label : data.labels)
-        if (label < 0 || label >= classes)
-            fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
-    data.class_names = read_class_names(&in);
-    if (factor > 1) shrink(&data, W, factor);
+        if (label < 0 || label >= h.classes)
+            fail("%s is damaged: it holds a label of %d and %d classes", name, label, h.classes);
+    data.class_names = read_class_names(path);
+    if (factor > 1) shrink(&data, h.W, factor);
     return data;
-}
-
-static std::vector<std::string> class_names_in(const std::string& path) {
-    Reader in(path);
-    return read_class_names(&in);
 }
 
 // Numbers the labels of images as the model does, whose classes have these names. A class that it does not
 // know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
 static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
                                  bool trains) {
-    const std::vector<std::string>& theirs = data->class_names;
-    std::vector<int> images(theirs.size()), to(theirs.size(), -1);
+    const std::vector<std::string> theirs = std::exchange(data->class_names, names);
+    std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
+
     std::vector<std::string> unknown, lacking;
-    std::string moved;
-    for (size_t i = 0; i < theirs.size(); i++) {
-        auto at = std::ranges::find(names, theirs[i]);
-        if (at != names.end()) to[i] = (int)(at - names.begin());
-        else if (images[i]) unknown.push_back(theirs[i]);
-        if (moved.empty() && images[i] && to[i] >= 0 && to[i] != (int)i)
-            moved = text("%s is number %zu there and %d in the model", listed({theirs[i]}).c_str(), i, to[i]);
+    std::string line;
+    for (int i = 0; i < (int)theirs.size(); i++) {
+        to[i] = index_of(names, theirs[i]);
+        if (!images[i] || to[i] == i) continue;
+        if (to[i] < 0) unknown.push_back(theirs[i]);
+        else if (line.empty())
+            line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
+                        "%d in the model", shortened(theirs[i]).c_str(), i, to[i]);
     }
     if (!unknown.empty())
         fail("%s has images of %s, which the model does not know: its classes are %s", file,
              listed(unknown).c_str(), listed(names).c_str());
+
     for (const std::string& name : names) {
-        size_t i = std::ranges::find(theirs, name) - theirs.begin();
-        if (i == theirs.size() || (trains && !images[i])) lacking.push_back(name);
+        int i = index_of(theirs, name);
+        if (i < 0 || (trains && !images[i])) lacking.push_back(name);
     }
+    if (!lacking.empty())
+        line += text("%s has no images of %s, which the model knows", line.empty() ? "" : "; it",
+                     listed(lacking).c_str());
     for (int& label : data->labels) label = to[label];
-    data->class_names = names;
-    std::string lacks = lacking.empty() ? "" : text("has no images of %s", listed(lacking).c_str());
-    if (moved.empty() && lacks.empty()) return "";
-    if (moved.empty()) return text("%s %s, which the model knows", file, lacks.c_str());
-    return text("%s numbers its classes otherwise and is matched by their names: %s%s%s", file, moved.c_str(),
-                lacks.empty() ? "" : "; it ", lacks.c_str());
+    return line.empty() ? "" : file + line;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
