@@ -585,26 +585,9 @@ static const char* preset_flags(const std::string& name) {
     return named(PRESETS, name, "preset '" + name + "'", "").flags;
 }
 
-// The numbers of a flag that is no path, as bits, and one of them. No flag takes one below 0.
-static std::span<int32_t> numbers_of(const Config& config, const Flag& flag) {
-    return {(int32_t*)((char*)&config + flag.offset), flag.size / sizeof(int32_t)};
-}
-static double number_of(const Flag& flag, int32_t bits) {
-    return flag.kind == FLOAT ? std::bit_cast<float>(bits) : (double)(uint32_t)bits;
-}
-
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
-}
-
-// Whether the flag takes this number. A float below FLT_MIN is 0 or has lost digits.
-static bool in_range(const Flag& flag, double number) {
-    auto [least, most, choices] = flag.limits;
-    bool is_float = flag.kind == FLOAT && fabs(number) <= FLT_MAX;
-    if (!is_float) return number >= least && number <= most;
-    float value = (float)number;
-    return value >= (float)least && value <= (float)most && (number == 0 || std::isnormal(value));
 }
 
 // The number that `value` stands for: of a word, its place among the choices.
@@ -622,11 +605,13 @@ static double parse_number(const Flag& flag, const std::string& value) {
 
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLOAT;
-    bool is_number = !value.empty() && !*end && (real || number == floor(number));
-    if (!is_number || !in_range(flag, number))
+    bool is_float = flag.kind == FLOAT;
+    bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
+    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
+    bool in_range = number >= flag.limits.least && number <= flag.limits.most;
+    if (!is_number || is_lost || !in_range)
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
+                   is_float ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
                    value.c_str());
     return number;
 }
@@ -641,36 +626,41 @@ static void check_path(const Flag& flag, const std::string& value) {
                    flag.name);
 }
 
+// A flag that is no path is a number, or a list of them that a 0 ends where it is shorter. No whole number is below 0.
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
+    void* place = (char*)config + flag.offset;
     if (flag.kind == PATH) {
         check_path(flag, value);
-        strcpy((char*)config + flag.offset, value.c_str());
+        strcpy((char*)place, value.c_str());
         return;
     }
 
-    std::span<int32_t> numbers = numbers_of(*config, flag);
-    std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
-    if (parts.size() > numbers.size())
-        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+    size_t most = flag.size / sizeof(float);
+    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
+    if (parts.size() > most)
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
 
-    std::ranges::fill(numbers, 0);
+    memset(place, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        if (flag.kind == FLOAT) numbers[i] = std::bit_cast<int32_t>((float)number);
-        else numbers[i] = (int32_t)(uint32_t)number;
+        if (flag.kind == FLOAT) ((float*)place)[i] = (float)number;
+        else ((uint32_t*)place)[i] = (uint32_t)number;
     }
 }
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    if (flag.kind == PATH) return (const char*)&config + flag.offset;
+    const void* place = (const char*)&config + flag.offset;
+    if (flag.kind == PATH) return (const char*)place;
     std::string joined;
-    for (int32_t bits : numbers_of(config, flag)) {
-        double number = number_of(flag, bits);
-        if (!joined.empty() && number == 0) break;  // the list ends
-        if (!joined.empty()) joined += ",";
+    for (size_t i = 0; i < flag.size / sizeof(float); i++) {
+        double number;
+        if (flag.kind == FLOAT) number = ((const float*)place)[i];
+        else number = ((const uint32_t*)place)[i];
+        if (i && number == 0) break;  // the list ends
+        if (i) joined += ",";
         if (flag.kind == CHOICE) joined += split(flag.limits.choices, '|')[(size_t)number];
         else if (flag.kind == FLOAT) joined += float_text((float)number);
         else joined += text("%.0f", number);
