@@ -736,33 +736,13 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
-// What only generate.py does, how it is typed there, and the value that asks for nothing, which config.txt of an
-// earlier run lists.
-struct MovedFlag {
-    const char *name, *example, *standard;
-};
-static const MovedFlag MOVED_FLAGS[] = {
-    {"init_image", "--init_image cat.png", ""},
-    {"strength", "--init_image cat.png --strength 0.5", "0"},
-    {"mask", "--init_image cat.png --mask known.png", ""},
-    {"jump_length", "--init_image cat.png --mask known.png --jump_length 10", "10"},
-    {"jump_n_sample", "--init_image cat.png --mask known.png --jump_n_sample 10", "10"},
-    {"interpolate", "--seeds 3,9 --interpolate 8", "0"},
-    {"strip", "--strip 8", "0"},
-    {"guide_weights", "--guidance_scale 2 --guide_weights EARLIER.bin", ""},
-    {"guidance_interval", "--guidance_scale 2 --guidance_interval 0.2,0.8", ""},
-    {"threshold dynamic", "--threshold dynamic", ""},
-};
-
-static const MovedFlag* moved_flag(const std::string& name) {
-    auto moved = std::ranges::find(MOVED_FLAGS, name, &MovedFlag::name);
-    return moved == std::end(MOVED_FLAGS) ? nullptr : moved;
-}
+// What only generate.py does.
+static const char* const MOVED_FLAGS[] = {"init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
+                                          "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
 
 static void refuse_moved(const std::string& name) {
-    if (const MovedFlag* moved = moved_flag(name))
-        fail_usage("--%s is generate.py's: python generate.py --model_weights CHECKPOINT.bin %s",
-                   moved->name, moved->example);
+    if (std::ranges::count(MOVED_FLAGS, name))
+        fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
 }
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. path: as messages call it.
@@ -778,8 +758,6 @@ static std::vector<GivenFlag> parse_config(const std::string& lines, const std::
         std::string name = words.substr(0, words.find_first_of(" \t="));
         std::string value = trimmed(words.substr(name.size()));
         if (value.starts_with('=')) value = trimmed(value.substr(1));
-        const MovedFlag* moved = moved_flag(name);
-        if (moved && (value.empty() || value == moved->standard)) continue;
 
         std::string why = failure_of([&] {
             refuse_moved(name);
