@@ -1747,53 +1747,44 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
         for (unsigned long number = first; number <= last; number++) numbers.push_back((uint32_t)number);
+    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
+    for (size_t i = 0; i < names.size(); i++)
+        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
+            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
+
+    std::vector<std::string> words = split(list, ',');
     }
     return numbers;
 }
 
-// The numbers that names are, to the classes that they name; empty unless all are numbers.
-static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& names) {
-    std::map<uint32_t, uint32_t> places;
-    for (size_t i = 0; i < names.size(); i++) {
-        bool is_number =
-            names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
-        if (!is_number || !places.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i}).second) return {};
-    }
-    return places;
-}
-
-// The longest of the names that a list has at this place, up to a comma or its end; null where none is.
-static const std::string* name_at(const std::string& list, size_t at, const std::vector<std::string>& names) {
-    const std::string* longest = nullptr;
-    for (const std::string& name : names) {
-        size_t end = at + name.size();
-        bool is_here = !list.compare(at, name.size(), name) && (end == list.size() || list[end] == ',');
-        if (is_here && (!longest || name.size() > longest->size())) longest = &name;
-    }
-    return longest;
-}
-
-// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of
-// one. Where all names are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names are
+// numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
     std::vector<uint32_t> classes;
-    std::map<uint32_t, uint32_t> places = values_of(names);
-    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
-        const std::string* name = name_at(list, at, names);
-        while (!name && list[at] == ' ') name = name_at(list, ++at, names);
-        if (name) {
-            classes.push_back((uint32_t)(name - names.data()));
-            end = at + name->size();
+    for (size_t first = 0, next; first < words.size(); first = next) {
+        std::string joined;
+        int found = -1;
+        next = first + 1;
+        for (size_t last = first; last < words.size(); last++) {
+            joined += words[last];
+            int here = std::max(index_of(names, joined), index_of(names, trimmed(joined)));
+            joined += ",";
+            if (here < 0) continue;
+            found = here;
+            next = last + 1;
+        }
+        if (found >= 0) {
+            classes.push_back((uint32_t)found);
             continue;
         }
-        end = std::min(list.find(',', at), list.size());
-        std::string part = list.substr(at, end - at);
+
+        std::string word = trimmed(words[first]);
         std::vector<uint32_t> numbers;
-        if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
-        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
+        failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
+        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return numbered.contains(n); }))
             fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
-                       shortened(list).c_str(), shortened(part).c_str(), listed(names).c_str());
-        for (uint32_t number : numbers) classes.push_back(places[number]);
+                       shortened(list).c_str(), shortened(word).c_str(), listed(names).c_str());
+        for (uint32_t number : numbers) classes.push_back(numbered[number]);
     }
     return classes;
 }
@@ -1813,13 +1804,15 @@ static std::vector<std::string> shown_names(const Config& c, const std::vector<s
 }
 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
-// the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<std::string>& names) {
+// the network is told none. Classes without names are called by their numbers.
+static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::string> names) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    int all = names.empty() ? c.num_classes : (int)names.size();
-    if (!*c.classes) return consecutive(0, c.class_cond ? all : 0);
-    return names.empty() ? parse_list("class", c.classes, all - 1) : parse_classes(c.classes, names);
+    if (!c.class_cond) return {};
+    if (names.empty())
+        for (int i = 0; i < c.num_classes; i++) names.push_back(text("%d", i));
+    if (!*c.classes) return consecutive(0, (int)names.size());
+    return parse_classes(c.classes, names);
 }
 
 // What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
