@@ -1090,7 +1090,7 @@ enum HeaderField {
     FIELD_LR_STEPS,  // the length of the learning rate's schedule, which has no flag
     FIELD_SECTION_TABLE = 128
 };
-enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
+enum { WEIGHTS_VERSION = 3 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -1189,9 +1189,7 @@ static std::string read_data_checksum(const WeightsFile& file, Reader* in) {
 
 static bool has_earlier_format(const Reader& in) {
     int version = in.header[FIELD_VERSION];
-    bool is_of_network = in.header[FIELD_MAGIC] == network.magic;
-    return in.header[FIELD_MAGIC] == OLD_WEIGHTS_MAGIC ||
-           (is_of_network && version >= 1 && version < WEIGHTS_VERSION);
+    return in.header[FIELD_MAGIC] == network.magic && version >= 1 && version < WEIGHTS_VERSION;
 }
 
 // Refuses what is no weights file of this program's network and of today's format.
@@ -1201,17 +1199,12 @@ static void check_format(const Reader& in) {
     int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
-    if (magic == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
-             word.c_str());
-    if (has_earlier_format(in))
-        fail(
-            "%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
-            "and keeps all that it holds",
-            name, version, word.c_str(), word.c_str());
     if (in.size < HEADER_BYTES || magic != network.magic)
-        fail("%s is no weights file of a %s (of .pt or .safetensors, %s makes one)", name, network.name,
-             network.importer);
+        fail("%s is no weights file of a %s (of .pt, .safetensors or the first .bin, %s makes one)", name,
+             network.name, network.importer);
+    if (has_earlier_format(in))
+        fail("%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
+             "and keeps all that it holds", name, version, word.c_str(), word.c_str());
     if (version != WEIGHTS_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", name, version,
              WEIGHTS_VERSION);
