@@ -1179,14 +1179,7 @@ static void read_history(WeightsFile* file, Reader* in) {
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
-static std::string read_data_checksum(const WeightsFile& file, Reader* in) {
-    std::string checksum = section_text(file, in, "data_checksum");
-    bool is_hexadecimal = checksum.find_first_not_of("0123456789abcdef") == checksum.npos;
-    if (!checksum.empty() && (checksum.size() != 8 || !is_hexadecimal))
-        fail("%s is damaged: its section data_checksum is no checksum", file.path.c_str());
-    return checksum;
-}
-
+// Whether it is a weights file of this network of one of the formats before today's.
 static bool has_earlier_format(const Reader& in) {
     int version = in.header[FIELD_VERSION];
     return in.header[FIELD_MAGIC] == network.magic && version >= 1 && version < WEIGHTS_VERSION;
@@ -1239,7 +1232,7 @@ static WeightsFile open_weights(const std::string& path) {
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
     file.class_names = parse_class_names(section_text(file, &in, "class_names"), name, 0, classes);
-    file.data_checksum = read_data_checksum(file, &in);
+    file.data_checksum = section_text(file, &in, "data_checksum");
     read_history(&file, &in);
     return file;
 }
