@@ -807,20 +807,22 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
 
         size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == argument.npos ? equals : equals - 2);
+        std::string name = argument.substr(2, equals - 2);
         refuse_moved(name);
         const Flag& flag = flag_named(name);
 
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        std::string value = flag.kind == BOOL ? "1" : name == "help" ? "usual" : "";
         bool has_value = true;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
-        else if (optional) has_value = false;
-        else fail_usage("--%s needs a value", name.c_str());
+        else has_value = false;
+
+        if (!has_value && flag.kind == BOOL) value = "1";
+        if (!has_value && name == "help") value = "usual";
+        std::string value;
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
-        if (value.empty() && !optional && name != "val_file")
+        if (value.empty() && !optional && !(has_value && name == "val_file"))
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         if (name == "generate" && has_value) {  // how their number was told earlier
             say("note: --generate %s is called --generate --num_samples %s now", value.c_str(), value.c_str());
