@@ -773,10 +773,9 @@ static std::vector<GivenFlag> parse_config(const std::string& lines, const std::
 }
 
 static std::vector<GivenFlag> read_config_file(const std::string& path) {
-    if (path.empty()) fail_usage("--config needs a file's name, not ''");
     Reader in(path);
-    std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
-    if (in.size > contents.size() || contents.find('\0') != std::string::npos)
+    std::string contents = in.take<std::string>(in.size);
+    if (contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     return parse_config(contents, path);
