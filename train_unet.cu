@@ -2963,7 +2963,7 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
     if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
 
-    double bytes = PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps;
+    double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
     check_host_memory(bytes, "the model and " + what, remedy);
 }

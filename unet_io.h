@@ -555,7 +555,6 @@ static std::vector<Preset> PRESETS = {
 
 static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
 static bool is_preset(const Flag& flag) { return is_named(flag, "preset") || is_named(flag, "model"); }
-static bool begins_group(const Flag& flag) { return &flag == &FLAGS[0] || flag.group != (&flag)[-1].group; }
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
@@ -790,8 +789,11 @@ static std::string config_text(const Config& config) {
     std::string lines = text(
         "# Flags of %s, read with --config FILE; flags typed beside it come over these.\n", network.program);
     for (const Flag& flag : FLAGS) {
-        if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (flag.group != OTHER && !is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
+        if (flag.group == OTHER) break;
+        if (flag.group != group) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
+        group = flag.group;
+        if (!is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
+    int group = -1;
     }
     return lines;
 }
