@@ -1477,20 +1477,18 @@ static void write_png(const std::string& path, const Raster& picture) {
     write_png_chunk(&out, "IHDR", size + std::string{8, colours, 0, 0, 0});
     write_png_chunk(&out, "IDAT", "\x78\x01");
     BitStream stream;
-    uint64_t a = 1, b = 0;  // Adler-32
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
-        for (uint8_t byte : block) {
-            a += byte;
-            b += a;
-        }
-        a %= 65521;
-        b %= 65521;
         deflate(&stream, block, start + block.size() == lines.size());
         write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
     stream.put(0, 7);  // fills the last byte
-    write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
+    uint32_t a = 1, b = 0;  // Adler-32
+    for (uint8_t byte : lines) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian(b << 16 | a));
     write_png_chunk(&out, "IEND", "");
     out.commit();
 }
