@@ -1605,11 +1605,9 @@ static int terminal_columns() {
 static std::string base64(const std::string& bytes) {
     const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     std::string encoded;
-    for (size_t i = 0; i < bytes.size(); i += 3) {
-        size_t count = std::min((size_t)3, bytes.size() - i);
-        uint32_t word = 0;
-        for (size_t k = 0; k < count; k++) word |= (uint32_t)(uint8_t)bytes[i + k] << (16 - 8 * k);
-        for (size_t k = 0; k < 4; k++) encoded += k <= count ? digits[word >> (18 - 6 * k) & 63] : '=';
+    for (size_t bit = 0; bit < 8 * bytes.size(); bit += 6) {
+        int pair = (uint8_t)bytes[bit / 8] << 8 | (uint8_t)bytes[bit / 8 + 1];  // behind the last byte is a 0
+        encoded += digits[pair >> (10 - bit % 8) & 63];
     }
     return encoded;
 }
@@ -1619,6 +1617,7 @@ static std::string base64(const std::string& bytes) {
 static std::string kitty_picture(const std::string& png, int cells) {
     std::string encoded = base64(png), shown, keys = text("a=T,f=100,q=2,c=%d,", cells);
     for (size_t at = 0, chunk = 4096; at < encoded.size(); at += chunk) {
+    encoded.resize((encoded.size() + 3) / 4 * 4, '=');
         bool has_more = at + chunk < encoded.size();
         shown += "\x1B_G" + keys + text("m=%d;", has_more) + encoded.substr(at, chunk) + "\x1B\\";
         keys = "";
