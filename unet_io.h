@@ -121,10 +121,13 @@ static bool is_utf8(const std::string& bytes) {
 
 // A path as a word for the shell.
 static std::string shell_word(const std::string& path) {
-    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
-    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    const char* plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._-+,=:@%";
+    if (!path.empty() && path.find_first_not_of(plain) == path.npos) return path;
     std::string quoted = "'";
-    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    for (char c : path) {
+        if (c == '\'') quoted += "'\\'";
+        quoted += c;
+    }
     return quoted + "'";
 }
 
@@ -788,12 +791,12 @@ static std::string config_line(const Flag& flag, const std::string& value) {
 static std::string config_text(const Config& config) {
     std::string lines = text(
         "# Flags of %s, read with --config FILE; flags typed beside it come over these.\n", network.program);
+    int group = -1;
     for (const Flag& flag : FLAGS) {
         if (flag.group == OTHER) break;
         if (flag.group != group) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
         if (!is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
-    int group = -1;
     }
     return lines;
 }
@@ -815,13 +818,13 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
         bool has_value = true;
+        std::string value;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
         else has_value = false;
 
         if (!has_value && flag.kind == BOOL) value = "1";
         if (!has_value && name == "help") value = "usual";
-        std::string value;
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
         if (value.empty() && !optional && !(has_value && name == "val_file"))
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
@@ -1282,9 +1285,9 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 // Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
 struct GridLayout {
     int N, columns, group;
-    int rows_of(int count) const { return (count + columns - 1) / columns; }
-    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
-    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
+    int rows_a_group() const { return (group + columns - 1) / columns; }
+    int rows() const { return N / group * rows_a_group(); }
+    int row(int n) const { return n / group * rows_a_group() + n % group / columns; }
     int column(int n) const { return n % group % columns; }
 };
 // About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
@@ -1316,11 +1319,15 @@ static Raster draw_grid(std::span<const float> pictures, const GridLayout& layou
     int width = layout.columns * (H + gap) + gap;
     int height = layout.rows() * (H + gap) + gap;
     Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
-    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
-        int n = (int)(i / H / H);
-        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
-        size_t x = layout.column(n) * (H + gap) + gap + i % H;
-        for (int k = 0; k < C; k++) grid.bytes[grid.place(x, y) + k] = byte_of(pictures[i * PIXEL + k]);
+    for (int n = 0; n < layout.N; n++) {
+        int top = layout.row(n) * (H + gap) + gap;
+        int left = layout.column(n) * (H + gap) + gap;
+        const float* pixel = &pictures[(size_t)n * H * H * PIXEL];
+        for (int i = 0; i < H * H; i++) {
+            uint8_t* bytes = &grid.bytes[grid.place(left + i % H, top + i / H)];
+            for (int k = 0; k < C; k++) bytes[k] = byte_of(pixel[k]);
+            pixel += PIXEL;
+        }
     }
     return grid;
 }
@@ -1340,6 +1347,7 @@ static void write_png_chunk(Writer* out, const std::string& type, const std::str
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
     size_t channels = picture.channels, pitch = picture.width * channels;
     std::vector<uint8_t> filtered, nothing(pitch, 0);
+    filtered.reserve((1 + pitch) * picture.height);
     for (int y = 0; y < picture.height; y++) {
         const uint8_t* line = &picture.bytes[y * pitch];
         const uint8_t* above = y ? line - pitch : nothing.data();
@@ -1609,6 +1617,7 @@ static std::string base64(const std::string& bytes) {
         int pair = (uint8_t)bytes[bit / 8] << 8 | (uint8_t)bytes[bit / 8 + 1];  // behind the last byte is a 0
         encoded += digits[pair >> (10 - bit % 8) & 63];
     }
+    encoded.resize((encoded.size() + 3) / 4 * 4, '=');
     return encoded;
 }
 
@@ -1617,7 +1626,6 @@ static std::string base64(const std::string& bytes) {
 static std::string kitty_picture(const std::string& png, int cells) {
     std::string encoded = base64(png), shown, keys = text("a=T,f=100,q=2,c=%d,", cells);
     for (size_t at = 0, chunk = 4096; at < encoded.size(); at += chunk) {
-    encoded.resize((encoded.size() + 3) / 4 * 4, '=');
         bool has_more = at + chunk < encoded.size();
         shown += "\x1B_G" + keys + text("m=%d;", has_more) + encoded.substr(at, chunk) + "\x1B\\";
         keys = "";
@@ -1689,8 +1697,7 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
         if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
         const GivenFlag* g = was_given(given, flag.name);
-        bool of_classes =
-            is_named(flag, "class_cond") || is_named(flag, "num_classes") || is_named(flag, "cond_drop_prob");
+        bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
         std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
         if (g && asked != stored)
@@ -1733,12 +1740,6 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
         for (unsigned long number = first; number <= last; number++) numbers.push_back((uint32_t)number);
-    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
-    for (size_t i = 0; i < names.size(); i++)
-        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
-            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
-
-    std::vector<std::string> words = split(list, ',');
     }
     return numbers;
 }
@@ -1746,6 +1747,12 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
 // The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names are
 // numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
+    for (size_t i = 0; i < names.size(); i++)
+        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
+            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
+
+    std::vector<std::string> words = split(list, ',');
     std::vector<uint32_t> classes;
     for (size_t first = 0, next; first < words.size(); first = next) {
         std::string joined;
@@ -1779,9 +1786,8 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
 static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
     if (!*c.class_names || !c.class_cond) return own;
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
-    for (std::string& name : names)
-        if (name.ends_with('\r')) name.pop_back();
     if (names.back().empty()) names.pop_back();
+    for (std::string& name : names) name = trimmed(name);
     size_t classes = own.empty() ? c.num_classes : own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
@@ -1807,7 +1813,7 @@ static std::string rows_text(const std::vector<std::string>& names, const std::v
     if (!groups || names.empty()) return "";
     int each = layout.N / groups;
     std::string kind = "rows", joined;
-    if (layout.columns < each) kind = text("%d rows each", layout.rows() / groups);
+    if (layout.columns < each) kind = text("%d rows each", layout.rows_a_group());
     if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
     for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
     return " (" + kind + ": " + joined + ")";
