@@ -4399,7 +4399,7 @@ static void prepare_run(Trainer* t) {
     std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
     std::string old_config = read_text(config), old_log = read_text(log);
     write_text(config, config_with_changes(*t, old_config));
-    open_metrics(&t->metrics, log, old_log, t->step, &t->validated);
+    t->metrics.open(log, old_log, t->step, &t->validated);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
@@ -4504,7 +4504,7 @@ static void validate(Trainer* t) {
     clear_line();
     printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
-    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
     t->validated[t->step] = loss;
 }
 
@@ -4575,7 +4575,7 @@ static void log_step(Trainer* t, const StepState& result, const StepReport& repo
         line += json_number(t->quartile_sums[q] / t->quartile_counts[q]);
     }
     t->quartile_sums = t->quartile_counts = {};
-    add_metrics(&t->metrics, line + "]}\n");
+    t->metrics.add(line + "]}\n");
 }
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.

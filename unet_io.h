@@ -268,9 +268,8 @@ struct Writer {
     FILE* file = nullptr;
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
-        fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
-        if (!target.empty()) path = target;
-        if (!target.empty() && !fs::is_regular_file(target, ignored))
+        if (file_exists(name)) path = fs::canonical(name, ignored);  // behind a link
+        if (file_exists(name) && !fs::is_regular_file(name, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
 
         folder = path.substr(0, path.rfind('/') + 1);
@@ -1826,57 +1825,53 @@ struct Metrics {
     std::string path, waiting;
     int file = -1;
     bool warned = false;
-    ~Metrics();  // after a last attempt at what the file lacks
+
+    // Keeps what steps up to resumed_step logged in the text that is there, and their validation losses.
+    void open(const std::string& name, const std::string& there, long resumed_step, std::map<long, double>* validated) {
+        path = name;
+        std::string kept;
+        std::vector<std::string> lines = split(there, '\n');
+        lines.pop_back();  // what follows the last line feed was cut short
+        for (const std::string& line : lines) {
+            long step;
+            int validates = 0;
+            double loss = NAN;  // of weights that are no numbers it says null
+            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+            if (read < 1 || step > resumed_step) continue;
+            kept += line + "\n";
+            if (validates) (*validated)[step] = loss;
+        }
+        if (kept != there) write_text(path, kept);
+        file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+        if (file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
+    }
+
+    void add(const std::string& lines) {
+        if (world.rank) return;
+        waiting += lines;
+        size_t written = 0;
+        while (written < waiting.size()) {
+            ssize_t n = write(file, &waiting[written], waiting.size() - written);
+            if (n <= 0) break;
+            written += (size_t)n;
+        }
+        if (written < waiting.size()) {
+            if (!std::exchange(warned, true))
+                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
+            // half a line is taken back, or else the next attempt continues it
+            off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
+            if (!ftruncate(file, before)) written = 0;
+        }
+        waiting.erase(0, written);
+    }
+
+    // Makes a last attempt at what the file lacks.
+    ~Metrics() {
+        if (file < 0) return;
+        add("");
+        if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+            note(path + " lacks " + counted(lost, "line"));
+        close(file);
+    }
 };
-
-// Keeps what steps up to resumed_step logged, and their validation losses.
-static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,
-                         std::map<long, double>* validated) {
-    m->path = path;
-    std::string kept;
-    std::vector<std::string> lines = split(there, '\n');
-    lines.pop_back();  // what follows the last line feed was cut short
-    for (const std::string& line : lines) {
-        long step;
-        int validates = 0;
-        double loss = NAN;  // of weights that are no numbers it says null
-        int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
-        if (read < 1 || step > resumed_step) continue;
-        kept += line + "\n";
-        if (validates) (*validated)[step] = loss;
-    }
-    if (kept != there) write_text(path, kept);
-    m->file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (m->file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
-}
-
-static void add_metrics(Metrics* m, const std::string& lines) {
-    if (world.rank) return;
-    std::string& waiting = m->waiting;
-    waiting += lines;
-
-    size_t written = 0;
-    while (written < waiting.size()) {
-        ssize_t n = write(m->file, &waiting[written], waiting.size() - written);
-        if (n <= 0) break;
-        written += (size_t)n;
-    }
-    if (written < waiting.size()) {
-        if (!std::exchange(m->warned, true))
-            note("could not write " + m->path + ": " + strerror(errno) +
-                 "; what is missing there follows later");
-        // half a line is taken back, or else the next attempt continues it
-        off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
-        if (!ftruncate(m->file, before)) written = 0;
-    }
-    waiting.erase(0, written);
-}
-
-inline Metrics::~Metrics() {
-    if (file < 0) return;
-    add_metrics(this, "");
-    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
-        note(path + " lacks " + counted(lost, "line"));
-    close(file);
-}
 #endif  // NETWORK_ONLY

@@ -422,8 +422,8 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::map<long, double> validated;
     {
         Metrics log;
-        open_metrics(&log, metrics, read_text(metrics), 10, &validated);
-        add_metrics(&log, "{\"step\": 11, \"loss\": 0.2}\n");
+        log.open(metrics, read_text(metrics), 10, &validated);
+        log.add("{\"step\": 11, \"loss\": 0.2}\n");
     }
     kept = file_text(metrics);
     bool losses =
