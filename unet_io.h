@@ -213,22 +213,22 @@ struct Reader {
         read(values.data(), count * sizeof values[0]);
         return values;
     }
-};
 
-// Whether a file's checksum is the one in this field of its header. It runs over the data and then over the
-// header with a 0 in that field, which stays there: in this order a writer can stream.
-static bool checksum_matches(Reader* in, int field) {
-    uint32_t stored = (uint32_t)std::exchange(in->header[field], 0);
-    uint32_t crc = 0;
-    in->seek(HEADER_BYTES);
-    size_t left = in->size - HEADER_BYTES;
-    while (left) {
-        size_t bytes = std::min(left, (size_t)1 << 20);
-        crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
-        left -= bytes;
+    // Whether the file's checksum is the one in this field of its header. It runs over the data and then over the
+    // header with a 0 in that field, which stays there: in this order a writer can stream.
+    bool checksum_matches(int field) {
+        uint32_t stored = (uint32_t)std::exchange(header[field], 0);
+        uint32_t crc = 0;
+        seek(HEADER_BYTES);
+        size_t left = size - HEADER_BYTES;
+        while (left) {
+            size_t bytes = std::min(left, (size_t)1 << 20);
+            crc = crc32(take<std::vector<char>>(bytes).data(), bytes, crc);
+            left -= bytes;
+        }
+        return crc32(header, HEADER_BYTES, crc) == stored;
     }
-    return crc32(in->header, HEADER_BYTES, crc) == stored;
-}
+};
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
@@ -627,7 +627,8 @@ static void check_path(const Flag& flag, const std::string& value) {
                    flag.name);
 }
 
-// A flag that is no path is a number, or a list of them that a 0 ends where it is shorter. No whole number is below 0.
+// A flag that is no path is a number, or a list of them, which a 0 ends where it is shorter. No whole number is
+// below 0.
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
     void* place = (char*)config + flag.offset;
     if (flag.kind == PATH) {
@@ -738,15 +739,17 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
 }
 
 // What only generate.py does.
-static const char* const MOVED_FLAGS[] = {"init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
-                                          "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
+static const char* const MOVED_FLAGS[] = {
+    "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
+    "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
 
 static void refuse_moved(const std::string& name) {
     if (std::ranges::count(MOVED_FLAGS, name))
         fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
 }
 
-// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. path: as messages call it.
+// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
+// `path`.
 static std::vector<GivenFlag> parse_config(const std::string& lines, const std::string& path) {
     std::vector<GivenFlag> given;
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
@@ -973,8 +976,8 @@ static std::vector<std::string> parse_class_names(const std::string& lines, cons
     return names;
 }
 
-// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new in
-// version 1.
+// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new
+// in version 1.
 struct ImageHeader {
     int32_t N, C, H, W, version, type, classes, name_bytes;
 };
@@ -1020,7 +1023,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     ImageHeader h = image_header(in);
     Dataset data = {.count = h.N};
     if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
-    if (h.version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
+    if (h.version && !in.checksum_matches(IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
     if (h.C != c.in_channels)
         fail("%s has images of %d channels, and %d are wanted", name, h.C, c.in_channels);
@@ -1166,15 +1169,7 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
              file->path.c_str(), size);
 }
 
-static std::string section_text(const WeightsFile& file, Reader* in, const char* name) {
-    auto found = file.sections.find(name);
-    if (found == file.sections.end()) return "";
-    in->seek(found->second.offset);
-    return in->take<std::string>(found->second.bytes);
-}
-
-static void read_history(WeightsFile* file, Reader* in) {
-    std::string state = section_text(*file, in, "state");
+static void read_history(WeightsFile* file, const std::string& state) {
     if (state.empty()) return;
     History* h = &file->history;
     bool whole = state.size() == sizeof *h;
@@ -1215,14 +1210,20 @@ static WeightsFile open_weights(const std::string& path) {
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
     WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
     read_section_table(&file, in.header, in.size);
-    if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
+    auto contents = [&](const char* section) -> std::string {
+        if (!file.sections.contains(section)) return "";
+        auto [offset, bytes] = file.sections[section];
+        in.seek(offset);
+        return in.take<std::string>(bytes);
+    };
+    if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
     for (const char* needed : {"weights", "config"})
         if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
     if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
-        read_stored_config(&file.config, section_text(file, &in, "config"));
+        read_stored_config(&file.config, contents("config"));
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
@@ -1236,9 +1237,9 @@ static WeightsFile open_weights(const std::string& path) {
             fail("%s is damaged: its section %s has the wrong length", name, section);
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
-    file.class_names = parse_class_names(section_text(file, &in, "class_names"), name, 0, classes);
-    file.data_checksum = section_text(file, &in, "data_checksum");
-    read_history(&file, &in);
+    file.class_names = parse_class_names(contents("class_names"), name, 0, classes);
+    file.data_checksum = contents("data_checksum");
+    read_history(&file, contents("state"));
     return file;
 }
 
@@ -1335,14 +1336,9 @@ static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
-static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
-    std::string named = type + data;
-    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
-}
-
-// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a byte
-// becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
-// left + above - corner. Beyond the edges all bytes are 0.
+// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
+// byte becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is
+// nearest to left + above - corner. Beyond the edges all bytes are 0.
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
     size_t channels = picture.channels, pitch = picture.width * channels;
     std::vector<uint8_t> filtered, nothing(pitch, 0);
@@ -1392,26 +1388,13 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     return depths;
 }
 
-// Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
-struct BitStream {
-    std::string bytes;
-    uint64_t waiting = 0;
-    int count = 0;  // of those that wait until their byte is full
-    void put(uint32_t bits, int n) {
-        waiting |= (uint64_t)bits << count;
-        for (count += n; count >= 8; count -= 8) {
-            bytes += (char)waiting;
-            waiting >>= 8;
-        }
-    }
-};
 static uint32_t reversed(uint32_t code, int n) {
     uint32_t turned = 0;
     for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
     return turned;
 }
 
-// What deflate writes: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
+// What a block holds: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
 struct DeflateSymbol {
     int symbol;
     int more = 0;
@@ -1442,52 +1425,72 @@ static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
     return found;
 }
 
-// A block of deflate's stream (RFC 1951) with a Huffman code of its own.
-static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
-    std::vector<DeflateSymbol> found = find_matches(block);
-    std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
-    for (const DeflateSymbol& s : found) counts[s.symbol]++;
-    std::vector<int> lengths = code_lengths(counts);
-
-    std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
-    uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
-    for (int length = 1; length <= 15; length++, code *= 2)
-        for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
-            if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
-
-    out->put(is_last, 1);
-    out->put(2, 2);  // a code of its own
-    out->put(DEFLATE_SYMBOLS - 257, 5);
-    out->put(0, 5);  // a single distance
-    out->put(15, 4);
-    // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
-    for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
-    for (int length : lengths) out->put(reversed(length, 4), 4);
-    out->put(reversed(1, 4), 4);
-
-    for (const DeflateSymbol& s : found) {
-        out->put(codes[s.symbol], lengths[s.symbol]);
-        out->put(s.rest, s.more);
-        if (s.symbol >= FIRST_MATCH) out->put(0, 1);  // the distance
+// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest
+// bit.
+struct DeflateStream {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
     }
-}
 
-// PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own, so
-// that a chunk's length does not limit the picture.
+    // Writes a block with a Huffman code of its own.
+    void add(std::span<const uint8_t> block, bool is_last) {
+        std::vector<DeflateSymbol> found = find_matches(block);
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+        for (const DeflateSymbol& s : found) counts[s.symbol]++;
+        std::vector<int> lengths = code_lengths(counts);
+
+        std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
+        uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+        for (int length = 1; length <= 15; length++, code *= 2)
+            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
+                if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+
+        put(is_last, 1);
+        put(2, 2);  // a code of its own
+        put(DEFLATE_SYMBOLS - 257, 5);
+        put(0, 5);  // a single distance
+        put(15, 4);
+        // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+        for (int i = 0; i < 19; i++) put(i < 3 ? 0 : 4, 3);
+        for (int length : lengths) put(reversed(length, 4), 4);
+        put(reversed(1, 4), 4);
+
+        for (const DeflateSymbol& s : found) {
+            put(codes[s.symbol], lengths[s.symbol]);
+            put(s.rest, s.more);
+            if (s.symbol >= FIRST_MATCH) put(0, 1);  // the distance
+        }
+    }
+};
+
+// PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own,
+// so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const Raster& picture) {
     std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
     char colours = "\x00\x04\x02\x06"[picture.channels - 1];
     std::vector<uint8_t> lines = filter_lines(picture);
     size_t most = 65536;  // bytes of a block
     Writer out(path);
+    auto write_chunk = [&](const std::string& type, const std::string& data) {
+        std::string named = type + data;
+        uint32_t crc = crc32(named.data(), named.size());
+        out.write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
+    };
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(&out, "IHDR", size + std::string{8, colours, 0, 0, 0});
-    write_png_chunk(&out, "IDAT", "\x78\x01");
-    BitStream stream;
+    write_chunk("IHDR", size + std::string{8, colours, 0, 0, 0});
+    write_chunk("IDAT", "\x78\x01");
+    DeflateStream stream;
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
-        deflate(&stream, block, start + block.size() == lines.size());
-        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
+        stream.add(block, start + block.size() == lines.size());
+        write_chunk("IDAT", std::exchange(stream.bytes, ""));
     }
     stream.put(0, 7);  // fills the last byte
     uint32_t a = 1, b = 0;  // Adler-32
@@ -1495,8 +1498,8 @@ static void write_png(const std::string& path, const Raster& picture) {
         a = (a + byte) % 65521;
         b = (b + a) % 65521;
     }
-    write_png_chunk(&out, "IDAT", stream.bytes + big_endian(b << 16 | a));
-    write_png_chunk(&out, "IEND", "");
+    write_chunk("IDAT", stream.bytes + big_endian(b << 16 | a));
+    write_chunk("IEND", "");
     out.commit();
 }
 
@@ -1743,8 +1746,8 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names are
-// numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names
+// are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
     std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
     for (size_t i = 0; i < names.size(); i++)
@@ -1827,7 +1830,8 @@ struct Metrics {
     bool warned = false;
 
     // Keeps what steps up to resumed_step logged in the text that is there, and their validation losses.
-    void open(const std::string& name, const std::string& there, long resumed_step, std::map<long, double>* validated) {
+    void open(const std::string& name, const std::string& there, long resumed_step,
+              std::map<long, double>* validated) {
         path = name;
         std::string kept;
         std::vector<std::string> lines = split(there, '\n');
