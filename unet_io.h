@@ -351,15 +351,6 @@ static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Train
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
 
-// What a flag takes: numbers in a range, as a list each of them; or words, separated by |.
-struct Bounds {
-    double least = 0, most = 1;
-    const char* choices = nullptr;
-    Bounds() = default;
-    Bounds(double least, double most) : least(least), most(most) {}
-    Bounds(const char* choices) : choices(choices) {}
-};
-
 struct Flag {
     const char* name;
     size_t offset, size;  // in Config, in bytes
@@ -368,7 +359,8 @@ struct Flag {
     FlagResume on_resume;
     const char* standard;  // the default, as it would be typed
     const char* help;
-    Bounds limits = {};
+    double least = 0, most = 1;     // of a number, in a list of each
+    const char* choices = nullptr;  // the words of a CHOICE, separated by |
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
@@ -384,25 +376,25 @@ static std::vector<Flag> FLAGS = {
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Bounds(4, 1024)},
-    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Bounds(1, 4)},
-    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Bounds(32, 1024)},
+    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", 4, 1024},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", 1, 4},
+    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", 32, 1024},
     {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
      "width of each level in units of num_channels, such as 0.5; each level halves the image",
-     Bounds(0.125, 64)},
-    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Bounds(1, 16)},
+     0.125, 64},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", 1, 16},
     {FIELD(attention_resolutions), INT, MODEL, FIXED, "16,8",
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)",
-     Bounds(0, 1024)},
-    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Bounds(1, 1024)},
-    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "groups of a group norm, each of two channels or more", Bounds(1, 1024)},
-    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the timestep embedding", Bounds(2, 100000000)},
+     0, 1024},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", 1, 1024},
+    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "groups of a group norm, each of two channels or more", 1, 1024},
+    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the timestep embedding", 2, 100000000},
     {FIELD(num_heads), INT, MODEL, FIXED, "0", "heads of every attention; 0: by --num_head_channels",
-     Bounds(0, 1024)},
-    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "heads of the decoder's attention; 0: --num_heads", Bounds(0, 1024)},
+     0, 1024},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "heads of the decoder's attention; 0: --num_heads", 0, 1024},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, "0",
      "the embedding scales and shifts what is normed, instead of being added"},
-    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Bounds(0, 0.99)},
+    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", 0, 0.99},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, "0", "give the network timesteps scaled to 1000"},
     {FIELD(resblock_updown), BOOL, MODEL, FIXED, "0", "up- and down-sample in residual blocks"},
     {FIELD(conv_resample), BOOL, MODEL, FIXED, "0", "learn the resampling, by convolutions"},
@@ -410,77 +402,81 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, "1",
      "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, "0", "tell the network each image's class"},
-    {FIELD(num_classes), INT, MODEL, FIXED, "0", "classes of --class_cond; 0: those of --data_file", Bounds(0, 1e6)},
+    {FIELD(num_classes), INT, MODEL, FIXED, "0", "classes of --class_cond; 0: those of --data_file", 0, 1e6},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, "0",
      "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs",
-     Bounds(0, 0.999)},
+     0, 0.999},
 
     {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
-     Bounds(2, 100000)},
+     2, 100000},
     {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear",
-     "how fast the chain adds noise; flow: a straight line from image to noise, not with --predict eps", "linear|cosine|flow|edm"},
+     "how fast the chain adds noise; flow: a straight line from image to noise, not with --predict eps",
+     0, 0, "linear|cosine|flow|edm"},
     {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps",
-     "what the network predicts; flow: noise - image, edm: with EDM's preconditioning", "eps|v|x0|flow|edm"},
+     "what the network predicts; flow: noise - image, edm: with EDM's preconditioning",
+     0, 0, "eps|v|x0|flow|edm"},
     {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "make the last timestep noise alone; with linear or cosine, and not with --predict eps"},
 
-    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Bounds(1, 65536)},
+    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", 1, 65536},
     {FIELD(microbatch), INT, TRAINING, FREE, "0",
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once",
-     Bounds(0, 65536)},
+     0, 65536},
     {FIELD(steps), INT, TRAINING, FREE, "20000",
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Bounds(0, 99999999)},
-    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Bounds(0, 1e3)},
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights", 0, 99999999},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", 0, 1e3},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
-     "how the learning rate falls, over the --steps of the first start, also when resumed with others", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Bounds(0, 1)},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Bounds(0, 1e9)},
+     "how the learning rate falls, over the --steps of the first start, also when resumed with others",
+     0, 0, "constant|cosine|linear"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", 0, 1},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", 0, 1e9},
     {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Bounds(0, 1e3)},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Bounds(0, 0.99999)},
-    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Bounds(0, 0.9999999)},
-    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Bounds(1e-20, 1)},
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", 0, 1e3},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", 0, 0.99999},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", 0, 0.9999999},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", 1e-20, 1},
     {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
-     Bounds(0, 1e9)},
+     0, 1e9},
     {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
-     Bounds(0, 1e9)},
+     0, 1e9},
     {FIELD(timestep_sampling), CHOICE, TRAINING, FIXED, "uniform",
-     "how timesteps are drawn: all alike, or so that log(sigma / alpha) is normal", "uniform|lognormal"},
+     "how timesteps are drawn: all alike, or so that log(sigma / alpha) is normal",
+     0, 0, "uniform|lognormal"},
     {FIELD(timestep_mean), FLOAT, TRAINING, FIXED, "0",
-     "mean of log(sigma / alpha): 0 is usual with --noise_schedule flow, -1.2 with edm", Bounds(-20, 20)},
+     "mean of log(sigma / alpha): 0 is usual with --noise_schedule flow, -1.2 with edm", -20, 20},
     {FIELD(timestep_std), FLOAT, TRAINING, FIXED, "1",
-     "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", Bounds(0.01, 20)},
+     "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", 0.01, 20},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
-     "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", Bounds(0, 0.9999999)},
+     "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", 0, 0.9999999},
     {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
      "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
-     Bounds(0, 1000)},
+     0, 1000},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
-     Bounds(0, 1e6)},
+     0, 1e6},
     {FIELD(flip), BOOL, TRAINING, FIXED, "0", "mirror half of the images left to right"},
     {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
      "add this multiple of one normal a channel to the training noise, for very dark and bright pictures",
-     Bounds(0, 10)},
+     0, 10},
     {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
-     Bounds(0, 4294967295.0)},
-    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Bounds(1, 1e9)},
+     0, 4294967295.0},
+    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", 1, 1e9},
     {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
-     Bounds(0, 1e9)},
-    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Bounds(1, 1e9)},
+     0, 1e9},
+    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", 1, 1e9},
     {FIELD(keep_every), INT, TRAINING, FREE, "0",
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Bounds(0, 1e9)},
-    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Bounds(0, 1e9)},
-    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Bounds(1, 1e9)},
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", 0, 1e9},
+    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", 0, 1e9},
+    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", 1, 1e9},
 
     {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
      "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(num_samples), INT, SAMPLING, FREE, "16",
-     "pictures to draw, and in each grid while training; 0: no grids", Bounds(0, 1e6)},
+     "pictures to draw, and in each grid while training; 0: no grids", 0, 1e6},
     {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "classes to draw, such as cat,dog, equally many of each, or by number where they have no names: 0-4,7"},
@@ -488,34 +484,35 @@ static std::vector<Flag> FLAGS = {
      "text file with a name of a class in each line, for a model that stores none, or other names"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
-     Bounds(0, 1000)},
+     0, 1000},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: usual after --consistency",
-     "ddim|ddpm|dpmpp|heun|consistency"},
+     0, 0, "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency 2. A step calls the network once, heun's twice",
-     Bounds(0, 100000)},
+     0, 100000},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps: auto: uniform for ddim and ddpm, else trailing; karras: as EDM",
-     "auto|uniform|trailing|karras"},
+     0, 0, "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
-     Bounds(0, 1)},
+     0, 1},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, "clamp",
-     "how steps keep pictures in [-1, 1]; dynamic is generate.py's", "clamp|dynamic|none"},
+     "how steps keep pictures in [-1, 1]; dynamic is generate.py's",
+     0, 0, "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
-     Bounds(0, 4)},
+     0, 4},
     {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", Bounds(1, 64)},
-    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "processes to train or draw with, where there is no GPU", Bounds(1, 64)},
+    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", 1, 64},
+    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "processes to train or draw with, where there is no GPU", 1, 64},
     {FIELD(config), PATH, OTHER, FORGOTTEN, "",
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
     {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
     {FIELD(help), CHOICE, OTHER, FORGOTTEN, "none", "print the usual flags, or with all every flag, and exit",
-     "none|usual|all"},
+     0, 0, "none|usual|all"},
 };
 
 // What guided-diffusion's models of ImageNet share.
@@ -555,8 +552,7 @@ static std::vector<Preset> PRESETS = {
                     "--batch_size 128 --steps 3000"},
 };
 
-static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
-static bool is_preset(const Flag& flag) { return is_named(flag, "preset") || is_named(flag, "model"); }
+static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
@@ -599,9 +595,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
         fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
     }
     if (flag.kind == CHOICE) {
-        int choice = index_of(split(flag.limits.choices, '|'), value);
+        int choice = index_of(split(flag.choices, '|'), value);
         if (choice >= 0) return choice;
-        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.limits.choices, value.c_str());
+        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
     }
 
     char* end;
@@ -609,10 +605,10 @@ static double parse_number(const Flag& flag, const std::string& value) {
     bool is_float = flag.kind == FLOAT;
     bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
     bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
-    bool in_range = number >= flag.limits.least && number <= flag.limits.most;
+    bool in_range = number >= flag.least && number <= flag.most;
     if (!is_number || is_lost || !in_range)
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   is_float ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
+                   is_float ? "number (a float)" : "whole number", flag.least, flag.most,
                    value.c_str());
     return number;
 }
@@ -663,7 +659,7 @@ static std::string flag_text(const Config& config, const Flag& flag) {
         else number = ((const uint32_t*)place)[i];
         if (i && number == 0) break;  // the list ends
         if (i) joined += ",";
-        if (flag.kind == CHOICE) joined += split(flag.limits.choices, '|')[(size_t)number];
+        if (flag.kind == CHOICE) joined += split(flag.choices, '|')[(size_t)number];
         else if (flag.kind == FLOAT) joined += float_text((float)number);
         else joined += text("%.0f", number);
     }
@@ -700,7 +696,7 @@ static void print_help(bool all) {
         if (!all && !std::ranges::count(USUAL_FLAGS, std::string(flag.name))) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
-        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.limits.choices : "");
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
@@ -718,8 +714,8 @@ struct GivenFlag {
     std::string value, origin;
 };
 
-static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
-    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return is_named(*g.flag, name); });
+static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const std::string& name) {
+    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
     return last == given.rend() ? nullptr : &*last;
 }
 
