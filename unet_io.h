@@ -1746,9 +1746,12 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
 // are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
     std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
-    for (size_t i = 0; i < names.size(); i++)
+    size_t most_words = 1;                  // of a name
+    for (size_t i = 0; i < names.size(); i++) {
+        most_words = std::max(most_words, split(names[i], ',').size());
         if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
             numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
+    }
 
     std::vector<std::string> words = split(list, ',');
     std::vector<uint32_t> classes;
@@ -1756,7 +1759,8 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
         std::string joined;
         int found = -1;
         next = first + 1;
-        for (size_t last = first; last < words.size(); last++) {
+        size_t end = std::min(words.size(), first + most_words);
+        for (size_t last = first; last < end; last++) {
             joined += words[last];
             int here = std::max(index_of(names, joined), index_of(names, trimmed(joined)));
             joined += ",";
