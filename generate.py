@@ -96,23 +96,15 @@ def shown_names(path, own, num_classes):
 def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
-    At each place the longest name counts, so that a comma may be part of one. Where all names are numbers, 2 is
-    the class called 2, and 0-4 are those called 0 to 4.
+    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 2 is the
+    class called 2, and 0-4 are those called 0 to 4.
     """
-    if not names and text:
-        try:
-            numbers = parse_numbers(text)
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"--class: {error}; the model's classes have no names, see --class_names") from None
-        if max(numbers) >= num_classes:
-            raise UserError(f"--class {max(numbers)} is none of the model's {num_classes} classes, which are counted"
-                            f" from 0")
-        return numbers
+    names = names or list(map(str, range(num_classes)))
     text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
-    are_numbers = all(re.fullmatch("[0-9]{1,9}", name) for name in names)
-    values = {int(name): number for name, number in places.items()} if are_numbers else {}
-    if len(values) < len(places):  # 1 and 01 are one number
-        values = {}
+    values = {}  # the classes whose names are numbers
+    for name, number in places.items():
+        if re.fullmatch("[0-9]{1,9}", name):
+            values.setdefault(int(name), number)
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
@@ -125,7 +117,7 @@ def parse_classes(text, names, num_classes):
             classes.append(places[part])
             continue
         try:
-            numbers = parse_numbers(part) if values else []
+            numbers = parse_numbers(part)
         except argparse.ArgumentTypeError:
             numbers = []
         if not numbers or not values.keys() >= set(numbers):

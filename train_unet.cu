@@ -2899,7 +2899,7 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
     if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
 
-    double bytes = PIXEL * sizeof(float) * pixels + m.config.in_channels * with_gaps;
+    double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
     check_host_memory(bytes, "the model and " + what, remedy);
 }
@@ -4002,22 +4002,24 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     size_t count = grid.specs.size(), elements = samples.size() / count;
     bool as_arrays = has_ending(c.output_name, ".npz");
     std::string rows;
+    Raster picture = {};
     if (as_arrays) {
         std::vector<int> classes;
         for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
         write_arrays(c.output_name, samples, classes, c);
     } else {
-        write_grid(c.output_name, samples, grid.layout, c);
+        picture = draw_grid(samples, grid.layout, c);
+        write_grid(c.output_name, picture);
         rows = grid.rows;
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
-    if (c.show && !as_arrays) show_grid(c.output_name, samples, grid.layout, c);
+    if (c.show && !as_arrays) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
-        write_grid(path, std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0);
+        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0));
     }
     say("%s: each picture on its own", c.output_dir);
 }
@@ -4136,7 +4138,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     const char* path = file.path.c_str();
     int known = file.config.class_cond ? file.config.num_classes : 0;
     std::vector<std::string> names, file_names = file.class_names;
-    if (file_exists(c->data_file) || !(c->num_classes || known)) names = class_names_in(c->data_file);
+    if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
     if (lacks_names) {
@@ -4297,7 +4299,7 @@ static void prepare_run(Trainer* t) {
     std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
     std::string old_config = read_text(config), old_log = read_text(log);
     write_text(config, config_with_changes(*t, old_config));
-    open_metrics(&t->metrics, log, old_log, t->step, &t->validated);
+    t->metrics.open(log, old_log, t->step, &t->validated);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
@@ -4338,7 +4340,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, samples, grid.layout, c); });
+    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.layout, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
@@ -4402,7 +4404,7 @@ static void validate(Trainer* t) {
     clear_line();
     printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
            chosen_name(t->model.config).c_str());
-    add_metrics(&t->metrics, text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
     t->validated[t->step] = loss;
 }
 
@@ -4461,7 +4463,7 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
         line += json_number(t->quartile_sums[q] / t->quartile_counts[q]);
     }
     t->quartile_sums = t->quartile_counts = {};
-    add_metrics(&t->metrics, line + "]}\n");
+    t->metrics.add(line + "]}\n");
 }
 
 // A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.

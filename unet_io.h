@@ -75,6 +75,12 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
     return parts;
 }
 
+// Where a name is in a list; -1: it is not.
+static int index_of(const std::vector<std::string>& names, const std::string& name) {
+    auto at = std::ranges::find(names, name);
+    return at == names.end() ? -1 : (int)(at - names.begin());
+}
+
 // A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
 static std::string shortened(const std::string& name, size_t most = 80) {
     if (name.size() <= most) return name;
@@ -115,10 +121,13 @@ static bool is_utf8(const std::string& bytes) {
 
 // A path as a word for the shell.
 static std::string shell_word(const std::string& path) {
-    auto is_plain = [](unsigned char c) { return isalnum(c) || strchr("/._-+,=:@%", c); };
-    if (!path.empty() && std::ranges::all_of(path, is_plain)) return path;
+    const char* plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._-+,=:@%";
+    if (!path.empty() && path.find_first_not_of(plain) == path.npos) return path;
     std::string quoted = "'";
-    for (char c : path) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    for (char c : path) {
+        if (c == '\'') quoted += "'\\'";
+        quoted += c;
+    }
     return quoted + "'";
 }
 
@@ -204,22 +213,22 @@ struct Reader {
         read(values.data(), count * sizeof values[0]);
         return values;
     }
-};
 
-// Whether a file's checksum is the one in this field of its header. It runs over the data and then over the
-// header with a 0 in that field, which stays there: in this order a writer can stream.
-static bool checksum_matches(Reader* in, int field) {
-    uint32_t stored = (uint32_t)std::exchange(in->header[field], 0);
-    uint32_t crc = 0;
-    in->seek(HEADER_BYTES);
-    size_t left = in->size - HEADER_BYTES;
-    while (left) {
-        size_t bytes = std::min(left, (size_t)1 << 20);
-        crc = crc32(in->take<std::vector<char>>(bytes).data(), bytes, crc);
-        left -= bytes;
+    // Whether the file's checksum is the one in this field of its header. It runs over the data and then over the
+    // header with a 0 in that field, which stays there: in this order a writer can stream.
+    bool checksum_matches(int field) {
+        uint32_t stored = (uint32_t)std::exchange(header[field], 0);
+        uint32_t crc = 0;
+        seek(HEADER_BYTES);
+        size_t left = size - HEADER_BYTES;
+        while (left) {
+            size_t bytes = std::min(left, (size_t)1 << 20);
+            crc = crc32(take<std::vector<char>>(bytes).data(), bytes, crc);
+            left -= bytes;
+        }
+        return crc32(header, HEADER_BYTES, crc) == stored;
     }
-    return crc32(in->header, HEADER_BYTES, crc) == stored;
-}
+};
 
 // The text of a file, "" where there is none; what is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
@@ -259,9 +268,8 @@ struct Writer {
     FILE* file = nullptr;
     uint32_t crc = 0;
     explicit Writer(const std::string& name) : path(name) {
-        fs::path target = fs::canonical(name, ignored);  // behind a link, where there is something
-        if (!target.empty()) path = target;
-        if (!target.empty() && !fs::is_regular_file(target, ignored))
+        if (file_exists(name)) path = fs::canonical(name, ignored);  // behind a link
+        if (file_exists(name) && !fs::is_regular_file(name, ignored))
             fail("can't write %s: it is not a regular file", name.c_str());
 
         folder = path.substr(0, path.rfind('/') + 1);
@@ -343,15 +351,6 @@ static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Train
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
 
-// What a flag takes: numbers in a range, as a list each of them; or words, separated by |.
-struct Bounds {
-    double least = 0, most = 1;
-    const char* choices = nullptr;
-    Bounds() = default;
-    Bounds(double least, double most) : least(least), most(most) {}
-    Bounds(const char* choices) : choices(choices) {}
-};
-
 struct Flag {
     const char* name;
     size_t offset, size;  // in Config, in bytes
@@ -360,7 +359,8 @@ struct Flag {
     FlagResume on_resume;
     const char* standard;  // the default, as it would be typed
     const char* help;
-    Bounds limits = {};
+    double least = 0, most = 1;     // of a number, in a list of each
+    const char* choices = nullptr;  // the words of a CHOICE, separated by |
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
@@ -376,25 +376,25 @@ static std::vector<Flag> FLAGS = {
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
-    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", Bounds(4, 1024)},
-    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", Bounds(1, 4)},
-    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", Bounds(32, 1024)},
+    {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", 4, 1024},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", 1, 4},
+    {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", 32, 1024},
     {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
      "width of each level in units of num_channels, such as 0.5; each level halves the image",
-     Bounds(0.125, 64)},
-    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", Bounds(1, 16)},
+     0.125, 64},
+    {FIELD(num_res_blocks), INT, MODEL, FIXED, "2", "residual blocks a level", 1, 16},
     {FIELD(attention_resolutions), INT, MODEL, FIXED, "16,8",
      "image sizes at which residual blocks are followed by attention; 0: none (the middle always has it)",
-     Bounds(0, 1024)},
-    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", Bounds(1, 1024)},
-    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "groups of a group norm, each of two channels or more", Bounds(1, 1024)},
-    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the timestep embedding", Bounds(2, 100000000)},
+     0, 1024},
+    {FIELD(num_head_channels), INT, MODEL, FIXED, "32", "channels of an attention head", 1, 1024},
+    {FIELD(norm_groups), INT, MODEL, FIXED, "32", "groups of a group norm, each of two channels or more", 1, 1024},
+    {FIELD(max_period), INT, MODEL, FIXED, "10000", "longest period of the timestep embedding", 2, 100000000},
     {FIELD(num_heads), INT, MODEL, FIXED, "0", "heads of every attention; 0: by --num_head_channels",
-     Bounds(0, 1024)},
-    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "heads of the decoder's attention; 0: --num_heads", Bounds(0, 1024)},
+     0, 1024},
+    {FIELD(num_heads_upsample), INT, MODEL, FIXED, "0", "heads of the decoder's attention; 0: --num_heads", 0, 1024},
     {FIELD(use_scale_shift_norm), BOOL, MODEL, FIXED, "0",
      "the embedding scales and shifts what is normed, instead of being added"},
-    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", Bounds(0, 0.99)},
+    {FIELD(dropout), FLOAT, MODEL, FIXED, "0", "part of a block's inner values set to 0", 0, 0.99},
     {FIELD(rescale_timesteps), BOOL, MODEL, FIXED, "0", "give the network timesteps scaled to 1000"},
     {FIELD(resblock_updown), BOOL, MODEL, FIXED, "0", "up- and down-sample in residual blocks"},
     {FIELD(conv_resample), BOOL, MODEL, FIXED, "0", "learn the resampling, by convolutions"},
@@ -402,77 +402,81 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_new_attention_order), BOOL, MODEL, FIXED, "1",
      "how generate.py's --export orders q, k and v in a .pt; all else is the same"},
     {FIELD(class_cond), BOOL, MODEL, FIXED, "0", "tell the network each image's class"},
-    {FIELD(num_classes), INT, MODEL, FIXED, "0", "classes of --class_cond; 0: those of --data_file", Bounds(0, 1e6)},
+    {FIELD(num_classes), INT, MODEL, FIXED, "0", "classes of --class_cond; 0: those of --data_file", 0, 1e6},
     {FIELD(cond_drop_prob), FLOAT, MODEL, FIXED, "0",
      "hide the class of this part of the images (0.1 is usual), which --guidance_scale needs",
-     Bounds(0, 0.999)},
+     0, 0.999},
 
     {FIELD(diffusion_steps), INT, DIFFUSION, FIXED, "1000", "timesteps of the noising chain",
-     Bounds(2, 100000)},
+     2, 100000},
     {FIELD(noise_schedule), CHOICE, DIFFUSION, FIXED, "linear",
-     "how fast the chain adds noise; flow: a straight line from image to noise, not with --predict eps", "linear|cosine|flow|edm"},
+     "how fast the chain adds noise; flow: a straight line from image to noise, not with --predict eps",
+     0, 0, "linear|cosine|flow|edm"},
     {FIELD(predict), CHOICE, DIFFUSION, FIXED, "eps",
-     "what the network predicts; flow: noise - image, edm: with EDM's preconditioning", "eps|v|x0|flow|edm"},
+     "what the network predicts; flow: noise - image, edm: with EDM's preconditioning",
+     0, 0, "eps|v|x0|flow|edm"},
     {FIELD(zero_terminal_snr), BOOL, DIFFUSION, FIXED, "0",
      "make the last timestep noise alone; with linear or cosine, and not with --predict eps"},
 
-    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", Bounds(1, 65536)},
+    {FIELD(batch_size), INT, TRAINING, FIXED, "32", "images a step", 1, 65536},
     {FIELD(microbatch), INT, TRAINING, FREE, "0",
      "images at a time: a batch's gradients add up over its parts, in less memory; 0: all at once",
-     Bounds(0, 65536)},
+     0, 65536},
     {FIELD(steps), INT, TRAINING, FREE, "20000",
-     "optimiser steps in all; 0 trains nothing, and saves the initial weights", Bounds(0, 99999999)},
-    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", Bounds(0, 1e3)},
+     "optimiser steps in all; 0 trains nothing, and saves the initial weights", 0, 99999999},
+    {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", 0, 1e3},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
-     "how the learning rate falls, over the --steps of the first start, also when resumed with others", "constant|cosine|linear"},
-    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", Bounds(0, 1)},
-    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", Bounds(0, 1e9)},
+     "how the learning rate falls, over the --steps of the first start, also when resumed with others",
+     0, 0, "constant|cosine|linear"},
+    {OPTIMISER(final_lr_fraction), FLOAT, TRAINING, FREE, "0", "part of --lr at the end", 0, 1},
+    {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", 0, 1e9},
     {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
-     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", Bounds(0, 1e3)},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", Bounds(0, 0.99999)},
-    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", Bounds(0, 0.9999999)},
-    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", Bounds(1e-20, 1)},
+     "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", 0, 1e3},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", 0, 0.99999},
+    {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", 0, 0.9999999},
+    {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", 1e-20, 1},
     {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
      "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
-     Bounds(0, 1e9)},
+     0, 1e9},
     {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
-     Bounds(0, 1e9)},
+     0, 1e9},
     {FIELD(timestep_sampling), CHOICE, TRAINING, FIXED, "uniform",
-     "how timesteps are drawn: all alike, or so that log(sigma / alpha) is normal", "uniform|lognormal"},
+     "how timesteps are drawn: all alike, or so that log(sigma / alpha) is normal",
+     0, 0, "uniform|lognormal"},
     {FIELD(timestep_mean), FLOAT, TRAINING, FIXED, "0",
-     "mean of log(sigma / alpha): 0 is usual with --noise_schedule flow, -1.2 with edm", Bounds(-20, 20)},
+     "mean of log(sigma / alpha): 0 is usual with --noise_schedule flow, -1.2 with edm", -20, 20},
     {FIELD(timestep_std), FLOAT, TRAINING, FIXED, "1",
-     "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", Bounds(0.01, 20)},
+     "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", 0.01, 20},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
-     "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", Bounds(0, 0.9999999)},
+     "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", 0, 0.9999999},
     {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
      "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
-     Bounds(0, 1000)},
+     0, 1000},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
-     Bounds(0, 1e6)},
+     0, 1e6},
     {FIELD(flip), BOOL, TRAINING, FIXED, "0", "mirror half of the images left to right"},
     {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
      "add this multiple of one normal a channel to the training noise, for very dark and bright pictures",
-     Bounds(0, 10)},
+     0, 10},
     {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
-     Bounds(0, 4294967295.0)},
-    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", Bounds(1, 1e9)},
+     0, 4294967295.0},
+    {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", 1, 1e9},
     {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
-     Bounds(0, 1e9)},
-    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", Bounds(1, 1e9)},
+     0, 1e9},
+    {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", 1, 1e9},
     {FIELD(keep_every), INT, TRAINING, FREE, "0",
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", Bounds(0, 1e9)},
-    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", Bounds(0, 1e9)},
-    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", Bounds(1, 1e9)},
+     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", 0, 1e9},
+    {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", 0, 1e9},
+    {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", 1, 1e9},
 
     {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
      "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
     {FIELD(num_samples), INT, SAMPLING, FREE, "16",
-     "pictures to draw, and in each grid while training; 0: no grids", Bounds(0, 1e6)},
+     "pictures to draw, and in each grid while training; 0: no grids", 0, 1e6},
     {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
     {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
      "classes to draw, such as cat,dog, equally many of each, or by number where they have no names: 0-4,7"},
@@ -480,34 +484,35 @@ static std::vector<Flag> FLAGS = {
      "text file with a name of a class in each line, for a model that stores none, or other names"},
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
-     Bounds(0, 1000)},
+     0, 1000},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
      "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: usual after --consistency",
-     "ddim|ddpm|dpmpp|heun|consistency"},
+     0, 0, "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
      "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency 2. A step calls the network once, heun's twice",
-     Bounds(0, 100000)},
+     0, 100000},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps: auto: uniform for ddim and ddpm, else trailing; karras: as EDM",
-     "auto|uniform|trailing|karras"},
+     0, 0, "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
-     Bounds(0, 1)},
+     0, 1},
     {FIELD(threshold), CHOICE, SAMPLING, FREE, "clamp",
-     "how steps keep pictures in [-1, 1]; dynamic is generate.py's", "clamp|dynamic|none"},
+     "how steps keep pictures in [-1, 1]; dynamic is generate.py's",
+     0, 0, "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
-     Bounds(0, 4)},
+     0, 4},
     {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
-    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", Bounds(1, 64)},
-    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "processes to train or draw with, where there is no GPU", Bounds(1, 64)},
+    {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", 1, 64},
+    {FIELD(processes), INT, OTHER, FORGOTTEN, "1", "processes to train or draw with, where there is no GPU", 1, 64},
     {FIELD(config), PATH, OTHER, FORGOTTEN, "",
      "take flags from this file, a line each: NAME = VALUE; flags typed come over it"},
     {FIELD(print_config), BOOL, OTHER, FORGOTTEN, "0", "print the flags as a --config file, and exit"},
     {FIELD(dry_run), BOOL, OTHER, FORGOTTEN, "0", "print plan, memory, a step's time; needs no data"},
     {FIELD(help), CHOICE, OTHER, FORGOTTEN, "none", "print the usual flags, or with all every flag, and exit",
-     "none|usual|all"},
+     0, 0, "none|usual|all"},
 };
 
 // What guided-diffusion's models of ImageNet share.
@@ -547,9 +552,7 @@ static std::vector<Preset> PRESETS = {
                     "--batch_size 128 --steps 3000"},
 };
 
-static bool is_named(const Flag& flag, const std::string& name) { return name == flag.name; }
-static bool is_preset(const Flag& flag) { return is_named(flag, "preset") || is_named(flag, "model"); }
-static bool begins_group(const Flag& flag) { return &flag == &FLAGS[0] || flag.group != (&flag)[-1].group; }
+static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
 // Edits (insert, delete, replace) that turn a into b.
 static size_t edit_distance(const std::string& a, const std::string& b) {
@@ -579,26 +582,9 @@ static const char* preset_flags(const std::string& name) {
     return named(PRESETS, name, "preset '" + name + "'", "").flags;
 }
 
-// The numbers of a flag that is no path, as bits, and one of them. No flag takes one below 0.
-static std::span<int32_t> numbers_of(const Config& config, const Flag& flag) {
-    return {(int32_t*)((char*)&config + flag.offset), flag.size / sizeof(int32_t)};
-}
-static double number_of(const Flag& flag, int32_t bits) {
-    return flag.kind == FLOAT ? std::bit_cast<float>(bits) : (double)(uint32_t)bits;
-}
-
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
     return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
-}
-
-// Whether the flag takes this number. A float below FLT_MIN is 0 or has lost digits.
-static bool in_range(const Flag& flag, double number) {
-    auto [least, most, choices] = flag.limits;
-    bool is_float = flag.kind == FLOAT && fabs(number) <= FLT_MAX;
-    if (!is_float) return number >= least && number <= most;
-    float value = (float)number;
-    return value >= (float)least && value <= (float)most && (number == 0 || std::isnormal(value));
 }
 
 // The number that `value` stands for: of a word, its place among the choices.
@@ -609,19 +595,20 @@ static double parse_number(const Flag& flag, const std::string& value) {
         fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
     }
     if (flag.kind == CHOICE) {
-        std::vector<std::string> words = split(flag.limits.choices, '|');
-        auto found = std::ranges::find(words, value);
-        if (found != words.end()) return (double)(found - words.begin());
-        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.limits.choices, value.c_str());
+        int choice = index_of(split(flag.choices, '|'), value);
+        if (choice >= 0) return choice;
+        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
     }
 
     char* end;
     double number = strtod(value.c_str(), &end);
-    bool real = flag.kind == FLOAT;
-    bool is_number = !value.empty() && !*end && (real || number == floor(number));
-    if (!is_number || !in_range(flag, number))
+    bool is_float = flag.kind == FLOAT;
+    bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
+    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
+    bool in_range = number >= flag.least && number <= flag.most;
+    if (!is_number || is_lost || !in_range)
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   real ? "number (a float)" : "whole number", flag.limits.least, flag.limits.most,
+                   is_float ? "number (a float)" : "whole number", flag.least, flag.most,
                    value.c_str());
     return number;
 }
@@ -636,37 +623,43 @@ static void check_path(const Flag& flag, const std::string& value) {
                    flag.name);
 }
 
+// A flag that is no path is a number, or a list of them, which a 0 ends where it is shorter. No whole number is
+// below 0.
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
+    void* place = (char*)config + flag.offset;
     if (flag.kind == PATH) {
         check_path(flag, value);
-        strcpy((char*)config + flag.offset, value.c_str());
+        strcpy((char*)place, value.c_str());
         return;
     }
 
-    std::span<int32_t> numbers = numbers_of(*config, flag);
-    std::vector<std::string> parts = numbers.size() > 1 ? split(value, ',') : std::vector{value};
-    if (parts.size() > numbers.size())
-        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, numbers.size(), value.c_str());
+    size_t most = flag.size / sizeof(float);
+    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
+    if (parts.size() > most)
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
 
-    std::ranges::fill(numbers, 0);
+    memset(place, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
-        if (flag.kind == FLOAT) numbers[i] = std::bit_cast<int32_t>((float)number);
-        else numbers[i] = (int32_t)(uint32_t)number;
+        if (flag.kind == FLOAT) ((float*)place)[i] = (float)number;
+        else ((uint32_t*)place)[i] = (uint32_t)number;
     }
 }
 
 // The value as it would be typed.
 static std::string flag_text(const Config& config, const Flag& flag) {
-    if (flag.kind == PATH) return (const char*)&config + flag.offset;
+    const void* place = (const char*)&config + flag.offset;
+    if (flag.kind == PATH) return (const char*)place;
     std::string joined;
-    for (int32_t bits : numbers_of(config, flag)) {
-        double number = number_of(flag, bits);
-        if (!joined.empty() && number == 0) break;  // the list ends
-        if (!joined.empty()) joined += ",";
-        if (flag.kind == CHOICE) joined += split(flag.limits.choices, '|')[(size_t)number];
+    for (size_t i = 0; i < flag.size / sizeof(float); i++) {
+        double number;
+        if (flag.kind == FLOAT) number = ((const float*)place)[i];
+        else number = ((const uint32_t*)place)[i];
+        if (i && number == 0) break;  // the list ends
+        if (i) joined += ",";
+        if (flag.kind == CHOICE) joined += split(flag.choices, '|')[(size_t)number];
         else if (flag.kind == FLOAT) joined += float_text((float)number);
         else joined += text("%.0f", number);
     }
@@ -703,7 +696,7 @@ static void print_help(bool all) {
         if (!all && !std::ranges::count(USUAL_FLAGS, std::string(flag.name))) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
-        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.limits.choices : "");
+        std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
         printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
     }
@@ -721,8 +714,8 @@ struct GivenFlag {
     std::string value, origin;
 };
 
-static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const char* name) {
-    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return is_named(*g.flag, name); });
+static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const std::string& name) {
+    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
     return last == given.rend() ? nullptr : &*last;
 }
 
@@ -741,72 +734,51 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
-// What only generate.py does, how it is typed there, and the value that asks for nothing, which config.txt of an
-// earlier run lists.
-struct MovedFlag {
-    const char *name, *example, *standard;
-};
-static const MovedFlag MOVED_FLAGS[] = {
-    {"init_image", "--init_image cat.png", ""},
-    {"strength", "--init_image cat.png --strength 0.5", "0"},
-    {"mask", "--init_image cat.png --mask known.png", ""},
-    {"jump_length", "--init_image cat.png --mask known.png --jump_length 10", "10"},
-    {"jump_n_sample", "--init_image cat.png --mask known.png --jump_n_sample 10", "10"},
-    {"interpolate", "--seeds 3,9 --interpolate 8", "0"},
-    {"strip", "--strip 8", "0"},
-    {"guide_weights", "--guidance_scale 2 --guide_weights EARLIER.bin", ""},
-    {"guidance_interval", "--guidance_scale 2 --guidance_interval 0.2,0.8", ""},
-    {"threshold dynamic", "--threshold dynamic", ""},
-};
-
-static const MovedFlag* moved_flag(const std::string& name) {
-    auto moved = std::ranges::find(MOVED_FLAGS, name, &MovedFlag::name);
-    return moved == std::end(MOVED_FLAGS) ? nullptr : moved;
-}
+// What only generate.py does.
+static const char* const MOVED_FLAGS[] = {
+    "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
+    "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
 
 static void refuse_moved(const std::string& name) {
-    if (const MovedFlag* moved = moved_flag(name))
-        fail_usage("--%s is generate.py's: python generate.py --model_weights CHECKPOINT.bin %s",
-                   moved->name, moved->example);
+    if (std::ranges::count(MOVED_FLAGS, name))
+        fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
 }
 
-// One line of a configuration file: NAME VALUE or NAME = VALUE. Its flag is null where it asks for nothing.
-static GivenFlag parse_config_line(const std::string& line, const std::string& origin) {
-    std::string words = trimmed(line);
-    std::string name = words.substr(0, words.find_first_of(" \t="));
-    std::string value = trimmed(words.substr(name.size()));
-    if (value.starts_with('=')) value = trimmed(value.substr(1));
-    if (const MovedFlag* moved = moved_flag(name); moved && (value.empty() || value == moved->standard))
-        return {};
-    refuse_moved(name);
-    const Flag& flag = flag_named(name);
-    if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
-    return {&flag, value, origin};
-}
-
-static std::vector<GivenFlag> read_config_file(const std::string& path) {
-    if (path.empty()) fail_usage("--config needs a file's name, not ''");
+// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
+// `path`.
+static std::vector<GivenFlag> parse_config(const std::string& lines, const std::string& path) {
     std::vector<GivenFlag> given;
-    Reader in(path);
-    std::string contents = in.take<std::string>(std::min(in.size, (size_t)1 << 20));
-    if (in.size > contents.size() || contents.find('\0') != std::string::npos)
-        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
-    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
-    for (const std::string& line : split(contents, '\n')) {
+    for (const std::string& line : split(lines, '\n')) {
         std::string origin = text("%s, line %d", path.c_str(), ++number);
-        if (trimmed(line).empty() || trimmed(line)[0] == '#') continue;
+        std::string words = trimmed(line);
+        if (words.empty() || words[0] == '#') continue;
+
+        std::string name = words.substr(0, words.find_first_of(" \t="));
+        std::string value = trimmed(words.substr(name.size()));
+        if (value.starts_with('=')) value = trimmed(value.substr(1));
+
         std::string why = failure_of([&] {
-            GivenFlag parsed = parse_config_line(line, origin);
-            if (!parsed.flag) return;
-            set_flag(&scratch, *parsed.flag, parsed.value);
-            if (is_preset(*parsed.flag)) preset_flags(parsed.value);
-            given.push_back(parsed);
+            refuse_moved(name);
+            const Flag& flag = flag_named(name);
+            if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
+            set_flag(&scratch, flag, value);
+            if (is_preset(flag)) preset_flags(value);
+            given.push_back({&flag, value, origin});
         });
         if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
     }
     return given;
+}
+
+static std::vector<GivenFlag> read_config_file(const std::string& path) {
+    Reader in(path);
+    std::string contents = in.take<std::string>(in.size);
+    if (contents.find('\0') != std::string::npos)
+        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
+    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
+    return parse_config(contents, path);
 }
 
 static std::string config_line(const Flag& flag, const std::string& value) {
@@ -817,9 +789,12 @@ static std::string config_line(const Flag& flag, const std::string& value) {
 static std::string config_text(const Config& config) {
     std::string lines = text(
         "# Flags of %s, read with --config FILE; flags typed beside it come over these.\n", network.program);
+    int group = -1;
     for (const Flag& flag : FLAGS) {
-        if (begins_group(flag) && flag.group != OTHER) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
-        if (flag.group != OTHER && !is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
+        if (flag.group == OTHER) break;
+        if (flag.group != group) lines += text("\n# %s\n", GROUP_TITLES[flag.group]);
+        group = flag.group;
+        if (!is_preset(flag)) lines += config_line(flag, flag_text(config, flag));
     }
     return lines;
 }
@@ -834,20 +809,22 @@ static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
             fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
 
         size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals == argument.npos ? equals : equals - 2);
+        std::string name = argument.substr(2, equals - 2);
         refuse_moved(name);
         const Flag& flag = flag_named(name);
 
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        std::string value = flag.kind == BOOL ? "1" : name == "help" ? "usual" : "";
         bool has_value = true;
+        std::string value;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
         else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
-        else if (optional) has_value = false;
-        else fail_usage("--%s needs a value", name.c_str());
+        else has_value = false;
+
+        if (!has_value && flag.kind == BOOL) value = "1";
+        if (!has_value && name == "help") value = "usual";
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
-        if (value.empty() && !optional && name != "val_file")
+        if (value.empty() && !optional && !(has_value && name == "val_file"))
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
         if (name == "generate" && has_value) {  // how their number was told earlier
             say("note: --generate %s is called --generate --num_samples %s now", value.c_str(), value.c_str());
@@ -995,111 +972,112 @@ static std::vector<std::string> parse_class_names(const std::string& lines, cons
     return names;
 }
 
-// The names of the classes of an image file, which its header counts; none where it has no labels.
-static std::vector<std::string> read_class_names(Reader* in) {
-    int classes = in->header[5] ? in->header[7] : 0, bytes = in->header[8];
-    if (in->header[0] != IMAGES_MAGIC || !classes) return {};
-    if (classes < 0 || bytes < 0 || in->size < HEADER_BYTES + (size_t)bytes)
-        fail("%s is damaged: it claims %d classes with names of %d bytes", in->path.c_str(), classes, bytes);
-    in->seek(in->size - bytes);
-    return parse_class_names(in->take<std::string>(bytes), in->path.c_str(), classes, classes);
+// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new
+// in version 1.
+struct ImageHeader {
+    int32_t N, C, H, W, version, type, classes, name_bytes;
+};
+
+static ImageHeader image_header(const Reader& in) {
+    const char* name = in.path.c_str();
+    if (in.size < HEADER_BYTES || in.header[0] != IMAGES_MAGIC)
+        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
+    ImageHeader h;
+    memcpy(&h, in.header + 1, sizeof h);
+    if (!h.version) h = {h.N, h.C, h.H, h.W, 0, IMAGES_FLOAT, 0, 0};
+    bool is_known = h.version == 0 || h.version == IMAGES_VERSION;
+    if (!is_known || (h.type != IMAGES_UINT8 && h.type != IMAGES_FLOAT))
+        fail("%s has version %d and elements of type %d, unknown here", name, h.version, h.type);
+
+    // a double can hold what 64 bits can't, and is exact enough to refuse it
+    double pixels = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
+    double claimed = HEADER_BYTES + pixels + (h.classes ? 4.0 * h.N : 0) + h.name_bytes;
+    if (std::min({h.N, h.C, h.H, h.W}) < 1 || std::min(h.classes, h.name_bytes) < 0 || claimed != (double)in.size)
+        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name, h.N,
+             h.C, h.H, h.W, claimed, in.size);
+    return h;
 }
 
-// The format: docs/formats.md. Images `factor` times as large as image_size are shrunk, others refused.
+// The names of the classes of an image file; none where it has no labels.
+static std::vector<std::string> read_class_names(const std::string& path) {
+    Reader in(path);
+    ImageHeader h = image_header(in);
+    in.seek(in.size - h.name_bytes);
+    return parse_class_names(in.take<std::string>(h.name_bytes), path.c_str(), h.classes, h.classes);
+}
+
+// Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
     const char* name = path.c_str();
+    int wanted = c.image_size;
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
     if (!file_exists(path))
-        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s",
-             name, c.image_size, shell_word(path).c_str());
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", name,
+             wanted, shell_word(path).c_str());
     Reader in(path);
-    const int32_t* header = in.header;
-    if (in.size < HEADER_BYTES || header[0] != IMAGES_MAGIC)
-        fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
-    int32_t N = header[1], C = header[2], H = header[3], W = header[4];
-    int32_t version = header[5];
-    int32_t type = version ? header[6] : IMAGES_FLOAT;  // this field and the next two are new in version 1
-    int32_t classes = version ? header[7] : 0;
-    int32_t names = version ? header[8] : 0;  // bytes
-    bool bytes = type == IMAGES_UINT8;
-    if ((version && version != IMAGES_VERSION) || (!bytes && type != IMAGES_FLOAT))
-        fail("%s has version %d and elements of type %d, unknown here", name, version, type);
-
-    // a double can hold what 64 bits can't, and is exact enough to refuse it
-    double pixels = (double)N * C * H * W * (bytes ? 1 : 4);
-    double claimed = HEADER_BYTES + pixels + (classes ? 4.0 * N + names : 0);
-    if (std::min({N, C, H, W}) < 1 || std::max(H, W) > 65536 || std::min(classes, names) < 0 ||
-        claimed != (double)in.size)
-        fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name,
-             N, C, H, W, claimed, in.size);
-
-    if (C != c.in_channels) fail("%s has images of %d channels, and %d are wanted", name, C, c.in_channels);
-    uint32_t checksum = (uint32_t)header[IMAGES_CHECKSUM_FIELD];
-    if (version && !checksum_matches(&in, IMAGES_CHECKSUM_FIELD))
+    ImageHeader h = image_header(in);
+    Dataset data = {.count = h.N};
+    if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
+    if (h.version && !in.checksum_matches(IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
-    int wanted = c.image_size;
-    int factor = H / wanted;
-    if (H != W || H % wanted)
+    if (h.C != c.in_channels)
+        fail("%s has images of %d channels, and %d are wanted", name, h.C, c.in_channels);
+    int factor = h.H / wanted;
+    if (h.H != h.W || h.H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
-             name, H, W, wanted);
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * N * C * wanted * wanted : 0),
+             name, h.H, h.W, wanted);
+    check_host_memory((double)in.size + (factor > 1 ? 4.0 * h.N * h.C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
-    Dataset data = {.count = N};
-    if (version) data.checksum = text("%08x", checksum);
-    size_t count = (size_t)N * C * H * W;
+    size_t count = (size_t)h.N * h.C * h.H * h.W;
     in.seek(HEADER_BYTES);
-    data.bytes = in.take<std::vector<uint8_t>>(bytes ? count : 0);
-    data.floats = in.take<std::vector<float>>(bytes ? 0 : count);
+    if (h.type == IMAGES_UINT8) data.bytes = in.take<std::vector<uint8_t>>(count);
+    else data.floats = in.take<std::vector<float>>(count);
     for (float value : data.floats)
-        if (!(fabsf(value) <= (version ? FLT_MAX : 1.001f)))
+        if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", name, value);
 
-    data.labels = in.take<std::vector<int>>(classes ? N : 0);
+    data.labels = in.take<std::vector<int>>(h.classes ? h.N : 0);
     for (int label : data.labels)
-        if (label < 0 || label >= classes)
-            fail("%s is damaged: it holds a label of %d and %d classes", name, label, classes);
-    data.class_names = read_class_names(&in);
-    if (factor > 1) shrink(&data, W, factor);
+        if (label < 0 || label >= h.classes)
+            fail("%s is damaged: it holds a label of %d and %d classes", name, label, h.classes);
+    data.class_names = read_class_names(path);
+    if (factor > 1) shrink(&data, h.W, factor);
     return data;
-}
-
-static std::vector<std::string> class_names_in(const std::string& path) {
-    Reader in(path);
-    return read_class_names(&in);
 }
 
 // Numbers the labels of images as the model does, whose classes have these names. A class that it does not
 // know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
 static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
                                  bool trains) {
-    const std::vector<std::string>& theirs = data->class_names;
-    std::vector<int> images(theirs.size()), to(theirs.size(), -1);
+    const std::vector<std::string> theirs = std::exchange(data->class_names, names);
+    std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
+
     std::vector<std::string> unknown, lacking;
-    std::string moved;
-    for (size_t i = 0; i < theirs.size(); i++) {
-        auto at = std::ranges::find(names, theirs[i]);
-        if (at != names.end()) to[i] = (int)(at - names.begin());
-        else if (images[i]) unknown.push_back(theirs[i]);
-        if (moved.empty() && images[i] && to[i] >= 0 && to[i] != (int)i)
-            moved = text("%s is number %zu there and %d in the model", listed({theirs[i]}).c_str(), i, to[i]);
+    std::string line;
+    for (int i = 0; i < (int)theirs.size(); i++) {
+        to[i] = index_of(names, theirs[i]);
+        if (!images[i] || to[i] == i) continue;
+        if (to[i] < 0) unknown.push_back(theirs[i]);
+        else if (line.empty())
+            line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
+                        "%d in the model", shortened(theirs[i]).c_str(), i, to[i]);
     }
     if (!unknown.empty())
         fail("%s has images of %s, which the model does not know: its classes are %s", file,
              listed(unknown).c_str(), listed(names).c_str());
+
     for (const std::string& name : names) {
-        size_t i = std::ranges::find(theirs, name) - theirs.begin();
-        if (i == theirs.size() || (trains && !images[i])) lacking.push_back(name);
+        int i = index_of(theirs, name);
+        if (i < 0 || (trains && !images[i])) lacking.push_back(name);
     }
+    if (!lacking.empty())
+        line += text("%s has no images of %s, which the model knows", line.empty() ? "" : "; it",
+                     listed(lacking).c_str());
     for (int& label : data->labels) label = to[label];
-    data->class_names = names;
-    std::string lacks = lacking.empty() ? "" : text("has no images of %s", listed(lacking).c_str());
-    if (moved.empty() && lacks.empty()) return "";
-    if (moved.empty()) return text("%s %s, which the model knows", file, lacks.c_str());
-    return text("%s numbers its classes otherwise and is matched by their names: %s%s%s", file, moved.c_str(),
-                lacks.empty() ? "" : "; it ", lacks.c_str());
+    return line.empty() ? "" : file + line;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
@@ -1116,7 +1094,7 @@ enum HeaderField {
     FIELD_LR_STEPS,  // the length of the learning rate's schedule, which has no flag
     FIELD_SECTION_TABLE = 128
 };
-enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
+enum { WEIGHTS_VERSION = 3 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -1159,16 +1137,10 @@ static std::string stored_config(const Config& config) {
     return joined;
 }
 
-static void read_stored_config(Config* config, const std::string& lines, const std::string& path) {
-    for (const std::string& line : split(lines, '\n')) {
-        if (line.empty()) continue;
-        std::string why = failure_of([&] {
-            GivenFlag given = parse_config_line(line, path);
-            if (!given.flag) return;
-            if (given.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", given.flag->name);
-            set_flag(config, *given.flag, given.value);
-        });
-        if (!why.empty()) fail("%s has a setting that can't be used: %s", path.c_str(), why.c_str());
+static void read_stored_config(Config* config, const std::string& lines) {
+    for (const GivenFlag& g : parse_config(lines, "config")) {
+        if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
+        set_flag(config, *g.flag, g.value);
     }
 }
 
@@ -1193,15 +1165,7 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
              file->path.c_str(), size);
 }
 
-static std::string section_text(const WeightsFile& file, Reader* in, const char* name) {
-    auto found = file.sections.find(name);
-    if (found == file.sections.end()) return "";
-    in->seek(found->second.offset);
-    return in->take<std::string>(found->second.bytes);
-}
-
-static void read_history(WeightsFile* file, Reader* in) {
-    std::string state = section_text(*file, in, "state");
+static void read_history(WeightsFile* file, const std::string& state) {
     if (state.empty()) return;
     History* h = &file->history;
     bool whole = state.size() == sizeof *h;
@@ -1211,19 +1175,10 @@ static void read_history(WeightsFile* file, Reader* in) {
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
-static std::string read_data_checksum(const WeightsFile& file, Reader* in) {
-    std::string checksum = section_text(file, in, "data_checksum");
-    bool is_hexadecimal = checksum.find_first_not_of("0123456789abcdef") == checksum.npos;
-    if (!checksum.empty() && (checksum.size() != 8 || !is_hexadecimal))
-        fail("%s is damaged: its section data_checksum is no checksum", file.path.c_str());
-    return checksum;
-}
-
+// Whether it is a weights file of this network of one of the formats before today's.
 static bool has_earlier_format(const Reader& in) {
     int version = in.header[FIELD_VERSION];
-    bool is_of_network = in.header[FIELD_MAGIC] == network.magic;
-    return in.header[FIELD_MAGIC] == OLD_WEIGHTS_MAGIC ||
-           (is_of_network && version >= 1 && version < WEIGHTS_VERSION);
+    return in.header[FIELD_MAGIC] == network.magic && version >= 1 && version < WEIGHTS_VERSION;
 }
 
 // Refuses what is no weights file of this program's network and of today's format.
@@ -1233,17 +1188,12 @@ static void check_format(const Reader& in) {
     int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
-    if (magic == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
-             word.c_str());
-    if (has_earlier_format(in))
-        fail(
-            "%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
-            "and keeps all that it holds",
-            name, version, word.c_str(), word.c_str());
     if (in.size < HEADER_BYTES || magic != network.magic)
-        fail("%s is no weights file of a %s (of .pt or .safetensors, %s makes one)", name, network.name,
-             network.importer);
+        fail("%s is no weights file of a %s (of .pt, .safetensors or the first .bin, %s makes one)", name,
+             network.name, network.importer);
+    if (has_earlier_format(in))
+        fail("%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
+             "and keeps all that it holds", name, version, word.c_str(), word.c_str());
     if (version != WEIGHTS_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", name, version,
              WEIGHTS_VERSION);
@@ -1256,19 +1206,25 @@ static WeightsFile open_weights(const std::string& path) {
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
     WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
     read_section_table(&file, in.header, in.size);
-    if (!checksum_matches(&in, FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
+    auto contents = [&](const char* section) -> std::string {
+        if (!file.sections.contains(section)) return "";
+        auto [offset, bytes] = file.sections[section];
+        in.seek(offset);
+        return in.take<std::string>(bytes);
+    };
+    if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
     for (const char* needed : {"weights", "config"})
         if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
     if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
-    read_stored_config(&file.config, section_text(file, &in, "config"), path);
-    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
+        read_stored_config(&file.config, contents("config"));
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
-    if (!why.empty()) fail("%s holds a configuration that can't work: %s", name, why.c_str());
+    if (!why.empty()) fail("%s has a setting that can't be used: %s", name, why.c_str());
+    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
@@ -1277,9 +1233,9 @@ static WeightsFile open_weights(const std::string& path) {
             fail("%s is damaged: its section %s has the wrong length", name, section);
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
-    file.class_names = parse_class_names(section_text(file, &in, "class_names"), name, 0, classes);
-    file.data_checksum = read_data_checksum(file, &in);
-    read_history(&file, &in);
+    file.class_names = parse_class_names(contents("class_names"), name, 0, classes);
+    file.data_checksum = contents("data_checksum");
+    read_history(&file, contents("state"));
     return file;
 }
 
@@ -1322,39 +1278,85 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
+// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
+struct GridLayout {
+    int N, columns, group;
+    int rows_a_group() const { return (group + columns - 1) / columns; }
+    int rows() const { return N / group * rows_a_group(); }
+    int row(int n) const { return n / group * rows_a_group() + n % group / columns; }
+    int column(int n) const { return n % group % columns; }
+};
+// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
+// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+static GridLayout grid_layout(int N, int groups, int image_size) {
+    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+    int each = N / groups;
+    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
+    GridLayout best = {N, each, each};
+    if (side(best) * (image_size + 2) <= 4000) return best;
+    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
+        GridLayout layout = {N, columns, columns < each ? each : N};
+        if (side(layout) < side(best)) best = layout;
+    }
+    return best;
+}
+
+// A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
+struct Raster {
+    int width, height, channels;
+    std::vector<uint8_t> bytes;
+    size_t place(size_t x, size_t y) const { return (y * width + x) * channels; }
+    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
+};
+
+// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
+static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
+    int H = c.image_size, C = c.in_channels;
+    int width = layout.columns * (H + gap) + gap;
+    int height = layout.rows() * (H + gap) + gap;
+    Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
+    for (int n = 0; n < layout.N; n++) {
+        int top = layout.row(n) * (H + gap) + gap;
+        int left = layout.column(n) * (H + gap) + gap;
+        const float* pixel = &pictures[(size_t)n * H * H * PIXEL];
+        for (int i = 0; i < H * H; i++) {
+            uint8_t* bytes = &grid.bytes[grid.place(left + i % H, top + i / H)];
+            for (int k = 0; k < C; k++) bytes[k] = byte_of(pixel[k]);
+            pixel += PIXEL;
+        }
+    }
+    return grid;
+}
+
 static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
-static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
-    std::string named = type + data;
-    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc32(named.data(), named.size())));
-}
-
-// lines (height, pitch): of each the filter's name, and the pixels. The filter is 4, Paeth's: a byte becomes
-// its difference from the byte to its left, above it, or at the corner of these two, whichever is nearest to
-// left + above - corner. It begins with the last line, so that what it reads is not filtered yet.
-static void filter_lines(std::vector<uint8_t>* lines, size_t pitch, size_t channels) {
-    std::vector<uint8_t> filtered(pitch), nothing(pitch, 0);
-    for (size_t end = lines->size(); end; end -= pitch) {
-        uint8_t* line = lines->data() + end - pitch;
-        const uint8_t* above = end > pitch ? line - pitch : nothing.data();
-        filtered[0] = 4;
-        for (size_t i = 1; i <= channels; i++) filtered[i] = (uint8_t)(line[i] - above[i]);
-        for (size_t i = 1 + channels; i < pitch; i++) {
-            int left = line[i - channels];
+// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
+// byte becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is
+// nearest to left + above - corner. Beyond the edges all bytes are 0.
+static std::vector<uint8_t> filter_lines(const Raster& picture) {
+    size_t channels = picture.channels, pitch = picture.width * channels;
+    std::vector<uint8_t> filtered, nothing(pitch, 0);
+    filtered.reserve((1 + pitch) * picture.height);
+    for (int y = 0; y < picture.height; y++) {
+        const uint8_t* line = &picture.bytes[y * pitch];
+        const uint8_t* above = y ? line - pitch : nothing.data();
+        filtered.push_back(4);
+        for (size_t i = 0; i < pitch; i++) {
+            int left = i < channels ? 0 : line[i - channels];
             int up = above[i];
-            int corner = above[i - channels];
+            int corner = i < channels ? 0 : above[i - channels];
             int to_left = abs(up - corner);
             int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
 
             int nearest = to_up <= to_corner ? up : corner;
             if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered[i] = (uint8_t)(line[i] - nearest);
+            filtered.push_back((uint8_t)(line[i] - nearest));
         }
-        std::ranges::copy(filtered, line);
     }
+    return filtered;
 }
 
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
@@ -1382,27 +1384,13 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     return depths;
 }
 
-// Bits in deflate's order: the first in the lowest place of a byte. A code begins with its highest bit.
-struct BitStream {
-    std::string bytes;
-    uint64_t waiting = 0;
-    int count = 0;  // of those that wait until their byte is full
-    void put(uint32_t bits, int n) {
-        waiting |= (uint64_t)bits << count;
-        for (count += n; count >= 8; count -= 8) {
-            bytes += (char)waiting;
-            waiting >>= 8;
-        }
-    }
-    void fill_byte() { put(0, -count & 7); }
-};
 static uint32_t reversed(uint32_t code, int n) {
     uint32_t turned = 0;
     for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
     return turned;
 }
 
-// What deflate writes: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
+// What a block holds: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
 struct DeflateSymbol {
     int symbol;
     int more = 0;
@@ -1433,132 +1421,88 @@ static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
     return found;
 }
 
-// A block of deflate's stream (RFC 1951) with a Huffman code of its own. A block that would not become shorter
-// is stored.
-static void deflate(BitStream* out, std::span<const uint8_t> block, bool is_last) {
-    enum { STORED = 0, OWN_CODE = 2 };
-    std::vector<DeflateSymbol> found = find_matches(block);
-    std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
-    for (const DeflateSymbol& s : found) counts[s.symbol]++;
-    std::vector<int> lengths = code_lengths(counts);
-
-    size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
-    for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
-    if (bits > 8 * (block.size() + 4)) {
-        out->put(is_last + 2 * STORED, 3);
-        out->fill_byte();
-        out->put((uint32_t)block.size(), 16);
-        out->put(~(uint32_t)block.size() & 0xFFFF, 16);
-        out->bytes.append((const char*)block.data(), block.size());
-        return;
+// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest
+// bit.
+struct DeflateStream {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
     }
 
-    std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
-    uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
-    for (int length = 1; length <= 15; length++, code *= 2)
-        for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
-            if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+    // Writes a block with a Huffman code of its own.
+    void add(std::span<const uint8_t> block, bool is_last) {
+        std::vector<DeflateSymbol> found = find_matches(block);
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+        for (const DeflateSymbol& s : found) counts[s.symbol]++;
+        std::vector<int> lengths = code_lengths(counts);
 
-    out->put(is_last + 2 * OWN_CODE, 3);
-    out->put(DEFLATE_SYMBOLS - 257, 5);
-    out->put(0, 5);  // a single distance
-    out->put(15, 4);
-    // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
-    for (int i = 0; i < 19; i++) out->put(i < 3 ? 0 : 4, 3);
-    for (int length : lengths) out->put(reversed(length, 4), 4);
-    out->put(reversed(1, 4), 4);
+        std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
+        uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+        for (int length = 1; length <= 15; length++, code *= 2)
+            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
+                if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
 
-    for (const DeflateSymbol& s : found) {
-        out->put(codes[s.symbol], lengths[s.symbol]);
-        out->put(s.rest, s.more);
-        if (s.symbol >= FIRST_MATCH) out->put(0, 1);  // the distance
+        put(is_last, 1);
+        put(2, 2);  // a code of its own
+        put(DEFLATE_SYMBOLS - 257, 5);
+        put(0, 5);  // a single distance
+        put(15, 4);
+        // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+        for (int i = 0; i < 19; i++) put(i < 3 ? 0 : 4, 3);
+        for (int length : lengths) put(reversed(length, 4), 4);
+        put(reversed(1, 4), 4);
+
+        for (const DeflateSymbol& s : found) {
+            put(codes[s.symbol], lengths[s.symbol]);
+            put(s.rest, s.more);
+            if (s.symbol >= FIRST_MATCH) put(0, 1);  // the distance
+        }
     }
-}
+};
 
-// lines (height, 1 + width * channels): a place for the filter's name, and the pixels, grey, grey and alpha,
-// RGB or RGBA (PNG specification, RFC 1950). No library is needed. Each block is a chunk of its own, so that a
-// chunk's length does not limit the picture.
-static void write_png(const std::string& path, std::vector<uint8_t> lines, int width, int height) {
-    size_t most = 65535, pitch = lines.size() / height;  // bytes of a block that can be stored; of a line
-    int channels = (int)((pitch - 1) / width);
-    std::string size = big_endian((uint32_t)width) + big_endian((uint32_t)height);
-    filter_lines(&lines, pitch, channels);
+// PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own,
+// so that a chunk's length does not limit the picture.
+static void write_png(const std::string& path, const Raster& picture) {
+    std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
+    char colours = "\x00\x04\x02\x06"[picture.channels - 1];
+    std::vector<uint8_t> lines = filter_lines(picture);
+    size_t most = 65536;  // bytes of a block
     Writer out(path);
+    auto write_chunk = [&](const std::string& type, const std::string& data) {
+        std::string named = type + data;
+        uint32_t crc = crc32(named.data(), named.size());
+        out.write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
+    };
     out.write("\x89PNG\r\n\x1A\n");
-    write_png_chunk(&out, "IHDR", size + std::string{8, "\x00\x04\x02\x06"[channels - 1], 0, 0, 0});
-    write_png_chunk(&out, "IDAT", "\x78\x01");
-    BitStream stream;
-    uint64_t a = 1, b = 0;  // Adler-32
+    write_chunk("IHDR", size + std::string{8, colours, 0, 0, 0});
+    write_chunk("IDAT", "\x78\x01");
+    DeflateStream stream;
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
-        for (uint8_t byte : block) {
-            a += byte;
-            b += a;
-        }
-        a %= 65521;
-        b %= 65521;
-        deflate(&stream, block, start + block.size() == lines.size());
-        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
+        stream.add(block, start + block.size() == lines.size());
+        write_chunk("IDAT", std::exchange(stream.bytes, ""));
     }
-    stream.fill_byte();
-    write_png_chunk(&out, "IDAT", stream.bytes + big_endian((uint32_t)(b << 16 | a)));
-    write_png_chunk(&out, "IEND", "");
+    stream.put(0, 7);  // fills the last byte
+    uint32_t a = 1, b = 0;  // Adler-32
+    for (uint8_t byte : lines) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
+    write_chunk("IDAT", stream.bytes + big_endian(b << 16 | a));
+    write_chunk("IEND", "");
     out.commit();
 }
 
-// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
-struct GridLayout {
-    int N, columns, group;
-    int rows_of(int count) const { return (count + columns - 1) / columns; }
-    int rows() const { return N / group * rows_of(group) + rows_of(N % group); }
-    int row(int n) const { return n / group * rows_of(group) + n % group / columns; }
-    int column(int n) const { return n % group % columns; }
-};
-// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
-// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
-static GridLayout grid_layout(int N, int groups, int image_size) {
-    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
-    int each = N / groups;
-    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
-    GridLayout best = {N, each, each};
-    if (side(best) * (image_size + 2) <= 4000) return best;
-    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
-        GridLayout layout = {N, columns, columns < each ? each : N};
-        if (side(layout) < side(best)) best = layout;
-    }
-    return best;
-}
-
-// A picture of bytes in the lines that write_png takes: (height, 1 + width * channels).
-struct Raster {
-    int width, height, channels;
-    std::vector<uint8_t> lines;
-    size_t place(size_t x, size_t y) const { return y * (1 + (size_t)width * channels) + 1 + x * channels; }
-    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
-};
-
-// pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
-static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
-    int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap;
-    int height = layout.rows() * (H + gap) + gap;
-    Raster grid = {width, height, C, std::vector<uint8_t>((1 + (size_t)width * C) * height, 255)};
-    for (size_t i = 0; i < (size_t)layout.N * H * H; i++) {
-        int n = (int)(i / H / H);
-        size_t y = layout.row(n) * (H + gap) + gap + i / H % H;
-        size_t x = layout.column(n) * (H + gap) + gap + i % H;
-        for (int k = 0; k < C; k++) grid.lines[grid.place(x, y) + k] = byte_of(pictures[i * PIXEL + k]);
-    }
-    return grid;
-}
-
 // What a viewer may refuse is said.
-static void write_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
-                       const Config& c, int gap = 2) {
-    Raster grid = draw_grid(pictures, layout, c, gap);
-    write_png(path, std::move(grid.lines), grid.width, grid.height);
-
-    if (grid.is_large() && layout.N > 1)
+static void write_grid(const std::string& path, const Raster& grid) {
+    write_png(path, grid);
+    if (grid.is_large())
         say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
             path.c_str(), grid.width, grid.height);
 }
@@ -1617,14 +1561,11 @@ struct ArrayFile {
 static void write_arrays(const std::string& path, const std::vector<float>& pictures,
                          const std::vector<int>& classes, const Config& c) {
     int N = (int)classes.size(), H = c.image_size, C = c.in_channels;
-    std::vector<uint8_t> bytes;
-    bytes.reserve((size_t)N * H * H * C);
-    for (size_t i = 0; i < (size_t)N * H * H; i++)
-        for (int k = 0; k < C; k++) bytes.push_back(byte_of(pictures[i * PIXEL + k]));
+    Raster column = draw_grid(pictures, {N, 1, N}, c, 0);
     std::string labels;
     for (int number : classes) labels += little_endian(number, 8);
     ArrayFile file = {Writer(path)};
-    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), bytes);
+    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), column.bytes);
     if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
     file.commit();
 }
@@ -1670,12 +1611,11 @@ static int terminal_columns() {
 static std::string base64(const std::string& bytes) {
     const char* digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     std::string encoded;
-    for (size_t i = 0; i < bytes.size(); i += 3) {
-        size_t count = std::min((size_t)3, bytes.size() - i);
-        uint32_t word = 0;
-        for (size_t k = 0; k < count; k++) word |= (uint32_t)(uint8_t)bytes[i + k] << (16 - 8 * k);
-        for (size_t k = 0; k < 4; k++) encoded += k <= count ? digits[word >> (18 - 6 * k) & 63] : '=';
+    for (size_t bit = 0; bit < 8 * bytes.size(); bit += 6) {
+        int pair = (uint8_t)bytes[bit / 8] << 8 | (uint8_t)bytes[bit / 8 + 1];  // behind the last byte is a 0
+        encoded += digits[pair >> (10 - bit % 8) & 63];
     }
+    encoded.resize((encoded.size() + 3) / 4 * 4, '=');
     return encoded;
 }
 
@@ -1705,7 +1645,7 @@ static std::string mean_colour(const Raster& picture, int x, int y, int w, int h
     int64_t sums[3] = {0}, whole = 255 * (int64_t)(right - left) * (bottom - top);
     for (int v = top; v < bottom; v++)
         for (int u = left; u < right; u++) {
-            const uint8_t* pixel = &picture.lines[picture.place(u, v)];
+            const uint8_t* pixel = &picture.bytes[picture.place(u, v)];
             int alpha = has_alpha ? pixel[picture.channels - 1] : 255;
             for (int k = 0; k < 3; k++) sums[k] += pixel[is_grey ? 0 : k] * alpha + 255 * (255 - alpha);
         }
@@ -1731,12 +1671,9 @@ static std::string half_blocks(const Raster& picture, int columns) {
     return shown;
 }
 
-// Shows the grid that the PNG file `path` holds, where standard output is a terminal that can.
-static void show_grid(const std::string& path, std::span<const float> pictures, const GridLayout& layout,
-                      const Config& c) {
+// Shows a grid, which the PNG file `path` holds, where standard output is a terminal that can.
+static void show_grid(const std::string& path, const Raster& grid) {
     Display display = terminal_display();
-    if (display == DISPLAY_NOTHING) return;
-    Raster grid = draw_grid(pictures, layout, c);
     if (grid.is_large()) return;
 
     int columns = terminal_columns();
@@ -1758,8 +1695,7 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
         if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
         const GivenFlag* g = was_given(given, flag.name);
-        bool of_classes =
-            is_named(flag, "class_cond") || is_named(flag, "num_classes") || is_named(flag, "cond_drop_prob");
+        bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
         std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
         if (g && asked != stored)
@@ -1806,49 +1742,44 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The numbers that names are, to the classes that they name; empty unless all are numbers.
-static std::map<uint32_t, uint32_t> values_of(const std::vector<std::string>& names) {
-    std::map<uint32_t, uint32_t> places;
-    for (size_t i = 0; i < names.size(); i++) {
-        bool is_number =
-            names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos;
-        if (!is_number || !places.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i}).second) return {};
-    }
-    return places;
-}
-
-// The longest of the names that a list has at this place, up to a comma or its end; null where none is.
-static const std::string* name_at(const std::string& list, size_t at, const std::vector<std::string>& names) {
-    const std::string* longest = nullptr;
-    for (const std::string& name : names) {
-        size_t end = at + name.size();
-        bool is_here = !list.compare(at, name.size(), name) && (end == list.size() || list[end] == ',');
-        if (is_here && (!longest || name.size() > longest->size())) longest = &name;
-    }
-    return longest;
-}
-
-// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of
-// one. Where all names are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names
+// are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
+    size_t most_words = 1;                  // of a name
+    for (size_t i = 0; i < names.size(); i++) {
+        most_words = std::max(most_words, split(names[i], ',').size());
+        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
+            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
+    }
+
+    std::vector<std::string> words = split(list, ',');
     std::vector<uint32_t> classes;
-    std::map<uint32_t, uint32_t> places = values_of(names);
-    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
-        const std::string* name = name_at(list, at, names);
-        while (!name && list[at] == ' ') name = name_at(list, ++at, names);
-        if (name) {
-            classes.push_back((uint32_t)(name - names.data()));
-            end = at + name->size();
+    for (size_t first = 0, next; first < words.size(); first = next) {
+        std::string joined;
+        int found = -1;
+        next = first + 1;
+        size_t end = std::min(words.size(), first + most_words);
+        for (size_t last = first; last < end; last++) {
+            joined += words[last];
+            int here = std::max(index_of(names, joined), index_of(names, trimmed(joined)));
+            joined += ",";
+            if (here < 0) continue;
+            found = here;
+            next = last + 1;
+        }
+        if (found >= 0) {
+            classes.push_back((uint32_t)found);
             continue;
         }
-        end = std::min(list.find(',', at), list.size());
-        std::string part = list.substr(at, end - at);
+
+        std::string word = trimmed(words[first]);
         std::vector<uint32_t> numbers;
-        if (!places.empty()) numbers = parse_list("class", part, places.rbegin()->first);
-        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return places.contains(n); }))
+        failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
+        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return numbered.contains(n); }))
             fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
-                       shortened(list).c_str(), shortened(part).c_str(), listed(names).c_str());
-        for (uint32_t number : numbers) classes.push_back(places[number]);
+                       shortened(list).c_str(), shortened(word).c_str(), listed(names).c_str());
+        for (uint32_t number : numbers) classes.push_back(numbered[number]);
     }
     return classes;
 }
@@ -1857,9 +1788,8 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
 static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
     if (!*c.class_names || !c.class_cond) return own;
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
-    for (std::string& name : names)
-        if (name.ends_with('\r')) name.pop_back();
     if (names.back().empty()) names.pop_back();
+    for (std::string& name : names) name = trimmed(name);
     size_t classes = own.empty() ? c.num_classes : own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
@@ -1868,13 +1798,15 @@ static std::vector<std::string> shown_names(const Config& c, const std::vector<s
 }
 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
-// the network is told none.
-static std::vector<uint32_t> wanted_classes(const Config& c, const std::vector<std::string>& names) {
+// the network is told none. Classes without names are called by their numbers.
+static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::string> names) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
-    int all = names.empty() ? c.num_classes : (int)names.size();
-    if (!*c.classes) return consecutive(0, c.class_cond ? all : 0);
-    return names.empty() ? parse_list("class", c.classes, all - 1) : parse_classes(c.classes, names);
+    if (!c.class_cond) return {};
+    if (names.empty())
+        for (int i = 0; i < c.num_classes; i++) names.push_back(text("%d", i));
+    if (!*c.classes) return consecutive(0, (int)names.size());
+    return parse_classes(c.classes, names);
 }
 
 // What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
@@ -1883,7 +1815,7 @@ static std::string rows_text(const std::vector<std::string>& names, const std::v
     if (!groups || names.empty()) return "";
     int each = layout.N / groups;
     std::string kind = "rows", joined;
-    if (layout.columns < each) kind = text("%d rows each", layout.rows() / groups);
+    if (layout.columns < each) kind = text("%d rows each", layout.rows_a_group());
     if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
     for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
     return " (" + kind + ": " + joined + ")";
@@ -1896,57 +1828,54 @@ struct Metrics {
     std::string path, waiting;
     int file = -1;
     bool warned = false;
-    ~Metrics();  // after a last attempt at what the file lacks
+
+    // Keeps what steps up to resumed_step logged in the text that is there, and their validation losses.
+    void open(const std::string& name, const std::string& there, long resumed_step,
+              std::map<long, double>* validated) {
+        path = name;
+        std::string kept;
+        std::vector<std::string> lines = split(there, '\n');
+        lines.pop_back();  // what follows the last line feed was cut short
+        for (const std::string& line : lines) {
+            long step;
+            int validates = 0;
+            double loss = NAN;  // of weights that are no numbers it says null
+            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+            if (read < 1 || step > resumed_step) continue;
+            kept += line + "\n";
+            if (validates) (*validated)[step] = loss;
+        }
+        if (kept != there) write_text(path, kept);
+        file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+        if (file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
+    }
+
+    void add(const std::string& lines) {
+        if (world.rank) return;
+        waiting += lines;
+        size_t written = 0;
+        while (written < waiting.size()) {
+            ssize_t n = write(file, &waiting[written], waiting.size() - written);
+            if (n <= 0) break;
+            written += (size_t)n;
+        }
+        if (written < waiting.size()) {
+            if (!std::exchange(warned, true))
+                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
+            // half a line is taken back, or else the next attempt continues it
+            off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
+            if (!ftruncate(file, before)) written = 0;
+        }
+        waiting.erase(0, written);
+    }
+
+    // Makes a last attempt at what the file lacks.
+    ~Metrics() {
+        if (file < 0) return;
+        add("");
+        if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
+            note(path + " lacks " + counted(lost, "line"));
+        close(file);
+    }
 };
-
-// Keeps what steps up to resumed_step logged, and their validation losses.
-static void open_metrics(Metrics* m, const std::string& path, const std::string& there, long resumed_step,
-                         std::map<long, double>* validated) {
-    m->path = path;
-    std::string kept;
-    std::vector<std::string> lines = split(there, '\n');
-    lines.pop_back();  // what follows the last line feed was cut short
-    for (const std::string& line : lines) {
-        long step;
-        int validates = 0;
-        double loss = NAN;  // of weights that are no numbers it says null
-        int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
-        if (read < 1 || step > resumed_step) continue;
-        kept += line + "\n";
-        if (validates) (*validated)[step] = loss;
-    }
-    if (kept != there) write_text(path, kept);
-    m->file = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (m->file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
-}
-
-static void add_metrics(Metrics* m, const std::string& lines) {
-    if (world.rank) return;
-    std::string& waiting = m->waiting;
-    waiting += lines;
-
-    size_t written = 0;
-    while (written < waiting.size()) {
-        ssize_t n = write(m->file, &waiting[written], waiting.size() - written);
-        if (n <= 0) break;
-        written += (size_t)n;
-    }
-    if (written < waiting.size()) {
-        if (!std::exchange(m->warned, true))
-            note("could not write " + m->path + ": " + strerror(errno) +
-                 "; what is missing there follows later");
-        // half a line is taken back, or else the next attempt continues it
-        off_t before = lseek(m->file, 0, SEEK_END) - (off_t)written;
-        if (!ftruncate(m->file, before)) written = 0;
-    }
-    waiting.erase(0, written);
-}
-
-inline Metrics::~Metrics() {
-    if (file < 0) return;
-    add_metrics(this, "");
-    if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
-        note(path + " lacks " + counted(lost, "line"));
-    close(file);
-}
 #endif  // NETWORK_ONLY

@@ -1138,12 +1138,13 @@ class Images:
                  for i, (name, n, count) in enumerate(zip(self.class_names, numbers, images)) if count and n != i]
         there = {nfc(name) for name, count in zip(self.class_names, images) if count or not trains}
         lacking = [name for name in names if nfc(name) not in there]
-        lacks = f"has no images of {listed(lacking)}" if lacking else ""
         self.labels, self.class_names = numbers[self.labels], tuple(names)
+        differences = []
         if moved:
-            return (f"{self.path} numbers its classes otherwise and is matched by their names: {moved[0]}"
-                    + f"; it {lacks}" * bool(lacks))
-        return lacks and f"{self.path} {lacks}, which the model knows"
+            differences.append(f"numbers its classes otherwise and is matched by their names: {moved[0]}")
+        if lacking:
+            differences.append(f"has no images of {listed(lacking)}, which the model knows")
+        return f"{self.path} {'; it '.join(differences)}" if differences else ""
 
     def check_labels(self, config):
         """Raise UserError unless there are the labels that class_cond needs."""

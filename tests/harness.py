@@ -487,7 +487,7 @@ def stored_flags():
     """The rows of FLAGS in unet_io.h that a checkpoint stores, but names of files: {name: (kind, freedom, most, choices)}.
     """
     rows = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (\w+), \w+, (FREE|FIXED),\s+"[^"]*",\s+"[^"]*"'
-                      r'(?:,\s+Bounds\([-\w.]+, ([-\w.]+)\))?(?:,\s+"([^"]*)")?\}', source_of_the_program())
+                      r'(?:,\s+[-\w.]+, ([-\w.]+))?(?:,\s+"([^"]*)")?\}', source_of_the_program())
     return {name: (kind, freedom, float(most or 1), choices.split("|"))
             for name, kind, freedom, most, choices in rows if kind != "PATH"}
 

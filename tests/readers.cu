@@ -273,7 +273,7 @@ static std::string use_file(const Victim& v, bool read_data) {
     std::string bad = refusal([&] { check_config(file.config); });
     if (!bad.empty()) return "a configuration that is refused: " + bad;
     Config stored = default_config();
-    read_stored_config(&stored, stored_config(file.config), v.path);
+    read_stored_config(&stored, stored_config(file.config));
     for (const Flag& flag : FLAGS)
         if (flag.on_resume != FORGOTTEN && flag_text(stored, flag) != flag_text(file.config, flag))
             return text("another %s when it is stored again", flag.name);
@@ -422,8 +422,8 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::map<long, double> validated;
     {
         Metrics log;
-        open_metrics(&log, metrics, read_text(metrics), 10, &validated);
-        add_metrics(&log, "{\"step\": 11, \"loss\": 0.2}\n");
+        log.open(metrics, read_text(metrics), 10, &validated);
+        log.add("{\"step\": 11, \"loss\": 0.2}\n");
     }
     kept = file_text(metrics);
     bool losses =
@@ -473,7 +473,7 @@ static void test_config_files() {
                  {"data_file = =x", "data_file", "=x"},
                  {"channel_mult 1,2", "channel_mult", "1,2"}};
     for (auto& form : forms) {
-        Config config = given_config({parse_config_line(form.line, "here")});
+        Config config = given_config(parse_config(form.line, "here"));
         if (flag_text(config, flag_named(form.flag)) != form.value) bad += form.line;
     }
     report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", sizeof forms / sizeof *forms,

@@ -482,8 +482,8 @@ def flags_of_the_program():
     """{flag: (least, most)} of every number that ./train_unet takes, from its table."""
     table = (ROOT / "unet_io.h").read_text().split("static std::vector<Flag> FLAGS = {")[1].split("\n};")[0]
     number = r"(-?[\d.]+(?:e-?\d+)?)"
-    found = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (?:INT|FLOAT), \w+, \w+,\s*"[^"]*",\s*"[^"]*",\s*Bounds\('
-                       + number + ", " + number + r"\)", table)
+    found = re.findall(r'(?:FIELD|OPTIMISER)\((\w+)\), (?:INT|FLOAT), \w+, \w+,\s*"[^"]*",\s*"[^"]*",\s*'
+                       + number + ", " + number + r"\}", table)
     assert len(found) == len(re.findall(r"\), (?:INT|FLOAT), ", table)) > 30
     ranks = ("gpus", "processes")  # which the other program has none of
     return {name: (float(least), float(most)) for name, least, most in found if name not in ranks}

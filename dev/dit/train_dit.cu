@@ -28,13 +28,13 @@ static void set_flags() {
     std::erase_if(FLAGS, [&](const Flag& flag) { return std::ranges::count(of_unet, flag.name); });
     auto place = [](const char* name) { return std::ranges::find(FLAGS, std::string(name), &Flag::name); };
     place("image_size")->standard = "32";
-    *place("num_heads") = {FIELD(num_heads), INT, MODEL, FIXED, "6", "of every attention", Bounds(1, 1024)};
+    *place("num_heads") = {FIELD(num_heads), INT, MODEL, FIXED, "6", "of every attention", 1, 1024};
     FLAGS.insert(place("num_heads"),
-                 {{FIELD(depth), INT, MODEL, FIXED, "12", "transformer blocks", Bounds(1, 1000)},
-                  {FIELD(hidden_size), INT, MODEL, FIXED, "384", "channels of a token", Bounds(8, 8192)},
-                  {FIELD(patch_size), INT, MODEL, FIXED, "2", "pixels a token is high and wide", Bounds(1, 64)},
+                 {{FIELD(depth), INT, MODEL, FIXED, "12", "transformer blocks", 1, 1000},
+                  {FIELD(hidden_size), INT, MODEL, FIXED, "384", "channels of a token", 8, 8192},
+                  {FIELD(patch_size), INT, MODEL, FIXED, "2", "pixels a token is high and wide", 1, 64},
                   {FIELD(mlp_ratio), FLOAT, MODEL, FIXED, "4",
-                   "width of a block's MLP in units of hidden_size", Bounds(0.125, 64)}});
+                   "width of a block's MLP in units of hidden_size", 0.125, 64}});
     FLAGS.insert(place("preset"), {FIELD(model), PATH, FILES, FORGOTTEN, "",
                                    "a size of the paper, DiT-S/2 to DiT-XL/8, as listed below"});
 #define OF_PATCH(name, patch, flags) \
