@@ -69,7 +69,7 @@ $(BUILD)/settings: settings
 data/%.bin: data/%.bin.gz
 	gzip -dc $< > $@.tmp && mv $@.tmp $@
 
-data: data/emoji.bin data/faces.bin data/faces_in_two_steps.bin
+data: data/emoji.bin data/faces.bin data/faces_in_two_steps.bin data/fashion_in_two_steps.bin
 
 # nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
 gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))

@@ -563,6 +563,8 @@ class Diffusion:
             raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
         if config.path_steps > config.diffusion_steps:
             raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
+        if config.matching_fraction and not config.path_steps:
+            raise UserError(f"--matching_fraction {config.matching_fraction:g} goes with --path_steps only")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -628,6 +630,7 @@ class Diffusion:
         return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
 
 
+FAKE_LEARNING_RATE = 3  # times the model's, which the fake has to follow: see Trainer.matching_loss
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
 USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
 
@@ -721,8 +724,10 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     T, strength = config.diffusion_steps, edit.strength if edit else 1
     chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     steps = sampler_steps(config, sampler, sample_steps)
-    spacing = USUAL_SPACING[sampler] if spacing == "auto" else spacing
-    times = unet_io.spaced_timesteps(spacing, chain, steps)[::-1]
+    if sampler == "consistency" and spacing == "auto":
+        times = unet_io.consistency_timesteps(T, config.path_steps, steps)[::-1]
+    else:
+        times = unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
     if strength and not len(times):
         raise UserError(f"--strength {strength:g} is less noise than the least of"
@@ -881,12 +886,15 @@ class Trainer:
         self.diffusion = Diffusion(config, device)
         self.emas = [[p.detach().clone() for p in self.parameters] for _ in config.ema_rate]
         self.history = unet_io.History()
-        adamw = ops.AdamW if operators == "native" else torch.optim.AdamW
-        self.optimizer = adamw(decay_groups(self.parameters, config), lr=config.lr,
-                               betas=(config.beta1, config.beta2), eps=config.adam_eps)
+        self.new_optimizer = lambda network: (ops.AdamW if operators == "native" else torch.optim.AdamW)(
+            decay_groups(network.parameters(), config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps)
+        self.optimizer = self.new_optimizer(self.model)
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
         self.teacher = copy.deepcopy(self.model) if config.path_steps else None  # draws the paths
+        self.fake = copy.deepcopy(self.model) if config.matching_fraction else None  # learns what the model draws
+        if self.fake:
+            self.fake_optimizer = self.new_optimizer(self.fake)
         self.paths, self.paths_drawn = None, None
 
     def path_batch(self, step):
@@ -907,6 +915,44 @@ class Trainer:
         alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
         return ends, t, (points[at, np.arange(len(at))] - alpha * ends) / sigma, classes
 
+    def matching_loss(self, x0, t, noise, y=None):
+        """The loss of a step that matches distributions, of a batch of NumPy arrays: a scalar tensor (Yin et al. 2024,
+        "One-step Diffusion with Distribution Matching Distillation", section 3.2).
+
+        The model, which is the student, draws pictures; the fake learns to denoise them, in a step of its own; and the
+        student's prediction is to change as the teacher's of the noised pictures differs from the fake's.
+        """
+        config, step = self.config, self.steps_done
+        t, t_noised = (torch.from_numpy(each).to(self.device) for each in unet_io.matching_timesteps(config, step))
+        fresh = unet_io.normals(config.seed, Stream.MATCHING_NOISE, x0[0].size, np.arange(len(x0)), step).reshape(x0.shape)
+        shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], np.arange(len(x0)), step)
+        fresh = fresh + np.float32(config.offset_noise) * shift[..., None, None]
+        x0, noise, fresh = (torch.from_numpy(array).to(self.device) for array in (x0, noise, fresh))
+        classes = () if y is None else (torch.from_numpy(y).to(self.device),)
+
+        with torch.no_grad():
+            self.model.eval()  # which drops nothing
+            out, target = self.answer(x0, t, noise, classes)
+            self.model.train()
+            error = self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype) * (out - target)
+            pictures = limited(x0 + error, "clamp").float()
+
+        if config.dropout:
+            self.fake.replay_dropout(config.seed, step)
+        self.fake.train()
+        fake, target = self.answer(pictures, t_noised, fresh, classes, self.fake)
+        self.fake_optimizer.zero_grad(set_to_none=True)
+        self.diffusion.loss(fake, target, t_noised, pictures).backward()
+        for group in self.fake_optimizer.param_groups:
+            group["lr"] = FAKE_LEARNING_RATE * unet_io.learning_rate(config, step)
+        self.fake_optimizer.step()
+
+        with torch.no_grad():
+            self.teacher.eval()
+            teacher, _ = self.answer(pictures, t_noised, fresh, classes, self.teacher)
+        out, _ = self.answer(x0, t, noise, classes)
+        return self.diffusion.loss(out, out.detach() + teacher - fake.detach(), t, x0)
+
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
         pairs = self.config.consistency and not self.config.path_steps and weighted
@@ -921,11 +967,11 @@ class Trainer:
         return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
             out[:, :target.shape[1]], target)
 
-    def answer(self, x0, t, noise, classes):
-        """(what the network answers to the noised images, what it should): both (B, C, H, W)."""
+    def answer(self, x0, t, noise, classes, network=None):
+        """(what a network, the model if none is named, answers to the noised images, what it should): both (B, C, H, W)."""
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
-            out = self.forward(x.to(self.dtype), t, *classes)
+            out = (network or self.forward)(x.to(self.dtype), t, *classes)
         return out.to(self.dtype), target.to(self.dtype)
 
     @torch.no_grad()
@@ -944,13 +990,14 @@ class Trainer:
         if self.config.dropout:
             self.model.replay_dropout(self.config.seed, step)
         self.model.train()
-        if self.config.path_steps:
+        matches = self.config.matching_fraction and step >= unet_io.steps_on_paths(self.config)
+        if self.config.path_steps and not matches:
             batch = self.path_batch(step)
         else:
             batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
             self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(*batch)
+        loss = self.matching_loss(*batch) if matches else self.loss(*batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
         updates = step - self.history.skipped
@@ -994,13 +1041,17 @@ class Trainer:
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
         """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_SETTINGS, texts: TEXT_SECTIONS."""
-        def moments(key):
-            return [self.optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in self.parameters]
+        def moments(key, optimizer=self.optimizer, network=self.model):
+            return [optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in network.parameters()]
 
         tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
                    "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
         if self.teacher:
             tensors["teacher"] = list(self.teacher.parameters())
+        if self.fake:
+            tensors["fake"] = list(self.fake.parameters())
+            tensors["fake_m"] = moments("exp_avg", self.fake_optimizer, self.fake)
+            tensors["fake_v"] = moments("exp_avg_sq", self.fake_optimizer, self.fake)
         sections = {name: to_numpy(file_order(self.model, values)) for name, values in tensors.items()}
         for name, arrays in sections.items():
             if not all(np.isfinite(array).all() for array in arrays):
@@ -1019,13 +1070,21 @@ class Trainer:
                 set_tensors(self.model, ema, sections[name], path)
         if self.teacher:
             set_tensors(self.teacher, list(self.teacher.parameters()), sections["teacher"], path)
-        for p in self.parameters:
-            self.optimizer.state[p] = dict(step=torch.tensor(float(checkpoint.step - self.history.skipped)),
-                                           exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        for name, key in (("adam_m", "exp_avg"), ("adam_v", "exp_avg_sq")):
-            moments = [self.optimizer.state[p][key] for p in self.parameters]
-            set_tensors(self.model, moments, sections[name], path)
-        self.optimizer.load_state_dict(self.optimizer.state_dict())  # as it wants them
+        self.restore_moments(self.optimizer, self.model, self.steps_done - self.history.skipped, sections, "adam", path)
+        if self.fake:
+            set_tensors(self.fake, list(self.fake.parameters()), sections["fake"], path)
+            updates = max(0, self.steps_done - unet_io.steps_on_paths(self.config))
+            self.restore_moments(self.fake_optimizer, self.fake, updates, sections, "fake", path)
+
+    def restore_moments(self, optimizer, network, updates, sections, name, path):
+        """The moments of an optimiser of a network's parameters, after so many updates, from the sections NAME_m and NAME_v."""
+        parameters = list(network.parameters())
+        for p in parameters:
+            optimizer.state[p] = dict(step=torch.tensor(float(updates)), exp_avg=torch.zeros_like(p),
+                                      exp_avg_sq=torch.zeros_like(p))
+        for section, key in ((f"{name}_m", "exp_avg"), (f"{name}_v", "exp_avg_sq")):
+            set_tensors(network, [optimizer.state[p][key] for p in parameters], sections[section], path)
+        optimizer.load_state_dict(optimizer.state_dict())  # as it wants them
 
 
 def to_numpy(tensors):
@@ -1402,6 +1461,10 @@ def train(config, run, given):
     unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
+
+    if config.matching_fraction:
+        unet_io.say(f"note: up to step {unet_io.steps_on_paths(config)} the network learns paths; then it matches"
+                    f" distributions, and its loss is another")
 
     stop = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]

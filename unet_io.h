@@ -455,6 +455,9 @@ static std::vector<Flag> FLAGS = {
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
      "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
      0, 1000},
+    {FIELD(matching_fraction), FLOAT, TRAINING, FIXED, "0",
+     "with --path_steps: in this last part of the steps match the distribution of pictures instead of paths",
+     0, 0.9},
     {FIELD(min_snr_gamma), FLOAT, TRAINING, FIXED, "0",
      "weigh the loss by min-SNR: signal-to-noise ratios over this (5 is usual) count no more; 0: unweighted",
      0, 1e6},
@@ -548,8 +551,8 @@ static std::vector<Preset> PRESETS = {
     {"adm256",
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
-    {"consistency", "--consistency 1 --path_steps 10 --lr 3e-4 --lr_schedule cosine --warmup_steps 100 --grad_clip 1 "
-                    "--batch_size 128 --steps 3000"},
+    {"consistency", "--consistency 1 --path_steps 10 --matching_fraction 0.2 --lr 1e-3 --lr_schedule cosine "
+                    "--warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 8000"},
 };
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
@@ -915,6 +918,8 @@ static void check_config(const Config& c) {
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
+    if (c.matching_fraction > 0 && !c.path_steps)
+        fail("--matching_fraction %g goes with --path_steps only", (double)c.matching_fraction);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
@@ -1098,7 +1103,8 @@ enum { WEIGHTS_VERSION = 3 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
-static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher"};
+static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher",
+                                             "fake", "fake_m", "fake_v"};
 
 // What --skip_outliers goes by; the section `state` of a checkpoint.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped

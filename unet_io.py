@@ -287,6 +287,8 @@ class Stream(enum.IntEnum):
     LABEL = 10
     OFFSET = 11
     PATH = 12
+    MATCHING_TIMESTEP = 13
+    MATCHING_NOISE = 14
 
 
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -383,6 +385,21 @@ def path_starts(config, count, labels):
     images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> np.uint64(32)
     hidden = uniforms(drawn[:, 2]) < np.float32(config.cond_drop_prob)
     return drawn[:, 0], np.where(hidden, config.num_classes, labels[images.astype(np.int64)]).astype(np.int64)
+
+
+def steps_on_paths(config):
+    """How many steps of training come before those that match distributions."""
+    return config.lr_steps - math.floor(float(np.float32(config.matching_fraction)) * config.lr_steps + 0.5)
+
+
+def matching_timesteps(config, step):
+    """Of each sample of a step that matches distributions the timestep that the student draws from, and the one that its
+    picture is noised to: int64 (batch_size,) each."""
+    T, stream, rows = config.diffusion_steps, Stream.MATCHING_TIMESTEP, np.arange(config.batch_size)
+    drawn = words(config.seed, stream, 2, rows, step).astype(np.int64)
+    least = T // 50
+    return (np.where(drawn[:, 0] >> 31, consistency_timesteps(T, config.path_steps, 2)[0], T - 1),
+            least + (drawn[:, 1] * (T - 2 * least) >> 32))
 
 
 def batch_indices(seed, step, batch_size, n):
@@ -617,6 +634,21 @@ def karras_timesteps(levels, sample_steps):
     return np.array(taken[::-1], np.int64)
 
 
+def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
+    """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,). Raises UserError.
+
+    Of those that the model has learned, the points of its paths or without paths all, the last, and with it others in even
+    distances; the second of two steps has three tenths of them before it.
+    """
+    known = path_steps or diffusion_steps
+    if sample_steps > known:
+        raise UserError(f"--sample_steps {sample_steps} is more than the model has learned timesteps, {known} of --path_steps")
+    learned = trailing_timesteps(diffusion_steps, known)
+    places = [-(-3 * known // 10), known] if sample_steps == 2 else [-(-i * known // sample_steps)
+                                                                     for i in range(1, sample_steps + 1)]
+    return learned[np.array(places) - 1]
+
+
 def spaced_timesteps(spacing, levels, sample_steps):
     """The timesteps that a sampler visits by --spacing, ascending: int64 (sample_steps,). Raises UserError."""
     T = len(levels.alpha)
@@ -733,6 +765,8 @@ class Config(Settings):
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
     path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
                                   " pairs of timesteps", low=0, high=1000)
+    matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"
+                                             " pictures instead of paths", low=0, high=0.9)
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
@@ -840,8 +874,8 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
-    "consistency": dict(consistency=True, path_steps=10, lr=3e-4, lr_schedule="cosine", warmup_steps=100, grad_clip=1.0,
-                        batch_size=128, steps=3000),
+    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.2, lr=1e-3, lr_schedule="cosine",
+                        warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
 }
 
 
@@ -1332,7 +1366,7 @@ def write_old_images(path, pixels):
 #    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
-TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v", "teacher")  # float32, in named_parameters() order
+TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v", "teacher", "fake", "fake_m", "fake_v")  # float32, in named_parameters() order
 TEXT_SECTIONS = ("class_names", "data_checksum")
 WEIGHTS_VERSION = 3
 FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS, FIELD_LOSS, FIELD_LR_STEPS = range(2, 9)

@@ -862,7 +862,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                         .first = 5,
                                                         .channels = channels,
                                                         .offset_noise = 0.3f,
-                                                        .seed = 77});
+                                                        .seed = 77,
+                                                        .stream = STREAM_MATCHING_NOISE});
           });
     target.upload();
 
@@ -954,6 +955,24 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                  .path_steps = 3,
                                  .first = 2 * B + 1});
     });
+    Floats pictures(images.host.size()), fake(n), kept(n);
+    check("drawn pictures", shape, {{&pictures, WRITTEN, "pictures", FLOAT_LIMIT}}, [&](auto on) {
+        on.run(DrawnPictures<typename decltype(on)::T>{.pictures = on(pictures),
+                                                       .images = on(images),
+                                                       .out = on(out),
+                                                       .target = on(target),
+                                                       .schedule = on(chain),
+                                                       .timesteps = on(t),
+                                                       .B = B,
+                                                       .channels = channels,
+                                                       .pixels = H * W});
+    });
+    check("kept predictions", shape, {{&kept, WRITTEN, "kept", EXACT}}, [&](auto on) {
+        on.run(KeepPredictions<typename decltype(on)::T>{on(kept), on(out), n});
+    });
+    check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
+        on.run(MatchingTarget<typename decltype(on)::T>{on(target), on(out), on(kept), on(fake), n});
+    });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
             Dropout<typename decltype(on)::T>{{on(dout), B, H, W, PIXEL}, 0.3f, 99, 77, 5, &on(state)->step});
@@ -1006,7 +1025,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     Floats pixels(values.size(), 0.5f), images((size_t)batch * elements);
     StepState before = StepState();
     before.step = step, before.history.skipped = 2;
-    Pair<StepState> state(std::vector<StepState>(1, before));
+    Pair<StepState> state(std::vector<StepState>(1, before)), fakes(std::vector<StepState>(1, before));
     Config config = default_config();
     config.diffusion_steps = 1000, config.timestep_sampling = bytes ? TIMESTEPS_LOGNORMAL : TIMESTEPS_UNIFORM;
     Pair<uint32_t> last_words(make_last_words(config));
@@ -1069,6 +1088,17 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     });
     check("start paths", shape, {{&specs, WRITTEN, "specs", EXACT}},
           [&](auto on) { on.run(StartPaths{on(specs), paths(on), batch, 3, 70000}); });
+    Pair<int> noised(some_timesteps(batch));
+    check("timesteps of matching", shape,
+          {{&timesteps, WRITTEN, "timesteps", EXACT}, {&noised, WRITTEN, "noised", EXACT}}, [&](auto on) {
+              on.run(DrawMatchingTimesteps{on(timesteps), on(noised), &on(state)->step, batch, 1000, 299, 99});
+          });
+    std::vector<Output> updates = {{&fakes, KEPT, "accepted", EXACT, ACCEPTED, FIELDS}};
+    for (int field = LR; field <= EMA_WEIGHTS + 1; field++)
+        updates.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
+    check("begin the fake's update", shape, updates, [&](auto on) {
+        on.run(BeginFakeUpdate{on(fakes), &on(state)->step, step / 2, config.optimiser});
+    });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
           [&](auto on) {

@@ -63,7 +63,7 @@ static void test_microbatch(double limit) {
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
             for (int part = 0; part <= 5; part++) {
-                tree_gradient(&t, part % 5, part < 5 ? 1 : 5, m->gradients);
+                tree_gradient(&t, LESSON_IMAGES, part % 5, part < 5 ? 1 : 5, m->gradients);
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

@@ -751,6 +751,8 @@ static void test_refusals() {
         {{{"path_steps", "10"}}, "--path_steps 10 goes with --consistency 1"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "11"}, {"diffusion_steps", "10"}, {"noise_schedule", "cosine"}},
          "--path_steps 11 is more than --diffusion_steps 10"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"matching_fraction", "0.5"}}, "--matching_fraction 0.5 goes with --path_steps"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "10"}, {"matching_fraction", "0.95"}}, "between"},
         {{{"consistency", "1"}, {"predict", "v"}, {"min_snr_gamma", "5"}}, "--min_snr_gamma"},
     };
     int refused = 0;
@@ -1325,15 +1327,15 @@ static void twin_case(const Case& c, Verdict* v) {
                         fabs(ours[k] - r[k + 1]) / (1e-3 + fabs(r[k + 1])));
         }
     } else if (c.is("chain")) {
-        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, spacing, two seeds; reals:
-        // eta; values (2, 3, H, H): what is drawn by a made-up network, or an ideal one of `pictures`
+        // args: predict, schedule, zero terminal SNR, sampler, steps, threshold, T, H, spacing, two seeds, path_steps;
+        // reals: eta; values (2, 3, H, H): what is drawn by a made-up network, or an ideal one of `pictures`
         Config config = default_config();
         config.predict = c.arg(0), config.noise_schedule = c.arg(1), config.zero_terminal_snr = c.arg(2);
         config.sampler = c.arg(3), config.sample_steps = c.arg(4), config.threshold = c.arg(5);
         config.diffusion_steps = c.arg(6), config.eta = (float)c.at("reals")[0];
         int B = 2, H = c.arg(7), image = PIXEL * H * H;
         std::vector<NoiseLevel> schedule = make_schedule(config);
-        config.spacing = c.arg(8);
+        config.spacing = c.arg(8), config.path_steps = c.arg(11);
         std::vector<SampleSpec> begins = specs_of({c.word(9), c.word(10)});
         std::vector<float> x(B * image), input(x), out(x), saved(x);
         SampleBatch<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),

@@ -16,7 +16,7 @@ import train_unet
 import unet_io
 from harness import (
     SMALL, NETWORK, PREDICTIONS, ROOT, SCHEDULES, TRAIN, perturbed_file, picture, run, script, target_of)
-from unet_io import Config
+from unet_io import Config, UserError
 
 SEEDS, STEPS = range(1000), (1, 2, 3, 5, 10, 25, 50)
 SECOND_ORDER = ("dpmpp", "heun")
@@ -39,8 +39,9 @@ def ideal_x0(x, alpha, sigma):
 
 
 class Ideal:
-    def __init__(self, schedule="linear", predict="eps", zero=False):
-        self.config = Config(**SMALL | dict(noise_schedule=schedule, predict=predict, zero_terminal_snr=zero))
+    def __init__(self, schedule="linear", predict="eps", zero=False, path_steps=0):
+        self.config = Config(**SMALL | dict(noise_schedule=schedule, predict=predict, zero_terminal_snr=zero,
+                                            path_steps=path_steps))
         self.levels = unet_io.noise_levels(1000, schedule, zero)
         self.calls = 0
 
@@ -165,6 +166,13 @@ def test_timesteps():
     assert unet_io.spaced_timesteps("trailing", levels, 10).tolist() == list(range(99, 1000, 100))
     assert unet_io.spaced_timesteps("trailing", levels, 3).tolist() == [332, 666, 999]
     assert unet_io.spaced_timesteps("uniform", levels, 5).tolist() == [0, 250, 500, 749, 999]
+    for path_steps, steps, places in ((10, 1, [10]), (10, 2, [3, 10]), (10, 3, [4, 7, 10]), (10, 4, [3, 5, 8, 10]),
+                                      (10, 10, range(1, 11)), (2, 2, [1, 2]), (3, 2, [1, 3])):
+        taken = unet_io.consistency_timesteps(1000, path_steps, steps)
+        assert taken.tolist() == [unet_io.trailing_timesteps(1000, path_steps)[place - 1] for place in places]
+    assert unet_io.consistency_timesteps(1000, 0, 2).tolist() == [299, 999]
+    with pytest.raises(UserError, match="more than the model has learned"):
+        unet_io.consistency_timesteps(1000, 10, 11)
     karras = unet_io.spaced_timesteps("karras", levels, 18)
     sigmas = (80 ** (1 / 7) + np.arange(17, -1, -1) / 17 * (0.01 ** (1 / 7) - 80 ** (1 / 7))) ** 7
     assert np.abs(np.log(unet_io.noise_ratios(levels)[karras][:-1] / sigmas[:-1])).max() < 0.2
@@ -179,16 +187,17 @@ def test_program(cpp, tmp_path):
     tensors, seeds = {}, [5, 4000000000]
     for schedule, predict, zero in (("linear", "eps", False), ("cosine", "v", False), ("linear", "x0", True),
                                     ("flow", "flow", False), ("edm", "edm", False)):
-        for number, sampler in enumerate(train_unet.SAMPLERS):
-            for spacing in unet_io.SPACINGS:
-                for steps in (1, 2, 3, 5, 25):
-                    drawn = train_unet.sample(Ideal(schedule, predict, zero), seeds, sampler, steps, spacing=spacing)
-                    name = f"chain ideal {schedule} {predict} {sampler} {spacing} {steps}"
-                    args = [PREDICTIONS.index(predict), SCHEDULES.index(schedule), zero, number, steps, 0, 1000, 4,
-                            unet_io.SPACINGS.index(spacing), *seeds]
-                    tensors |= {f"{name}/args": np.array(args, np.int64).astype(np.uint32).view(np.int32),
-                                f"{name}/values": drawn.numpy().reshape(-1), f"{name}/reals": np.array([0.0]),
-                                f"{name}/pictures": pictures().numpy().reshape(-1)}
+        chains = [(sampler, spacing, steps, 0) for sampler in train_unet.SAMPLERS for spacing in unet_io.SPACINGS
+                  for steps in (1, 2, 3, 5, 25)]
+        chains += [("consistency", "auto", steps, 12) for steps in (1, 2, 5, 12)]
+        for sampler, spacing, steps, path_steps in chains:
+            drawn = train_unet.sample(Ideal(schedule, predict, zero, path_steps), seeds, sampler, steps, spacing=spacing)
+            name = f"chain ideal {schedule} {predict} {sampler} {spacing} {steps} {path_steps}"
+            args = [PREDICTIONS.index(predict), SCHEDULES.index(schedule), zero, list(train_unet.SAMPLERS).index(sampler), steps,
+                    0, 1000, 4, unet_io.SPACINGS.index(spacing), *seeds, path_steps]
+            tensors |= {f"{name}/args": np.array(args, np.int64).astype(np.uint32).view(np.int32),
+                        f"{name}/values": drawn.numpy().reshape(-1), f"{name}/reals": np.array([0.0]),
+                        f"{name}/pictures": pictures().numpy().reshape(-1)}
     unet_io.write_tensors(tmp_path / "ideal.bin", tensors)
     cpp(NETWORK, "--reference", tmp_path / "ideal.bin")
 

@@ -45,11 +45,12 @@ def nothing_is_left(folder):
     return True
 
 
-@pytest.mark.parametrize("path_steps", (0, 5))
-def test_same_bits_of_consistency(tmp_path, images8, path_steps):
-    """Tuning on 1, 2 and 4 ranks, and stopped half-way (and on a path): the same checkpoint, bit for bit."""
+@pytest.mark.parametrize("path_steps, matching_fraction", ((0, 0.0), (5, 0.0), (5, 0.5), (5, 0.8)))
+def test_same_bits_of_consistency(tmp_path, images8, path_steps, matching_fraction):
+    """Tuning on 1, 2 and 4 ranks, and stopped half-way, on a path, before distributions are matched or meanwhile: the same
+    checkpoint, bit for bit."""
     config = dataclasses.replace(RESUMED, batch_size=8, consistency=True, predict="v", learn_sigma=False,
-                                 path_steps=path_steps)
+                                 path_steps=path_steps, matching_fraction=matching_fraction)
     perturbed_file(tmp_path / "start.bin", config)
     flags = start_flags(config, images8, "run", 16, microbatch=2, save_every=8, log_every=1, num_samples=7,
                         model_weights=tmp_path / "start.bin")

@@ -103,7 +103,7 @@ def chain_cases(add):
         args = [PREDICTIONS.index(predict), SCHEDULES.index(schedule), zero,
                 list(train_unet.SAMPLERS).index(sampler), flags.get("sample_steps", 0),
                 ["clamp", "dynamic", "none"].index(flags.get("threshold", "clamp")), 300, 9,
-                unet_io.SPACINGS.index(flags.get("spacing", "auto")), 5, 4000000000]
+                unet_io.SPACINGS.index(flags.get("spacing", "auto")), 5, 4000000000, 0]
         name = " ".join(["chain", sampler, predict, schedule, *map(str, flags.values()), *["to 0"] * zero])
         add(name, args, pictures.reshape(-1), reals=np.array([flags.get("eta", 0.0)]))
 

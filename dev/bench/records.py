@@ -171,7 +171,7 @@ class Program:
         self.flags, self.folder = [*flags, "--data_file", images, "--num_samples", "0", "--keep", "1"], folder
 
     def step_seconds(self, seconds):
-        """The median time of a step in the second half of a run of about so many seconds, which is thrown away."""
+        """The mean time of a step of a run of about so many seconds, which is thrown away. In a tuning steps differ."""
         steps = 20
         for _ in range(2):
             with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +179,7 @@ class Program:
                 run.folder = pathlib.Path(folder)
                 run.train(steps, steps, float("inf"))
                 times = milliseconds_in(run.folder, log_interval(steps))
-            time_of_step = 1e-3 * statistics.median(times[len(times) // 2:])
+            time_of_step = 1e-3 * statistics.mean(times)
             steps = max(20, int(seconds / time_of_step))
         return time_of_step
 
