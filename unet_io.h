@@ -918,8 +918,8 @@ static void check_config(const Config& c) {
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
-    if (c.matching_fraction > 0 && !c.path_steps)
-        fail("--matching_fraction %g goes with --path_steps only", (double)c.matching_fraction);
+    if (c.matching_fraction > 0 && c.path_steps < 2)
+        fail("--matching_fraction %g needs --path_steps 2 or more", (double)c.matching_fraction);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
