@@ -2351,8 +2351,8 @@ struct DrawMatchingTimesteps {
     }
 };
 
-// The picture that the student sees in a noised image, within [-1, 1]: the image, and the error that follows from that of
-// the prediction. An item is an element.
+// The picture that the student sees in a noised image: the image, and the error that follows from that of the prediction. An
+// item is an element.
 template <typename T> struct DrawnPictures {
     float* pictures;           // (B, C, H, W)
     const float* images;       // (B, C, H, W)
@@ -2361,13 +2361,15 @@ template <typename T> struct DrawnPictures {
     const Timestep* schedule;  // (diffusion_steps)
     const int* timesteps;      // (B)
     int B, channels, pixels;   // pixels = H W
+    bool clamps;               // the picture to [-1, 1]
 
     size_t items() const { return (size_t)B * channels * pixels; }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)channels * pixels), c = i / pixels % channels;
         size_t at = (b * pixels + i % pixels) * PIXEL + c;
         float x0 = fmaf(schedule[timesteps[b]].x0_error, (float)out[at] - target[at], images[i]);
-        pictures[i] = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
+        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
+        pictures[i] = x0;
     }
 };
 
@@ -2384,8 +2386,8 @@ template <typename T> struct KeepPredictions {
 // target (n): the student's predictions with the changes that they are to make.
 template <typename T> struct MatchingTarget {
     float* target;
-    const T* out;                         // the student's predictions
-    const float *teacher, *fake;          // what the two predict of its noised pictures
+    const T* out;                 // the student's predictions
+    const float *teacher, *fake;  // what the two predict of its noised pictures
     size_t n;
 
     size_t items() const { return n; }
@@ -3521,7 +3523,8 @@ static void match_distributions(Trainer* t) {
                                   .timesteps = m->timesteps + first,
                                   .B = B,
                                   .channels = c.in_channels,
-                                  .pixels = pixels});
+                                  .pixels = pixels,
+                                  .clamps = c.threshold == THRESHOLD_CLAMP});
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake);

@@ -563,8 +563,8 @@ class Diffusion:
             raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
         if config.path_steps > config.diffusion_steps:
             raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
-        if config.matching_fraction and not config.path_steps:
-            raise UserError(f"--matching_fraction {config.matching_fraction:g} goes with --path_steps only")
+        if config.matching_fraction and config.path_steps < 2:
+            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps 2 or more")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (

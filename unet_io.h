@@ -918,8 +918,8 @@ static void check_config(const Config& c) {
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
-    if (c.matching_fraction > 0 && !c.path_steps)
-        fail("--matching_fraction %g goes with --path_steps only", (double)c.matching_fraction);
+    if (c.matching_fraction > 0 && c.path_steps < 2)
+        fail("--matching_fraction %g needs --path_steps 2 or more", (double)c.matching_fraction);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
@@ -1099,7 +1099,7 @@ enum HeaderField {
     FIELD_LR_STEPS,  // the length of the learning rate's schedule, which has no flag
     FIELD_SECTION_TABLE = 128
 };
-enum { WEIGHTS_VERSION = 3 };
+enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
 // The sections of parameters, in their order: number --use_ema is what that flag chooses.
@@ -1194,8 +1194,11 @@ static void check_format(const Reader& in) {
     int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
+    if (magic == OLD_WEIGHTS_MAGIC)
+        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
+             word.c_str());
     if (in.size < HEADER_BYTES || magic != network.magic)
-        fail("%s is no weights file of a %s (of .pt, .safetensors or the first .bin, %s makes one)", name,
+        fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
     if (has_earlier_format(in))
         fail("%s has version %d of the format; python generate.py --import %s --export %s makes it today's "

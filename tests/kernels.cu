@@ -965,7 +965,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                        .timesteps = on(t),
                                                        .B = B,
                                                        .channels = channels,
-                                                       .pixels = H * W});
+                                                       .pixels = H * W,
+                                                       .clamps = predict == PREDICT_V});
     });
     check("kept predictions", shape, {{&kept, WRITTEN, "kept", EXACT}}, [&](auto on) {
         on.run(KeepPredictions<typename decltype(on)::T>{on(kept), on(out), n});

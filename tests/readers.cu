@@ -61,6 +61,7 @@ void* operator new(size_t bytes) {
     if (!memory) throw std::bad_alloc();
     return memory;
 }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return counted_malloc(bytes); }
 void operator delete(void* memory) noexcept { counted_free(memory); }
 void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
 
@@ -482,7 +483,7 @@ static void test_config_files() {
     // Random bytes in such a file: an answer or one sentence.
     int accepted = 0, rejected = 0;
     std::string whole = config_text(default_config());
-    for (int i = 0; i < 4000; i++) {
+    for (int i = 0; i < 5000; i++) {
         std::string broken = whole;
         for (int k = dice.below(3); k >= 0; k--) {
             size_t at = dice.below((uint32_t)broken.size());

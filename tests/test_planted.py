@@ -23,7 +23,7 @@ FAULTS = {
                        ["--only", "differences"]),
     "life of a buffer": ("train_unet.cu", "b.late.lives(back, back + 1);", "b.late.lives(back, back);", NETWORK, ["--only", "plan"]),
     "side stream": ("train_unet.cu", "        wait_for(of_block_before);\n", "", NETWORK, ["--only", "plan"]),
-    "micro-batches": ("train_unet.cu", "tree_gradient(t, first + count / 2,", "tree_gradient(t, first,", NETWORK,
+    "micro-batches": ("train_unet.cu", "tree_gradient(t, lesson, first + count / 2,", "tree_gradient(t, lesson, first,", NETWORK,
                       ["--only", "microbatch"]),
     "checksum": ("unet_io.h", "return crc32(header, HEADER_BYTES, crc) == stored;",
                  "return !stored || crc32(header, HEADER_BYTES, crc) == stored;", READERS, ["--fuzz", "500"]),
