@@ -1444,12 +1444,24 @@ struct DeflateStream {
         }
     }
 
-    // Writes a block with a Huffman code of its own.
+    // Writes a block with a Huffman code of its own. A block that would not become shorter is stored.
     void add(std::span<const uint8_t> block, bool is_last) {
         std::vector<DeflateSymbol> found = find_matches(block);
         std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
         for (const DeflateSymbol& s : found) counts[s.symbol]++;
         std::vector<int> lengths = code_lengths(counts);
+
+        size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
+        for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
+        put(is_last, 1);
+        if (bits > 8 * (block.size() + 4)) {
+            put(0, 2);  // stored, from the next byte on
+            put(0, (8 - count) % 8);
+            put((uint32_t)block.size(), 16);
+            put(~(uint32_t)block.size() & 0xFFFF, 16);
+            bytes.append((const char*)block.data(), block.size());
+            return;
+        }
 
         std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
         uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
@@ -1457,7 +1469,6 @@ struct DeflateStream {
             for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
                 if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
 
-        put(is_last, 1);
         put(2, 2);  // a code of its own
         put(DEFLATE_SYMBOLS - 257, 5);
         put(0, 5);  // a single distance
@@ -1481,7 +1492,7 @@ static void write_png(const std::string& path, const Raster& picture) {
     std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
     char colours = "\x00\x04\x02\x06"[picture.channels - 1];
     std::vector<uint8_t> lines = filter_lines(picture);
-    size_t most = 65536;  // bytes of a block
+    size_t most = 65535;  // bytes of a block that can be stored
     Writer out(path);
     auto write_chunk = [&](const std::string& type, const std::string& data) {
         std::string named = type + data;

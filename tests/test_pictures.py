@@ -342,12 +342,12 @@ def test_png(writer, tmp_path):
         stream = zlib.decompressobj()
         inflated = stream.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT"))
         assert stream.eof and not stream.unused_data and len(inflated) == array.size + array.shape[0]
-        blocks = -(-len(inflated) // 65536)
-        assert len(contents) <= 1.01 * len(inflated) + 100 + 170 * blocks  # the rest tells each block's code
+        blocks = -(-len(inflated) // 65535)
+        assert len(contents) <= len(inflated) + 100 + 18 * blocks  # as if it were stored
 
 
 def test_png_is_small(writer, tmp_path):
-    """Grids that models drew become as small as Pillow makes them at its best, within a tenth; noise hardly grows."""
+    """Grids that models drew become as small as Pillow makes them at its best, within a tenth; noise does not grow."""
     names = {"unet64_samples": 0.46, "fashion32_samples": 0.45, "tiny_samples": 0.24, "dit32_samples": 0.54}
     arrays = []
     for name in names:
@@ -359,7 +359,7 @@ def test_png_is_small(writer, tmp_path):
         buffer = io.BytesIO()
         Image.fromarray(array.squeeze()).save(buffer, "png", compress_level=9)
         assert path.stat().st_size < most * array.size and path.stat().st_size < 1.1 * len(buffer.getvalue())
-    assert noise.stat().st_size < 1.01 * arrays[-1].size
+    assert noise.stat().st_size < arrays[-1].size + 300 + 200  # a byte a line, and some for each block
 
 
 def test_grids_that_fit(writer):
