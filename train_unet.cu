@@ -197,7 +197,7 @@ static int sampler_steps(const Config& c) {
     switch (c.sampler) {
         case SAMPLER_DDPM: return c.diffusion_steps;
         case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
-        case SAMPLER_CONSISTENCY: return 2;
+        case SAMPLER_CONSISTENCY: return c.path_steps == 1 ? 1 : std::min(2, c.diffusion_steps);
         default: return std::min(25, c.diffusion_steps);
     }
 }
@@ -2054,6 +2054,9 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
     return timesteps;
 }
 
+// x0 within [-1, 1]; a NaN stays one.
+HOST_DEVICE static inline float clamped(float x0) { return x0 < -1 ? -1 : x0 > 1 ? 1 : x0; }
+
 // ---- noising ----------------------------------------------------------------------------------------------
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
 // is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
@@ -2368,19 +2371,8 @@ template <typename T> struct DrawnPictures {
         size_t b = i / ((size_t)channels * pixels), c = i / pixels % channels;
         size_t at = (b * pixels + i % pixels) * PIXEL + c;
         float x0 = fmaf(schedule[timesteps[b]].x0_error, (float)out[at] - target[at], images[i]);
-        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
-        pictures[i] = x0;
+        pictures[i] = clamps ? clamped(x0) : x0;
     }
-};
-
-// kept (n) = a network's predictions, as floats.
-template <typename T> struct KeepPredictions {
-    float* kept;
-    const T* out;
-    size_t n;
-
-    size_t items() const { return n; }
-    HOST_DEVICE void operator()(size_t i) const { kept[i] = (float)out[i]; }
 };
 
 // target (n): the student's predictions with the changes that they are to make.
@@ -2464,8 +2456,7 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
 // to seven tenths for Fashion-MNIST.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
-    if (count > known)
-        fail("--sample_steps %d is more than the model has learned timesteps, %d of --path_steps", count, known);
+    assert(count <= known);  // see check_config
     std::vector<int> learned = trailing_timesteps(T, known);
     if (count == 2) return {learned[ceil_div(3 * known, 10) - 1], T - 1};
 
@@ -2605,8 +2596,7 @@ template <typename T> struct SampleBatch {
             answer = fmaf(guidance, answer - without, without);
         }
         float x0 = fmaf(step.x0_from_x, x[at], step.x0_from_out * answer);
-        if (clamps) x0 = x0 < -1 ? -1 : x0 > 1 ? 1 : x0;  // a NaN stays one
-        return x0;
+        return clamps ? clamped(x0) : x0;
     }
 };
 
@@ -3026,14 +3016,14 @@ static void allocate_model(Model* m) {
     upload(m->last_words, make_last_words(m->config));
 }
 
-// to = from, (n), rounded to the layers' precision.
-template <typename T> struct RoundWeights {
-    T* to;
-    const float* from;
+// to = from, (n), in another precision.
+template <typename To, typename From> struct Convert {
+    To* to;
+    const From* from;
     size_t n;
 
     size_t items() const { return n; }
-    HOST_DEVICE void operator()(size_t i) const { to[i] = (T)from[i]; }
+    HOST_DEVICE void operator()(size_t i) const { to[i] = (To)from[i]; }
 };
 
 // All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
@@ -3049,7 +3039,7 @@ static float* gather_parameters(Model* m, float* parameters) {
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
-    if (is_copied(m)) run(RoundWeights<floatX>{.to = m->weights, .from = parameters, .n = P});
+    if (is_copied(m)) run(Convert<floatX, float>{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
     if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
@@ -3274,7 +3264,8 @@ struct Trainer {
     std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
-    std::vector<SamplerStep> path;  // the steps of a path
+    std::vector<SamplerStep> path;                // the steps of a path
+    int second_timestep = 0;                      // of two consistency steps, with --matching_fraction
     CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
@@ -3308,6 +3299,7 @@ static void prepare_steps(Trainer* t) {
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     if (c.path_steps) t->path = make_path(c);
+    if (c.matching_fraction > 0) t->second_timestep = consistency_timesteps(c, 2)[0];
     t->source = {.bytes = for_device(data.bytes),
                  .floats = for_device(data.floats),
                  .order = t->order.get(),
@@ -3419,7 +3411,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
         run(ConsistencyWeights{m->pairs, loss, first, B});
     }
     float* fake = part_of(m->matching.fake_predictions, m, first, elements);
-    if (lesson == LESSON_FAKE) run(KeepPredictions<floatX>{fake, unet_output(m), B * elements});
+    if (lesson == LESSON_FAKE) run(Convert<float, floatX>{fake, unet_output(m), B * elements});
     if (lesson == LESSON_STUDENT) {
         float* teacher = part_of(m->matching.teacher_predictions, m, first, elements);
         run(MatchingTarget<floatX>{m->target, unet_output(m), teacher, fake, B * elements});
@@ -3510,7 +3502,7 @@ static void match_distributions(Trainer* t) {
     DistributionMatching& matching = m->matching;
     int pixels = c.image_size * c.image_size, begin = first_microbatch(m), end = begin + microbatches_of(m);
     run(DrawMatchingTimesteps{m->timesteps, matching.timesteps, &m->state->step, c.batch_size, c.diffusion_steps,
-                              consistency_timesteps(c, 2)[0], c.seed});
+                              t->second_timestep, c.seed});
     for (int i = begin; i < end; i++) {
         auto [first, B] = microbatch_at(m, i);
         load_images(t, B, first);
@@ -3540,7 +3532,7 @@ static void match_distributions(Trainer* t) {
         float* predictions = part_of(matching.teacher_predictions, m, first, (size_t)pixels * PIXEL);
         load_drawn_pictures(m, B, first);
         unet_forward(m, B, first);
-        run(KeepPredictions<floatX>{predictions, unet_output(m), unet_input(m, B).count()});
+        run(Convert<float, floatX>{predictions, unet_output(m), unet_input(m, B).count()});
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);

@@ -642,7 +642,8 @@ def usual_sampler(config):
 
 def sampler_steps(config, sampler, sample_steps=None):
     """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
-    return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
+    known = sampler == "consistency" and config.path_steps or config.diffusion_steps
+    return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, known)
 
 
 @dataclasses.dataclass

@@ -918,6 +918,10 @@ static void check_config(const Config& c) {
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
+    bool takes_learned = c.consistency && c.path_steps && c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO;
+    if (takes_learned && c.sample_steps > c.path_steps)
+        fail("--sample_steps %d is more than the model has learned timesteps, %d of --path_steps", c.sample_steps,
+             c.path_steps);
     if (c.matching_fraction > 0 && c.path_steps < 2)
         fail("--matching_fraction %g needs --path_steps 2 or more", (double)c.matching_fraction);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))

@@ -822,7 +822,7 @@ static void test_embedding(int B, int C) {
         on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
     });
     auto round_there = [](floatX* to, const float* from, size_t n) {
-        run(RoundWeights<floatX>{.to = to, .from = from, .n = n});
+        run(Convert<floatX, float>{.to = to, .from = from, .n = n});
     };
     auto round_here = [](float* to, const float* from, size_t n) {
         std::transform(from, from + n, to, rounded);
@@ -969,7 +969,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                                        .clamps = predict == PREDICT_V});
     });
     check("kept predictions", shape, {{&kept, WRITTEN, "kept", EXACT}}, [&](auto on) {
-        on.run(KeepPredictions<typename decltype(on)::T>{on(kept), on(out), n});
+        on.run(Convert<float, typename decltype(on)::T>{on(kept), on(out), n});
     });
     check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         on.run(MatchingTarget<typename decltype(on)::T>{on(target), on(out), on(kept), on(fake), n});

@@ -751,6 +751,8 @@ static void test_refusals() {
         {{{"path_steps", "10"}}, "--path_steps 10 goes with --consistency 1"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "11"}, {"diffusion_steps", "10"}, {"noise_schedule", "cosine"}},
          "--path_steps 11 is more than --diffusion_steps 10"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "4"}, {"sampler", "consistency"}, {"sample_steps", "5"}},
+         "--sample_steps 5 is more than the model has learned timesteps, 4 of --path_steps"},
         {{{"consistency", "1"}, {"predict", "v"}, {"matching_fraction", "0.5"}}, "--matching_fraction 0.5 needs --path_steps"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "1"}, {"matching_fraction", "0.5"}}, "needs --path_steps 2"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "10"}, {"matching_fraction", "0.95"}}, "between"},
