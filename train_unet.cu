@@ -92,6 +92,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -4193,8 +4194,8 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-// What pictures are drawn by: the flags with the model that the weights are of, and these.
-static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFlag>& given) {
+// What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
+static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
@@ -4203,11 +4204,14 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
-    choose_sampler(&config, given, file.config);
+    std::string taken = take_sampling(&config, given, file.config);
     config.consistency = file.config.consistency;
     config.path_steps = file.config.path_steps;  // which says what timesteps the model has learned
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
+    if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
+        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
+             file.path.c_str());
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
@@ -4216,7 +4220,7 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npz"))
         fail("--output_name %s: pictures are written as PNG or .npz; end the name in .png or .npz",
              config.output_name);
-    return {config, file};
+    return {config, file, taken};
 }
 
 // The grid or arrays, and what --output_dir asks for.
@@ -4248,7 +4252,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
-    auto [config, file] = sampling_config(given);
+    auto [config, file, taken] = sampling_config(given);
     std::vector<SampleSpec> specs = wanted_samples(config, given);
     SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
     int count = (int)specs.size();
@@ -4257,6 +4261,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
+    if (!taken.empty()) say("drawing as in training:%s", taken.c_str());
     if (config.dry_run) return print_run(m);
 
     // what can't be written is better said before the pictures are drawn

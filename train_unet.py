@@ -485,17 +485,19 @@ def refuse_contradictions(flags, config, path):
 
 def chosen_weights(checkpoint, use_ema, path):
     """The Checkpoint's flat array that use_ema names, see load_model. Raises UserError."""
+    use_ema = checkpoint.run.get("use_ema", 1) if use_ema is None else use_ema
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
     if use_ema > 1 and section not in checkpoint.sections:
         raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
     return checkpoint.sections.get(section, checkpoint.sections["weights"])
 
 
-def load_model(path, use_ema=1, overrides=None, free=()):
+def load_model(path, use_ema=None, overrides=None, free=()):
     """(UNet, Checkpoint) from a .bin, old or new, or from whatever convert.read takes: a .pt or .safetensors of ours,
     a bare state dict of guided-diffusion's model, of UNet, or of the trainer before it, a UNet2DModel of diffusers.
 
-    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
+    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones; None: what
+    the run drew its pictures with.
     overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
     there is as in convert. A new file knows all, and others are refused, but of names in free. Raises UserError.
     """
@@ -508,7 +510,7 @@ def load_model(path, use_ema=1, overrides=None, free=()):
         if checkpoint.old:
             checkpoint.config = with_old_attention(checkpoint.config, overrides).check()
     else:
-        checkpoint = convert.read(path, overrides, use_ema, free)
+        checkpoint = convert.read(path, overrides, 1 if use_ema is None else use_ema, free)
     if not checkpoint.old:
         told = {name: value for name, value in overrides.items() if name not in free}
         refuse_contradictions(told, checkpoint.config, path)
@@ -632,6 +634,7 @@ class Diffusion:
 
 FAKE_LEARNING_RATE = 3  # times the model's, which the fake has to follow: see Trainer.matching_loss
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
+SAMPLING = dict(guidance_scale=1.0, sampler="ddim", sample_steps=0, spacing="auto", eta=0.0, threshold="clamp", use_ema=1)
 USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
 
 
@@ -644,6 +647,19 @@ def sampler_steps(config, sampler, sample_steps=None):
     """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
     known = sampler == "consistency" and config.path_steps or config.diffusion_steps
     return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, known)
+
+
+def sampling_settings(checkpoint, given):
+    """(how pictures of a Checkpoint are drawn: {name: value} of SAMPLING; a text of the flags that are the run's).
+
+    given: {name: value} of what the user says; all else is as the run drew its grids. A given sampler takes none of the
+    run's steps, spacing and eta, which were for another. The text has what was taken and is not the default.
+    """
+    run = dict(sampler=usual_sampler(checkpoint.config)) | checkpoint.run
+    told = {*given, *(("sample_steps", "spacing", "eta") if "sampler" in given else ())}
+    taken = {name: run[name] for name in SAMPLING if name in run and name not in told}
+    text = "".join(f" --{name} {unet_io.setting_text(value)}" for name, value in taken.items() if value != SAMPLING[name])
+    return SAMPLING | taken | {name: given[name] for name in SAMPLING if name in given}, text
 
 
 @dataclasses.dataclass

@@ -345,8 +345,9 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 // ---- flags ------------------------------------------------------------------------------------------------
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
-static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
+// PICTURES say which are drawn, SAMPLING says how: see take_sampling. OTHER is not in --config files.
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, PICTURES, SAMPLING, OTHER };
+static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Pictures", "Sampling", "Other"};
 // What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
@@ -476,15 +477,17 @@ static std::vector<Flag> FLAGS = {
     {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", 0, 1e9},
     {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", 1, 1e9},
 
-    {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
+    {FIELD(generate), BOOL, PICTURES, FORGOTTEN, "0",
      "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
-    {FIELD(num_samples), INT, SAMPLING, FREE, "16",
+    {FIELD(num_samples), INT, PICTURES, FREE, "16",
      "pictures to draw, and in each grid while training; 0: no grids", 0, 1e6},
-    {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
-    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
+    {FIELD(seeds), PATH, PICTURES, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, PICTURES, FORGOTTEN, "",
      "classes to draw, such as cat,dog, equally many of each, or by number where they have no names: 0-4,7"},
-    {FIELD(class_names), PATH, SAMPLING, FORGOTTEN, "",
+    {FIELD(class_names), PATH, PICTURES, FORGOTTEN, "",
      "text file with a name of a class in each line, for a model that stores none, or other names"},
+    {FIELD(show), BOOL, PICTURES, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
+
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
      0, 1000},
@@ -505,7 +508,6 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
      0, 4},
-    {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", 1, 64},
@@ -735,6 +737,11 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
+}
+
+// A model of --consistency draws by the sampler of this name, unless another is given.
+static void choose_sampler(Config* config, const std::vector<GivenFlag>& given) {
+    if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
 // What only generate.py does.
@@ -1148,10 +1155,12 @@ static std::string stored_config(const Config& config) {
 }
 
 static void read_stored_config(Config* config, const std::string& lines) {
-    for (const GivenFlag& g : parse_config(lines, "config")) {
+    std::vector<GivenFlag> stored = parse_config(lines, "config");
+    for (const GivenFlag& g : stored) {
         if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
         set_flag(config, *g.flag, g.value);
     }
+    choose_sampler(config, stored);
 }
 
 // Where each section lies: they follow the header and each other up to the file's end.
@@ -1730,15 +1739,25 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
     }
 }
 
-// A model of --consistency draws by the sampler of this name, unless another is given.
-static void choose_sampler(Config* config, const std::vector<GivenFlag>& given, const Config& model) {
-    if (model.consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
+// Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
+// steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
+static std::string take_sampling(Config* config, const std::vector<GivenFlag>& given, const Config& run) {
+    std::string taken;
+    for (const Flag& flag : FLAGS) {
+        bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
+        bool is_told = was_given(given, flag.name) || (of_sampler && was_given(given, "sampler"));
+        if (flag.group != SAMPLING || is_told) continue;
+        std::string value = flag_text(run, flag);
+        set_flag(config, flag, value);
+        if (value != flag.standard) taken += text(" --%s %s", flag.name, value.c_str());
+    }
+    return taken;
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
-    choose_sampler(&config, given, config);
+    choose_sampler(&config, given);
     config.optimiser.lr_steps = config.steps;
     return config;
 }

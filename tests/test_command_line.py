@@ -51,7 +51,7 @@ def test_help():
         assert re.search(rf"^  --{flag}\b", text, re.M), flag
     assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
     usual = run(TRAIN, "--help").stdout
-    assert run(TRAIN, "-h").stdout == usual and "--help all" in usual and len(usual.splitlines()) <= 50
+    assert run(TRAIN, "-h").stdout == usual and "--help all" in usual and len(usual.splitlines()) <= 52
     lines = [line for line in usual.splitlines() if line.startswith("  --")]
     assert len(lines) == 27 and set(lines) < set(text.splitlines())
 
@@ -275,7 +275,7 @@ def test_print_config(tmp_path, preset):
     (tmp_path / "printed.txt").write_text(printed)
     assert run(TRAIN, "--config", tmp_path / "printed.txt", "--print_config").stdout == printed
     assert [line for line in re.findall(r"^# (\w+)$", printed, re.M)] == ["Files", "Model", "Diffusion",
-                                                                          "Training", "Sampling"]
+                                                                          "Training", "Pictures", "Sampling"]
     assert stored_flags().keys() <= settings(printed).keys()
 
 

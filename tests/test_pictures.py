@@ -442,8 +442,63 @@ def test_arrays(tmp_path, name):
             says=["c.npy", ".png", ".npz"])
 
 
+def test_drawn_as_in_training(tmp_path, images8, capsys):
+    """Both programs draw the run's own grid where they are told nothing; a given flag wins, and a given sampler goes by the
+    defaults of steps, spacing and eta."""
+    config = Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.2, lr=0.01))
+    own = dict(guidance_scale=2, sampler="ddim", sample_steps=7, spacing="karras", eta=0.5, threshold="none")
+    run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, **own))
+    path, grid = checkpoint_in(tmp_path / "run", 8), tmp_path / "run/samples_00000008.png"
+
+    def drawn(name, *words):
+        """The picture that both programs draw, and which flags they say are the run's."""
+        text = run(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "run", *words, "--output_name",
+                   tmp_path / f"{name}.png").stdout
+        capsys.readouterr()
+        assert call(generate, "--num_samples", 1, "--model_weights", path, *words, "--device", "cpu", "--output_name",
+                    tmp_path / f"{name} torch.png") == ""
+        said = [re.findall(r"^drawing as in training:(.*)$", output, re.M) for output in (text, capsys.readouterr().out)]
+        assert said[0] == said[1]
+        assert np.abs(picture(tmp_path / f"{name}.png") - picture(tmp_path / f"{name} torch.png")).max() <= 2
+        return (tmp_path / f"{name}.png").read_bytes(), *said[0]
+
+    def words(flags):
+        return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+    text = "".join(f" --{name} {value}" for name, value in own.items() if name != "sampler")  # ddim is the default
+    assert drawn("alone") == (grid.read_bytes(), text)
+    assert drawn("all", *words(own | dict(use_ema=1))) == (grid.read_bytes(),)
+
+    weaker = drawn("weaker", "--guidance_scale", 1)
+    assert weaker[1] == text.replace(" --guidance_scale 2", "")
+    assert weaker[0] == drawn("weaker, all", *words(own | dict(guidance_scale=1)))[0] != grid.read_bytes()
+
+    for sampler in ("heun", "ddim"):
+        other = drawn(sampler, "--sampler", sampler)
+        assert other[1] == " --guidance_scale 2 --threshold none"
+        usual = dict(sampler=sampler, sample_steps={"heun": 25, "ddim": 50}[sampler], spacing="auto", eta=0)
+        assert other[0] == drawn(f"{sampler}, all", *words(own | usual))[0] != grid.read_bytes()
+
+
+def test_threshold_of_a_file(tmp_path):
+    """generate.py draws with a file's --threshold dynamic, and ./train_unet, which has none, asks for another."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))  # of --predict eps, which sees pictures far outside [-1, 1]
+    checkpoint = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+    checkpoint.run = dict(threshold="dynamic")
+    unet_io.write_checkpoint(str(tmp_path / "w.bin"), checkpoint)
+    draw = ["--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sample_steps", 3, "--output_name"]
+    for name, words in {"own": [], "dynamic": ["--threshold", "dynamic"], "clamp": ["--threshold", "clamp"]}.items():
+        assert call(generate, *draw, tmp_path / f"{name}.png", *words, "--device", "cpu") == ""
+    drawn = {path.stem: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert drawn["own"] == drawn["dynamic"] != drawn["clamp"]
+    refused(TRAIN, "--generate", *draw, tmp_path / "x.png", says=["w.bin", "--threshold dynamic", "--threshold clamp"])
+    run(TRAIN, "--generate", *draw, tmp_path / "x.png", "--threshold", "clamp")
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "x.html")
+    assert "--threshold dynamic" in sentence and not (tmp_path / "x.html").exists()
+
+
 def test_pictures_from_averaged_weights(tmp_path, images8):
-    """The first EMA is drawn with; --use_ema names another, or 0 the raw weights, in both programs."""
+    """--use_ema names an average, or 0 the raw weights, in both programs; without it the run's is drawn with."""
     config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
     result = run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, val_file=images8, use_ema=2))
     assert len(re.findall(r"^step 8 \| validation loss .* \(EMA 0\.3\)$", result.stdout, re.M)) == 1
@@ -464,7 +519,11 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
         assert np.abs(drawn[a] - drawn[b]).max() > 2
     default = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--sample_steps", 5,
                   "--output_name", tmp_path / "default.png")
-    assert "(EMA 0.99, step 8)" in default.stdout
-    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a1.png").read_bytes()
+    assert "(EMA 0.3, step 8)" in default.stdout
+    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
+    assert call(generate, "--model_weights", path, "--export", tmp_path / "x.bin") == ""  # these weights, alone
+    exported = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "x.bin", "--sample_steps", 5, "--output_name",
+                   tmp_path / "x.png").stdout
+    assert "--use_ema" not in exported and (tmp_path / "x.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
     assert "ema_3" in call(generate, "--model_weights", path, "--use_ema", 3, "--device", "cpu")
