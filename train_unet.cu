@@ -3542,7 +3542,8 @@ static void match_distributions(Trainer* t) {
 // What the network learns in this step of the run.
 static Lesson lesson_of(const Config& c, int64_t step) {
     if (!c.path_steps) return LESSON_IMAGES;
-    return step < steps_on_paths(c) ? LESSON_PATHS : LESSON_STUDENT;
+    bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
+    return matches ? LESSON_STUDENT : LESSON_PATHS;
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
@@ -3997,8 +3998,8 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
-// A new run of this configuration on grey images.
-static void prepare_trial_run(Trainer* t, const Config& config) {
+// A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
+static void prepare_trial_run(Trainer* t, const Config& config, long first) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B;
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
@@ -4007,15 +4008,16 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     check_memory(t->model);
     allocate_model(&t->model);
     initialise_weights(&t->model, config.seed);
+    t->step = first;
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
-static double time_step(Config config, int batch, double seconds) {
+// Milliseconds of a training step of `batch` images: of 20 from step `first` on, or as many as `seconds` allow.
+static double time_step(Config config, long first, int batch, double seconds) {
     Trainer t;
     config.batch_size = batch;
     config.optimiser.lr = 0;  // so that no weight leaves the numbers
-    prepare_trial_run(&t, config);
+    prepare_trial_run(&t, config, first);
 
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
@@ -4035,17 +4037,25 @@ static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size, own = batch_size, timed = own;
     if (ON_GPU) timed = own = batch_size / ranks;
-    else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    else timed = std::clamp((int)(1000 / time_step(config, 0, 1, 0)), 1, own);
+    auto ms_from = [&](long first) { return time_step(config, first, timed, 2) * own / timed; };
+    auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
-    double ms = time_step(config, timed, 2) * own / timed;
+    double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, 1e3 * batch_size / ms,
-           how.c_str());
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how.c_str());
 
-    long left = std::max(0L, config.steps - steps_done);
+    long left = std::max(0L, config.steps - steps_done), matching = 0;
+    double matching_ms = 0;
+    if (config.matching_fraction > 0) {
+        matching = std::clamp(config.steps - (long)steps_on_paths(config), 0L, left);
+        matching_ms = ms_from(steps_on_paths(config));
+        printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
+    }
+    double all_ms = (left - matching) * ms + matching * matching_ms;
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
-           human_time(left * ms / 1e3).c_str());
+           human_time(all_ms / 1e3).c_str());
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
@@ -4662,11 +4672,11 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
+    long lesson = first;           // the first step of the present lesson, and when the steps began that count of it
+    double lesson_start = start;
 
     void pause(double seconds) {
-        start += seconds;
-        end += seconds;
-        log_start += seconds;
+        for (double* moved : {&start, &end, &log_start, &lesson_start}) *moved += seconds;
     }
 };
 
@@ -4698,9 +4708,16 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1;
-    // the first step, in which much is set up, counts only while there is no other
+    Lesson lesson = lesson_of(c, t->step - 1);
+    bool begins_lesson = first || lesson != lesson_of(c, t->step - 2);
+    if (begins_lesson) {
+        pace->lesson = t->step;
+        pace->lesson_start = pace->end;
+    }
+    // the first step of a lesson, in which much is set up, counts only while there is no other
     double now = seconds_now();
-    double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    double rate = (double)std::max(1L, t->step - pace->lesson) / (now - pace->lesson_start);
+    if (begins_lesson) pace->lesson_start = now;
     if (first) pace->start = now;
     pace->end = now;
 
@@ -4718,7 +4735,10 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
+    bool is_followed = lesson == LESSON_PATHS && c.matching_fraction > 0;  // by a lesson whose steps take longer
+    long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
+    printf(" | ETA %s", human_time((double)(end - t->step) / rate).c_str());
+    if (end < c.steps) printf(" to step %ld", end);
     if (!logs) return;
 
     if (t->history.skipped) printf(" | %d skipped", t->history.skipped);

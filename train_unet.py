@@ -887,11 +887,12 @@ class Trainer:
     """A model with its optimiser, average and place in the run; step() does one step of training.
 
     dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights. operators:
-    "torch", or "native" as in use_native_operators.
+    "torch", or "native" as in use_native_operators. threshold: how what is drawn in a step is limited, see `limited`.
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
-                 compile=False, operators="torch"):
+                 compile=False, operators="torch", threshold="clamp"):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
+        self.threshold = threshold
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
         self.model = model.to(device, dtype)
@@ -921,7 +922,7 @@ class Trainer:
         if self.paths_drawn != count:
             seeds, classes = unet_io.path_starts(config, count, self.images.labels)
             points = []
-            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device,
+            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device, threshold=self.threshold,
                           classes=classes, path=points)
             self.paths = torch.stack(points).cpu().numpy(), ends.numpy(), classes
             self.paths_drawn = count
@@ -952,7 +953,7 @@ class Trainer:
             out, target = self.answer(x0, t, noise, classes)
             self.model.train()
             error = self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype) * (out - target)
-            pictures = limited(x0 + error, "clamp").float()
+            pictures = limited(x0 + error, self.threshold).float()
 
         if config.dropout:
             self.fake.replay_dropout(config.seed, step)
@@ -1286,6 +1287,8 @@ def parse_flags(argv=None):
     parser.add_argument("--resume", nargs="?", const="", metavar="PLACE",
                         help="continue from a checkpoint or a folder's newest (default: --out_dir's)")
     parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model")
+    parser.add_argument("--threshold", choices=["clamp", "none"],
+                        help="how the steps of --path_steps, and of grids, keep pictures in [-1, 1] (default: clamp)")
     parser.add_argument("--init", choices=["philox", "torch"],
                         help="who draws new weights: philox as ./train_unet, or torch (default: philox)")
     parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
@@ -1301,7 +1304,7 @@ def parse_flags(argv=None):
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
     values = {name: default for name, (default, _) in RUN_FLAGS.items()}
-    values |= dict(resume=None, preset=None, init="philox", compile=None, precision="fp32", device="",
+    values |= dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
                   operators="torch")
     values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
@@ -1343,7 +1346,7 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every"):
+        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
             if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
@@ -1469,7 +1472,7 @@ def train(config, run, given):
         unet_io.say(f"note: {line}")
     compile = device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
-                      operators=run.operators)
+                      operators=run.operators, threshold=run.threshold)
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)
@@ -1506,7 +1509,8 @@ def train(config, run, given):
 
     def save():
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
-        settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
+        settings = {name: value for name, value in checkpoint.run.items() if name in SAMPLING} if resumes else {}
+        settings |= {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
         files = {"data_file": images.path, "val_file": run.val_file, "model_weights": run.model_weights}
         settings |= {name: path and os.path.abspath(path) for name, path in files.items()}
         state = trainer.checkpoint(smoothed or 0.0, settings, data_checksum=images.checksum, **unet_io.class_section(names))
@@ -1531,7 +1535,9 @@ def train(config, run, given):
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            left = tqdm.format_interval(seconds * (run.steps - step))
+            on_paths = config.matching_fraction and step <= unet_io.steps_on_paths(config)  # later steps take longer
+            end = min(unet_io.steps_on_paths(config), run.steps) if on_paths else run.steps
+            left = tqdm.format_interval(seconds * (end - step)) + (f" to step {end}" if end < run.steps else "")
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
             unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
                         f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
@@ -1571,7 +1577,8 @@ def sample_average(trainer, seeds, classes=None):
     try:
         if trainer.emas:
             torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
-        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device, classes=classes)
+        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device,
+                      threshold=trainer.threshold, classes=classes)
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)
 
