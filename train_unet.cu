@@ -3999,7 +3999,7 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 
 // ---- how long a step takes --------------------------------------------------------------------------------
 // A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
-static void prepare_trial_run(Trainer* t, const Config& config, long first) {
+static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B;
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
@@ -4013,7 +4013,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first) {
 }
 
 // Milliseconds of a training step of `batch` images: of 20 from step `first` on, or as many as `seconds` allow.
-static double time_step(Config config, long first, int batch, double seconds) {
+static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
     config.optimiser.lr = 0;  // so that no weight leaves the numbers
@@ -4037,8 +4037,8 @@ static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size, own = batch_size, timed = own;
     if (ON_GPU) timed = own = batch_size / ranks;
-    else timed = std::clamp((int)(1000 / time_step(config, 0, 1, 0)), 1, own);
-    auto ms_from = [&](long first) { return time_step(config, first, timed, 2) * own / timed; };
+    else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    auto ms_from = [&](long first) { return time_step(config, timed, 2, first) * own / timed; };
     auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
     double ms = ms_from(0);
