@@ -557,28 +557,21 @@ static std::vector<Preset> PRESETS = {
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// Edits (insert, delete, replace) that turn a into b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
-    std::iota(edits.begin(), edits.end(), 0);
-    for (char letter : a) {
-        size_t replaced = edits[0]++;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
-            replaced = std::exchange(edits[j], best);
-        }
-    }
-    return edits.back();
-}
-
-// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name.
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and offers
+// the one that shares most letters with it, at the beginning and at the end.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
-    auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
     for (const auto& entry : table)
         if (name == entry.name) return entry;
+
+    auto shared = [&](const auto& entry) {
+        std::string other = entry.name;
+        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
+        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
+        return first + last;
+    };
     fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown.c_str(), mark,
-               std::ranges::min_element(table, {}, distance)->name);
+               std::ranges::max_element(table, {}, shared)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 static const char* preset_flags(const std::string& name) {
