@@ -2999,8 +2999,8 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     int H = m.config.image_size;
     double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
     std::string what = text("%d pictures of %d x %d", samples, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
-    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+    bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
+    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
 
     double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
@@ -4213,23 +4213,21 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npz"))
-        fail("--output_name %s: pictures are written as PNG or .npz; end the name in .png or .npz",
-             config.output_name);
+    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
+        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
+             "in .png or .npy", config.output_name);
     return {config, file};
 }
 
-// The grid or arrays, and what --output_dir asks for.
+// The grid or array, and what --output_dir asks for.
 static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
-    bool as_arrays = has_ending(c.output_name, ".npz");
+    bool as_array = has_ending(c.output_name, ".npy");
     std::string rows;
     Raster picture = {};
-    if (as_arrays) {
-        std::vector<int> classes;
-        for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
-        write_arrays(c.output_name, samples, classes, c);
+    if (as_array) {
+        write_array(c.output_name, samples, c);
     } else {
         picture = draw_grid(samples, grid.layout, c);
         write_grid(c.output_name, picture);
@@ -4237,7 +4235,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
-    if (c.show && !as_arrays) show_grid(c.output_name, picture);
+    if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {

@@ -372,7 +372,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, samples and the log"},
     {FIELD(output_name), PATH, FILES, FORGOTTEN, "samples.png",
-     "PNG grid that --generate writes, or X.npz: arrays"},
+     "PNG grid that --generate writes, or X.npy: an array"},
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
@@ -1446,71 +1446,25 @@ static void write_png(const std::string& path, const Raster& picture) {
 static void write_grid(const std::string& path, const Raster& grid) {
     write_png(path, grid);
     if (grid.is_large())
-        say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
+        say("%s has %d x %d pixels; --output_name X.npy or --output_dir suits so many pictures better",
             path.c_str(), grid.width, grid.height);
 }
 
-static std::string little_endian(uint64_t value, int bytes) {
-    std::string number;
-    for (int i = 0; i < bytes; i++) number += (char)(value >> 8 * i);
-    return number;
-}
-
-// A file of NumPy's arrays, .npz: a zip in which the files NAME.npy are stored. All sizes have 64 bits
-// (PKWARE's APPNOTE 6.3, sections 4.3 to 4.5).
-struct ArrayFile {
-    Writer out;
-    std::string entries = "";  // of the list of all files, which comes last
-    uint64_t offset = 0;
-    int count = 0;
-
-    // `type` and `shape` as NumPy's header has them.
-    void add(const std::string& name, const std::string& type, const std::string& shape, const auto& data) {
-        std::string start = "{'descr': '" + type + "', 'fortran_order': False, 'shape': " + shape + ", }";
-        start.append(64 - (start.size() + 11) % 64, ' ');
-        start = "\x93NUMPY\x01" + std::string(1, 0) + little_endian(start.size() + 1, 2) + start + "\n";
-        uint64_t bytes = start.size() + data.size();
-        uint32_t crc = crc32(data.data(), data.size(), crc32(start.data(), start.size()));
-        // version 4.5, no flags, stored, the first moment of 1980, and sizes that follow behind the name
-        std::string file = little_endian(45, 2) + little_endian(0, 6) + little_endian(33, 2) +
-                           little_endian(crc, 4) + little_endian(UINT64_MAX, 8) +
-                           little_endian(name.size(), 2);
-        std::string sizes = little_endian(bytes, 8) + little_endian(bytes, 8);
-        std::string begin = "PK\3\4" + file + little_endian(20, 2) + name + little_endian(1, 2) +
-                            little_endian(16, 2) + sizes;
-        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + std::string(10, 0) +
-                   little_endian(UINT32_MAX, 4) + name + little_endian(1, 2) + little_endian(24, 2) + sizes +
-                   little_endian(offset, 8);
-        out.write(begin + start);
-        out.write(data.data(), data.size());
-        offset += begin.size() + bytes;
-        count++;
-    }
-    void commit() {
-        std::string counts = little_endian(count, 8) + little_endian(count, 8);
-        std::string where = little_endian(entries.size(), 8) + little_endian(offset, 8);
-        out.write(entries + "PK\6\6" + little_endian(44, 8) + little_endian(45, 2) + little_endian(45, 2) +
-                  little_endian(0, 8) + counts + where);
-        out.write("PK\6\7" + little_endian(0, 4) + little_endian(offset + entries.size(), 8) +
-                  little_endian(1, 4));
-        out.write("PK\5\6" + little_endian(0, 4) + little_endian(UINT64_MAX, 8) +
-                  little_endian(UINT32_MAX, 4) + little_endian(0, 2));
-        out.commit();
-    }
-};
-
-// pictures (N, H, W, PIXEL) as arr_0, bytes (N, H, W, C), and where the model has classes theirs as arr_1,
-// int64 (N): what the evaluators of guided-diffusion and others read.
-static void write_arrays(const std::string& path, const std::vector<float>& pictures,
-                         const std::vector<int>& classes, const Config& c) {
-    int N = (int)classes.size(), H = c.image_size, C = c.in_channels;
-    Raster column = draw_grid(pictures, {N, 1, N}, c, 0);
-    std::string labels;
-    for (int number : classes) labels += little_endian(number, 8);
-    ArrayFile file = {Writer(path)};
-    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), column.bytes);
-    if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
-    file.commit();
+// pictures (N, H, W, PIXEL) as a file of NumPy's, .npy (its format's version 1.0): floats (N, C, H, W).
+static void write_array(const std::string& path, const std::vector<float>& pictures, const Config& c) {
+    size_t pixels = c.image_size * c.image_size, count = pictures.size() / pixels / PIXEL;
+    std::string header = text("{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d, %d, %d), }", count,
+                              c.in_channels, c.image_size, c.image_size);
+    header.resize(117, ' ');
+    Writer out(path);
+    out.write("\x93NUMPY\x01" + std::string{0, 118, 0} + header + "\n");
+    std::vector<float> channel(pixels);
+    for (size_t n = 0; n < count; n++)
+        for (int k = 0; k < c.in_channels; k++) {
+            for (size_t i = 0; i < pixels; i++) channel[i] = pictures[(n * pixels + i) * PIXEL + k];
+            out.write(channel.data(), pixels * sizeof(float));
+        }
+    out.commit();
 }
 
 // ---- pictures in a terminal -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pathlib
 import re
 import resource
 import signal
-import zipfile
+import sys
 import zlib
 
 import numpy as np
@@ -20,7 +20,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    ADM, RESUMED, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
+    ADM, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
     same_bits, start_flags)
 from unet_io import Config, UserError
 
@@ -402,35 +402,35 @@ ARRAYS = {"colours and classes": dict(class_cond=True, num_classes=3), "grey": d
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays(tmp_path, name):
-    """--output_name X.npz: bytes (N, H, W, C), and the classes of a model that knows classes, from both programs."""
+    """--output_name X.npy: floats (N, C, H, W), from both programs; X.npz: bytes (N, H, W, C) and the classes of a model that
+    knows classes, from generate.py, and by the guide's command from X.npy."""
     config = Config(**TOY | dict(predict="v") | ARRAYS[name])
     perturbed_file(tmp_path / "w.bin", config)
-    common = ["--seed", 5, "--sample_steps", 4]
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 7, *common, "--output_name", tmp_path / "a.npz",
-        "--output_dir", tmp_path / "each")
-    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 7, *common, "--output_name",
-                tmp_path / "b.npz", "--device", "cpu") == ""
-    found = []
-    for which in "ab":
-        with zipfile.ZipFile(tmp_path / f"{which}.npz") as archive:
-            assert archive.testzip() is None
-        with np.load(tmp_path / f"{which}.npz", allow_pickle=False) as arrays:
-            assert arrays.files == ["arr_0", "arr_1"][:1 + config.class_cond]
-            pixels = arrays["arr_0"]
-            assert pixels.dtype == np.uint8 and pixels.shape == (7, 8, 8, config.in_channels) and pixels.std() > 5
-            if config.class_cond:
-                assert arrays["arr_1"].dtype == np.int64 and arrays["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
-        assert not (tmp_path / f"{which}.png").exists()
-        found.append(pixels.astype(int))
-    assert np.abs(found[0] - found[1]).max() <= 2
-    for seed, pixels in zip(range(5, 12), found[0], strict=True):
-        assert (picture(tmp_path / f"each/{seed:06d}.png").reshape(pixels.shape) == pixels).all()
-    # a PNG of so many could not be written, and arrays can
+    common = ["--model_weights", tmp_path / "w.bin", "--num_samples", 7, "--seed", 5, "--sample_steps", 4, "--output_name"]
+    run(TRAIN, "--generate", *common, tmp_path / "a.npy", "--output_dir", tmp_path / "each")
+    for kind in ("npy", "npz"):
+        assert call(generate, *common, tmp_path / f"b.{kind}", "--device", "cpu") == ""
+    ours, theirs = (np.load(tmp_path / f"{which}.npy", allow_pickle=False) for which in "ab")
+    assert ours.dtype == np.float32 and ours.shape == theirs.shape == (7, config.in_channels, 8, 8)
+    assert ours.flags.c_contiguous and np.abs(ours - theirs).max() < 0.01 and ours.std() > 0.05
+    for seed, pixels in zip(range(5, 12), unet_io.to_uint8(ours), strict=True):
+        alone = np.atleast_3d(picture(tmp_path / f"each/{seed:06d}.png"))
+        assert (np.moveaxis(alone, -1, 0) == pixels).all()
+
+    command, = re.findall(r'^    (python3 -c ".*X\.npy.*)$', (ROOT / "docs/formats.md").read_text(), re.M)
+    run("bash", "-c", command.replace("python3", sys.executable).replace("X.np", f"{tmp_path}/a.np"), cwd=ROOT)
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays, np.load(tmp_path / "b.npz") as expected:
+        assert arrays["arr_0"].dtype == expected["arr_0"].dtype == np.uint8
+        assert (arrays["arr_0"] == np.moveaxis(unet_io.to_uint8(ours), 1, -1)).all()
+        assert (expected["arr_0"] == np.moveaxis(unet_io.to_uint8(theirs), 1, -1)).all()
+        assert expected.files == ["arr_0", "arr_1"][:1 + config.class_cond]
+        if config.class_cond:
+            assert expected["arr_1"].dtype == np.int64 and expected["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
+    # a PNG of so many could not be written, and an array can
     text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1000000, "--dry_run", "--output_name",
-               tmp_path / "c.npz").stdout
+               tmp_path / "c.npy").stdout
     assert "memory" in text
-    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--output_name", tmp_path / "c.npy",
-            says=["c.npy", ".png", ".npz"])
+    refused(TRAIN, *common, tmp_path / "c.npz", "--generate", says=["c.npz", ".png", ".npy", "docs/formats.md"])
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):
