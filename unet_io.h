@@ -81,19 +81,12 @@ static int index_of(const std::vector<std::string>& names, const std::string& na
     return at == names.end() ? -1 : (int)(at - names.begin());
 }
 
-// A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
-static std::string shortened(const std::string& name, size_t most = 80) {
-    if (name.size() <= most) return name;
-    while (most && (name[most] & 0xC0) == 0x80) most--;
-    return name.substr(0, most) + "...";
-}
-
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
 static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
         if (i) sentence += i + 1 == names.size() ? " and " : ", ";
-        sentence += shortened(names[i]);
+        sentence += names[i];
     }
     if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
     return sentence;
@@ -1058,7 +1051,7 @@ static std::string match_classes(Dataset* data, const char* file, const std::vec
         if (to[i] < 0) unknown.push_back(theirs[i]);
         else if (line.empty())
             line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
-                        "%d in the model", shortened(theirs[i]).c_str(), i, to[i]);
+                        "%d in the model", theirs[i].c_str(), i, to[i]);
     }
     if (!unknown.empty())
         fail("%s has images of %s, which the model does not know: its classes are %s", file,
@@ -1668,7 +1661,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
         if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return numbered.contains(n); }))
             fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
-                       shortened(list).c_str(), shortened(word).c_str(), listed(names).c_str());
+                       list.c_str(), word.c_str(), listed(names).c_str());
         for (uint32_t number : numbers) classes.push_back(numbered[number]);
     }
     return classes;

@@ -254,7 +254,7 @@ def counted(n, noun):
 
 def listed(names, most=8):
     """'apple, banana and 3 more': names in a sentence, at most as many as one can take in."""
-    names = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(str, names)]
+    names = list(map(str, names))
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))

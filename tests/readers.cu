@@ -858,8 +858,8 @@ static void test_class_names() {
                  {"cat\n\n", "a class without a name"},
                  {std::string("c\0t\ndog\n", 8), "UTF-8"},
                  {"cat\xFF\ndog\n", "UTF-8"},
-                 {"cat\xC3\ndog\n", "UTF-8"},                      // a letter that ends too soon
-                 {"cat\x80\ndog\n", "UTF-8"},                      // begins too late
+                 {"cat\xC3\ndog\n", "UTF-8"},                  // a letter that ends too soon
+                 {"cat\x80\ndog\n", "UTF-8"},                  // begins too late
                  {"cat\xF8\x90\x80\x80\x80\ndog\n", "UTF-8"},  // would have four more
                  {std::string(300, 'x') + "\n" + std::string(300, 'x') + "\n", "two classes called xxx"}};
     Config config = smallest_config();
