@@ -3725,10 +3725,10 @@ static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
     return specs;
 }
 
-// The samples of a grid, how they lie in it, and what the log says of the classes of its rows.
+// The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
-    GridLayout layout;
+    int columns;
     std::string rows;
 };
 
@@ -3741,8 +3741,8 @@ static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, cons
 
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
-    GridLayout layout = grid_layout((int)count, groups, c.image_size);
-    return {specs, layout, rows_text(names, classes, groups, layout)};
+    int columns = grid_columns((int)count, groups, c.image_size);
+    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : ""};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -4229,7 +4229,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     if (as_array) {
         write_array(c.output_name, samples, c);
     } else {
-        picture = draw_grid(samples, grid.layout, c);
+        picture = draw_grid(samples, grid.columns, c);
         write_grid(c.output_name, picture);
         rows = grid.rows;
     }
@@ -4240,7 +4240,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
 
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
-        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0));
+        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), 1, c, 0));
     }
     say("%s: each picture on its own", c.output_dir);
 }
@@ -4561,7 +4561,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.layout, c)); });
+    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());

@@ -1270,27 +1270,14 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
-// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
-struct GridLayout {
-    int N, columns, group;
-    int rows_a_group() const { return (group + columns - 1) / columns; }
-    int rows() const { return N / group * rows_a_group(); }
-    int row(int n) const { return n / group * rows_a_group() + n % group / columns; }
-    int column(int n) const { return n % group % columns; }
-};
-// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
-// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
-static GridLayout grid_layout(int N, int groups, int image_size) {
-    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+// How many of N pictures stand in a row of their grid, which is about square. Of `groups` groups of equally many
+// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a side.
+static int grid_columns(int N, int groups, int image_size) {
+    int square = (int)ceil(sqrt((double)N));
+    if (!groups) return square;
     int each = N / groups;
-    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
-    GridLayout best = {N, each, each};
-    if (side(best) * (image_size + 2) <= 4000) return best;
-    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
-        GridLayout layout = {N, columns, columns < each ? each : N};
-        if (side(layout) < side(best)) best = layout;
-    }
-    return best;
+    if (std::max(each, groups) * (image_size + 2) <= 4000) return each;
+    return each < square ? square / each * each : square;
 }
 
 // A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
@@ -1302,14 +1289,15 @@ struct Raster {
 };
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
-static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
+static Raster draw_grid(std::span<const float> pictures, int columns, const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap;
-    int height = layout.rows() * (H + gap) + gap;
+    int N = (int)(pictures.size() / (H * H * PIXEL)), rows = (N + columns - 1) / columns;
+    int width = columns * (H + gap) + gap;
+    int height = rows * (H + gap) + gap;
     Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
-    for (int n = 0; n < layout.N; n++) {
-        int top = layout.row(n) * (H + gap) + gap;
-        int left = layout.column(n) * (H + gap) + gap;
+    for (int n = 0; n < N; n++) {
+        int top = n / columns * (H + gap) + gap;
+        int left = n % columns * (H + gap) + gap;
         const float* pixel = &pictures[(size_t)n * H * H * PIXEL];
         for (int i = 0; i < H * H; i++) {
             uint8_t* bytes = &grid.bytes[grid.place(left + i % H, top + i / H)];
@@ -1692,14 +1680,12 @@ static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::st
     return parse_classes(c.classes, names);
 }
 
-// What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
+// What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
 static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
-                             int groups, const GridLayout& layout) {
-    if (!groups || names.empty()) return "";
-    int each = layout.N / groups;
+                             int each, int columns) {
+    if (names.empty() || columns % each) return "";
     std::string kind = "rows", joined;
-    if (layout.columns < each) kind = text("%d rows each", layout.rows_a_group());
-    if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
+    if (columns > each) kind = text("%d in a row", columns / each);
     for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
     return " (" + kind + ": " + joined + ")";
 }

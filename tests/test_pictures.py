@@ -257,14 +257,13 @@ WRITER = r"""
 #define main train_unet_main
 #include "../train_unet.cu"
 #undef main
-// lines of "png width height channels FILE.raw FILE.png", or of "layout N groups image_size"
+// lines of "png width height channels FILE.raw FILE.png", or of "columns N groups image_size"
 int main() {
     char what[16], from[1024], to[1024];
     int a, b, c;
     while (scanf("%15s %d %d %d", what, &a, &b, &c) == 4) {
-        if (!strcmp(what, "layout")) {
-            GridLayout layout = grid_layout(a, b, c);
-            printf("%d %d %d\n", layout.columns, layout.group, layout.rows());
+        if (!strcmp(what, "columns")) {
+            printf("%d\n", grid_columns(a, b, c));
             continue;
         }
         if (scanf("%1023s %1023s", from, to) != 2) return 1;
@@ -280,7 +279,7 @@ int main() {
 
 @pytest.fixture(scope="session")
 def writer(tmp_path_factory):
-    """writer(lines): the output's lines of a program that calls write_png and grid_layout of train_unet.cu."""
+    """writer(lines): the output's lines of a program that calls write_png and grid_columns of train_unet.cu."""
     folder = tmp_path_factory.mktemp("writer")
     (folder / "writer.cpp").write_text(WRITER.replace("..", str(train_unet.__file__).rsplit("/", 1)[0]))
     run("g++", "-std=c++20", "-O1", "-w", "-fsanitize=undefined", "-fno-sanitize-recover", "-o",
@@ -354,47 +353,43 @@ def test_png_is_small(writer, tmp_path):
 
 
 def test_grids_that_fit(writer):
-    """Both programs lay out a grid in the same way: a class has rows of its own, or a part of one, and 4,000 pixels a
-    side are not exceeded where they need not be."""
+    """Both programs lay out a grid in the same way: a class has a row of its own, or shares it with others, and 4,000 pixels
+    a side are not exceeded where they need not be."""
     cases = [(n, 0, size) for n in (1, 2, 16, 17, 1000, 50000) for size in (8, 64)]
     cases += [(each * groups, groups, size) for each in (1, 2, 7, 61, 62, 200, 500) for groups in (1, 2, 10, 60, 61, 1000)
               for size in (8, 32, 64, 256)]
-    found = [list(map(int, line.split())) for line in writer([f"layout {n} {groups} {size}" for n, groups, size in cases])]
-    for (n, groups, size), (columns, group, rows) in zip(cases, found, strict=True):
-        assert (columns, group) == unet_io.grid_layout(n, groups, size)
-        rows_of_group = -(-group // columns)
-        places = {(i // group * rows_of_group + i % group // columns, i % group % columns) for i in range(n)}
-        assert len(places) == n and max(row for row, _ in places) == rows - 1
+    found = map(int, writer([f"columns {n} {groups} {size}" for n, groups, size in cases]))
+    for (n, groups, size), columns in zip(cases, found, strict=True):
+        assert columns == unet_io.grid_columns(n, groups, size)
         each = n // (groups or 1)
-        if not groups:
-            assert columns == math.ceil(math.sqrt(n))
-        elif max(each, groups) * (size + 2) <= 4000:
-            assert columns == group == each and rows == groups  # a row each
-        else:
-            assert (group == each and columns < each) or columns % each == 0
-            room = 4000 // (size + 2)
-            if n <= room * room // 4:  # where it is not a close fit
-                assert max(columns, rows) <= room
-            assert max(columns, rows) <= max(each, groups)
+        if groups and max(each, groups) * (size + 2) <= 4000:
+            assert columns == each and n == columns * groups  # a row each
+            continue
+        square = math.ceil(math.sqrt(n))
+        assert columns == square or groups and columns % each == 0 and square - each < columns < square
+        room = 4000 // (size + 2)
+        if n <= room * room // 4:  # where it is not a close fit
+            assert max(columns, -(-n // columns)) <= room
 
 
 def test_many_pictures_of_classes(tmp_path):
-    """Both programs show each class in several rows where one would be wider than 4,000 pixels, and say so."""
-    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(class_cond=True, num_classes=3, predict="v")))
-    (tmp_path / "names").write_text("ape\nbee\ncat\n")
-    common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
-    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1203, *common, "--output_name",
-               tmp_path / "a.png").stdout
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 1203, *common,
-                    "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
-    assert "(12 rows each: ape, bee, cat)" in text and "(12 rows each: ape, bee, cat)" in printed.getvalue()
-    ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
-    assert ours.shape == theirs.shape == (362, 342, 3) and np.abs(ours - theirs).max() <= 2
-    for grid in (ours, theirs):  # 401 = 11 * 34 + 27: the rest of a class's last row is white
-        for of_class in range(3):
-            row = grid[2 + 10 * (12 * of_class + 11):][:8]
-            assert (row[:, 2 + 10 * 27:] == 255).all() and row[:, 2:8 + 10 * 26].min() < 250
+    """Both programs show several classes in a row where one in each would be taller than 4,000 pixels, and say so; many
+    pictures of a class simply go on in the next row."""
+    for classes, count, says, columns in ((401, 802, "(14 in a row: ", 28), (3, 1203, "", 35)):
+        perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(class_cond=True, num_classes=classes, predict="v")))
+        names = [f"c{n}" for n in range(classes)]
+        (tmp_path / "names").write_text("".join(f"{name}\n" for name in names))
+        common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
+        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", count, *common, "--output_name",
+                   tmp_path / "a.png").stdout
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", count, *common,
+                        "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
+        for said in (text, printed.getvalue()):
+            assert f"{says}{', '.join(names)})" in said if says else "c0, c1" not in said
+        ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+        assert ours.shape == theirs.shape == (10 * -(-count // columns) + 2, 10 * columns + 2, 3)
+        assert np.abs(ours - theirs).max() <= 2
 
 
 ARRAYS = {"colours and classes": dict(class_cond=True, num_classes=3), "grey": dict(in_channels=1), "alpha": dict(in_channels=4)}
