@@ -96,15 +96,11 @@ def shown_names(path, own, num_classes):
 def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
-    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 2 is the
-    class called 2, and 0-4 are those called 0 to 4.
+    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 0-4 are the
+    classes called 0 to 4.
     """
     names = names or list(map(str, range(num_classes)))
     text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
-    values = {}  # the classes whose names are numbers
-    for name, number in places.items():
-        if re.fullmatch("[0-9]{1,9}", name):
-            values.setdefault(int(name), number)
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
@@ -117,13 +113,13 @@ def parse_classes(text, names, num_classes):
             classes.append(places[part])
             continue
         try:
-            numbers = parse_numbers(part)
+            called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
-            numbers = []
-        if not numbers or not values.keys() >= set(numbers):
+            called = []
+        if not called or not places.keys() >= set(called):
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
-        classes += [values[number] for number in numbers]
+        classes += [places[name] for name in called]
     return classes
 
 

@@ -1613,44 +1613,37 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names
-// are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
+// Where names are numbers, 0-4 are the classes called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
-    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
-    size_t most_words = 1;                  // of a name
-    for (size_t i = 0; i < names.size(); i++) {
-        most_words = std::max(most_words, split(names[i], ',').size());
-        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
-            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
-    }
-
-    std::vector<std::string> words = split(list, ',');
     std::vector<uint32_t> classes;
-    for (size_t first = 0, next; first < words.size(); first = next) {
-        std::string joined;
+    std::string rest = list + ",";
+    while (!rest.empty()) {
+        rest.erase(0, rest.find_first_not_of(' '));
         int found = -1;
-        next = first + 1;
-        size_t end = std::min(words.size(), first + most_words);
-        for (size_t last = first; last < end; last++) {
-            joined += words[last];
-            int here = std::max(index_of(names, joined), index_of(names, trimmed(joined)));
-            joined += ",";
-            if (here < 0) continue;
-            found = here;
-            next = last + 1;
+        size_t length = rest.find(',');
+        for (int i = 0; i < (int)names.size(); i++) {
+            if (names[i].size() < length || !rest.starts_with(names[i] + ",")) continue;
+            found = i;
+            length = names[i].size();
         }
+        std::string word = trimmed(rest.substr(0, length));
+        rest.erase(0, length + 1);
         if (found >= 0) {
             classes.push_back((uint32_t)found);
             continue;
         }
 
-        std::string word = trimmed(words[first]);
         std::vector<uint32_t> numbers;
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
-        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return numbered.contains(n); }))
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
-                       list.c_str(), word.c_str(), listed(names).c_str());
-        for (uint32_t number : numbers) classes.push_back(numbered[number]);
+        for (uint32_t number : numbers) {
+            found = index_of(names, text("%u", number));
+            if (found < 0) break;
+            classes.push_back((uint32_t)found);
+        }
+        if (found < 0)
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list.c_str(),
+                       word.c_str(), listed(names).c_str());
     }
     return classes;
 }
