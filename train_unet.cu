@@ -4230,7 +4230,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
         write_array(c.output_name, samples, c);
     } else {
         picture = draw_grid(samples, grid.columns, c);
-        write_grid(c.output_name, picture);
+        write_png(c.output_name, picture);
         rows = grid.rows;
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
@@ -4561,7 +4561,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.columns, c)); });
+    std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());

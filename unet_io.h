@@ -1285,7 +1285,6 @@ struct Raster {
     int width, height, channels;
     std::vector<uint8_t> bytes;
     size_t place(size_t x, size_t y) const { return (y * width + x) * channels; }
-    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
 };
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
@@ -1416,14 +1415,6 @@ static void write_png(const std::string& path, const Raster& picture) {
     out.commit();
 }
 
-// What a viewer may refuse is said.
-static void write_grid(const std::string& path, const Raster& grid) {
-    write_png(path, grid);
-    if (grid.is_large())
-        say("%s has %d x %d pixels; --output_name X.npy or --output_dir suits so many pictures better",
-            path.c_str(), grid.width, grid.height);
-}
-
 // pictures (N, H, W, PIXEL) as a file of NumPy's, .npy (its format's version 1.0): floats (N, C, H, W).
 static void write_array(const std::string& path, const std::vector<float>& pictures, const Config& c) {
     size_t pixels = c.image_size * c.image_size, count = pictures.size() / pixels / PIXEL;
@@ -1545,7 +1536,7 @@ static std::string half_blocks(const Raster& picture, int columns) {
 // Shows a grid, which the PNG file `path` holds, where standard output is a terminal that can.
 static void show_grid(const std::string& path, const Raster& grid) {
     Display display = terminal_display();
-    if (grid.is_large()) return;
+    if (std::max(grid.width, grid.height) > 4000) return;  // more than some terminals take
 
     int columns = terminal_columns();
     int cells = std::min((grid.width + 7) / 8, columns);  // a cell is some 8 pixels wide, or 16 on a fine screen

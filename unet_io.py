@@ -1754,12 +1754,8 @@ def draw_grid(pixels, columns=None, gap=2):
 
 
 def save_grid(path, pixels, columns=None, gap=2):
-    """Write what draw_grid draws. What a viewer may refuse is said."""
-    grid = draw_grid(pixels, columns, gap)
-    save_picture(path, grid)
-    if max(grid.shape) > 4000 and len(pixels) > 1:
-        say(f"{path} has {grid.shape[2]} x {grid.shape[1]} pixels; --output_name X.npy or --output_dir suits"
-            f" so many pictures better")
+    """Write what draw_grid draws."""
+    save_picture(path, draw_grid(pixels, columns, gap))
 
 
 def save_arrays(path, pixels, classes=None):
