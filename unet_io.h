@@ -543,8 +543,8 @@ static std::vector<Preset> PRESETS = {
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and offers
-// the one that shares most letters with it, at the beginning and at the end.
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and
+// offers the one that shares most letters with it, at the beginning and at the end.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
     for (const auto& entry : table)
@@ -1271,7 +1271,8 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 
 // ---- pictures ---------------------------------------------------------------------------------------------
 // How many of N pictures stand in a row of their grid, which is about square. Of `groups` groups of equally many
-// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a side.
+// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a
+// side.
 static int grid_columns(int N, int groups, int image_size) {
     int square = (int)ceil(sqrt((double)N));
     if (!groups) return square;
@@ -1336,16 +1337,16 @@ static std::vector<uint8_t> filtered_line(const Raster& picture, int y) {
 
 enum { END_OF_BLOCK = 256, DEFLATE_SYMBOLS = 257 };
 
-// The bits of a symbol's code. Small differences are frequent, and their codes short: 2 to 6% more bytes in grids of
-// models than with a code that is made for each, a third more in noise.
+// The bits of a symbol's code. Small differences are frequent, and their codes short: 2 to 6% more bytes in grids
+// of models than with a code that is made for each, a third more in noise.
 static int code_length(int symbol) {
-    // of 0, of 1 and -1, of 2 and 3 and their negatives, ..., of 64 to 127, and of -128, whose length the end has too
+    // of 0, of 1 and -1, of 2 and 3 and their negatives, ..., of 64 to 127, and of -128; the end has that length
     static const int lengths[] = {1, 4, 6, 7, 8, 9, 10, 12, 6};
     return symbol == END_OF_BLOCK ? 6 : lengths[std::bit_width((uint32_t)abs((int8_t)symbol))];
 }
 
-// What deflate writes (RFC 1951): one block of bytes, in one Huffman code. The first bit is in the lowest place of a
-// byte; a number begins with its lowest bit, and a code with its highest.
+// What deflate writes (RFC 1951): one block of bytes, in one Huffman code. The first bit is in the lowest place of
+// a byte; a number begins with its lowest bit, and a code with its highest.
 struct DeflateStream {
     std::string bytes;
     int waiting = 0, count = 0;  // the byte that is not full yet, and how many bits it has
