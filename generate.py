@@ -30,7 +30,7 @@ from tqdm import tqdm
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
                         refuse_contradictions, sample, sampler_steps, sampling_settings, seed_noise)
-from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
+from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
@@ -96,15 +96,11 @@ def shown_names(path, own, num_classes):
 def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
-    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 2 is the
-    class called 2, and 0-4 are those called 0 to 4.
+    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 0-4 are the
+    classes called 0 to 4.
     """
     names = names or list(map(str, range(num_classes)))
     text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
-    values = {}  # the classes whose names are numbers
-    for name, number in places.items():
-        if re.fullmatch("[0-9]{1,9}", name):
-            values.setdefault(int(name), number)
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
@@ -117,13 +113,13 @@ def parse_classes(text, names, num_classes):
             classes.append(places[part])
             continue
         try:
-            numbers = parse_numbers(part)
+            called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
-            numbers = []
-        if not numbers or not values.keys() >= set(numbers):
+            called = []
+        if not called or not places.keys() >= set(called):
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
-        classes += [values[number] for number in numbers]
+        classes += [places[name] for name in called]
     return classes
 
 
@@ -795,9 +791,9 @@ def main():
     pictures = np.concatenate(pictures)
 
     groups = 0 if args.interpolate else groups
-    layout = unet_io.grid_layout(count, groups, config.image_size)
+    columns = unet_io.grid_columns(count, groups, config.image_size)
     if args.interpolate and count <= 16:
-        layout = GridLayout(count, count)  # as ./train_unet lays them out
+        columns = count
     said = ""
     if as_floats:
         with unet_io.replacing(args.output_name) as file:
@@ -806,14 +802,17 @@ def main():
     elif as_bytes:
         unet_io.save_arrays(args.output_name, pictures, classes)
     else:
-        unet_io.save_grid(args.output_name, pictures, layout)
-        said = unet_io.rows_text(rows, count, groups, layout)
+        unet_io.save_grid(args.output_name, pictures, columns)
+        said = unet_io.rows_text(rows, count, groups, columns)
     unet_io.say(f"wrote {args.output_name}{said}")
     if args.show and not as_floats and not as_bytes:
-        unet_io.show_grid(unet_io.draw_grid(pictures, layout))
+        unet_io.show_grid(unet_io.draw_grid(pictures, columns))
     if args.strip:
-        layout = unet_io.grid_layout(count * args.strip, count, config.image_size)
-        unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), layout)
+        strips = np.concatenate(strips).reshape(count, args.strip, *shape)
+        columns = min(args.strip, 4000 // (config.image_size + 2))
+        missing = -args.strip % columns  # white pictures behind each strip, whose last row they fill
+        strips = np.pad(strips, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)], constant_values=255)
+        unet_io.save_grid(f"{stem}_strip{ending}", strips.reshape(-1, *shape), columns)
         unet_io.say(f"wrote {stem}_strip{ending}")
     if args.output_dir:
         os.makedirs(args.output_dir, exist_ok=True)
@@ -825,7 +824,7 @@ def main():
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
         pairs = pairs.reshape(-1, *pictures.shape[1:])
         columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
-        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, GridLayout(columns, len(pairs)))
+        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, columns)
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:

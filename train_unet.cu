@@ -3000,8 +3000,8 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     int H = m.config.image_size;
     double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
     std::string what = text("%d pictures of %d x %d", samples, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
-    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+    bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
+    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
 
     double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
@@ -3727,10 +3727,10 @@ static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
     return specs;
 }
 
-// The samples of a grid, how they lie in it, and what the log says of the classes of its rows.
+// The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
-    GridLayout layout;
+    int columns;
     std::string rows;
 };
 
@@ -3743,8 +3743,8 @@ static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, cons
 
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
-    GridLayout layout = grid_layout((int)count, groups, c.image_size);
-    return {specs, layout, rows_text(names, classes, groups, layout)};
+    int columns = grid_columns((int)count, groups, c.image_size);
+    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : ""};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -4227,36 +4227,34 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::v
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npz"))
-        fail("--output_name %s: pictures are written as PNG or .npz; end the name in .png or .npz",
-             config.output_name);
+    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
+        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
+             "in .png or .npy", config.output_name);
     return {config, file, taken};
 }
 
-// The grid or arrays, and what --output_dir asks for.
+// The grid or array, and what --output_dir asks for.
 static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
-    bool as_arrays = has_ending(c.output_name, ".npz");
+    bool as_array = has_ending(c.output_name, ".npy");
     std::string rows;
     Raster picture = {};
-    if (as_arrays) {
-        std::vector<int> classes;
-        for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
-        write_arrays(c.output_name, samples, classes, c);
+    if (as_array) {
+        write_array(c.output_name, samples, c);
     } else {
-        picture = draw_grid(samples, grid.layout, c);
-        write_grid(c.output_name, picture);
+        picture = draw_grid(samples, grid.columns, c);
+        write_png(c.output_name, picture);
         rows = grid.rows;
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
-    if (c.show && !as_arrays) show_grid(c.output_name, picture);
+    if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
-        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0));
+        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), 1, c, 0));
     }
     say("%s: each picture on its own", c.output_dir);
 }
@@ -4578,7 +4576,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.layout, c)); });
+    std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());

@@ -1555,11 +1555,11 @@ def train(config, run, given):
         if run.sample_every and step % run.sample_every == 0:
             name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
             classes, groups = unet_io.spread_classes(config, range(len(names) or config.num_classes), 16)
-            layout = unet_io.grid_layout(16, groups, config.image_size)
+            columns = unet_io.grid_columns(16, groups, config.image_size)
             pictures = unet_io.to_uint8(sample_average(trainer, range(16), classes).numpy())
             try:
-                unet_io.save_grid(name, pictures, layout)
-                unet_io.say(f"wrote {name}{unet_io.rows_text(names, 16, groups, layout)}")
+                unet_io.save_grid(name, pictures, columns)
+                unet_io.say(f"wrote {name}{unet_io.rows_text(names, 16, groups, columns)}")
             except UserError as error:
                 tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
             last_time, last_step = time.time(), step

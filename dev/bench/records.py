@@ -246,8 +246,9 @@ def draw(weights, sampler, count, path):
     """(pictures uint8 (count, C, H, W), classes (count,) or None) of seeds 0 ... count - 1, by ./train_unet, unguided."""
     launched([PROGRAM, "--generate", "--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1",
               "--batch_size", "128", *sampler.split(), "--output_name", str(path)], "train_unet on ")
-    with np.load(path) as arrays:
-        return np.ascontiguousarray(np.moveaxis(arrays["arr_0"], -1, 1)), arrays["arr_1"] if "arr_1" in arrays else None
+    config = unet_io.read_checkpoint(str(weights)).config
+    classes = np.arange(count) * config.num_classes // count if config.class_cond else None
+    return unet_io.to_uint8(np.load(path)), classes
 
 
 def calls_of(sampler):
@@ -321,7 +322,7 @@ class Job:
                 continue
             if time.monotonic() > self.options.deadline:
                 raise Unfinished
-            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npz")
+            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npy")
             self.note(minutes, sampler, *drawn, calls=calls_of(sampler), **more)
 
     def trained(self, folder, trainer, steps, every):
