@@ -149,6 +149,18 @@ def test_jobs(small, capsys):
     assert f"| 2.4 | {records.RECIPES['ours'].title}, consistency |" in records.render(list(results.values()))["records:smoke"]
 
 
+def test_sets_have_all_classes(small, monkeypatch):
+    """The figures of fewer pictures than were drawn are of sets in which classes take turns as in the whole."""
+    options, records = small
+    judge = records.Job("smoke-ours-0", options).judge
+    judge.sizes, judge.held_out_features = (8, 4), np.zeros((8, 1))
+    judge.features = lambda pictures: np.arange(len(pictures)) % 2  # the class
+    seen = []
+    monkeypatch.setattr(generate, "feature_figures", lambda points, theirs: seen.append(points.tolist()) or {"Frechet": 0.0})
+    judge.figures(np.zeros((8, 1, 8, 8), np.uint8), None)
+    assert seen == [[0, 1] * 4, [0, 1] * 2, [0, 1] * 2]
+
+
 @pytest.mark.parametrize("name, says", [("smoke-ours", "DATA-RECIPE-SEED"), ("smoke-none-0", "DATA-RECIPE-SEED"),
                                         ("none-ours-0", "DATA-RECIPE-SEED"), ("smoke-ours-x", "DATA-RECIPE-SEED")])
 def test_names_of_jobs(small, name, says):

@@ -74,13 +74,14 @@ SMOKE = DataSet("fashion32", dict(
     image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
     num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
 
-FALLING = dict(lr=1e-3, lr_schedule="cosine", warmup_steps=500)
+FALLING = dict(grad_clip=1.0, lr_schedule="cosine", warmup_steps=500)  # from the preset's learning rate
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
 EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
 CONSISTENCY = "--sampler consistency --sample_steps"
 RECIPES = {
     "real": Recipe("training images, as a yardstick", "", {}, ()),
-    "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM, ("--sampler dpmpp --sample_steps 10",),
+    "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM,
+                   ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20"),
                    one_run=False, tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
     "ours_v": Recipe("`./train_unet`, v", "train_unet", FALLING | dict(
         noise_schedule="cosine", predict="v", timestep_sampling="uniform"), ("--sampler ddim --sample_steps 50",), one_run=False),
@@ -226,12 +227,15 @@ class Judge:
         return torch.from_numpy(pixels).float() / 127.5 - 1
 
     def figures(self, pictures, classes):
-        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean."""
+        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean.
+
+        A set is of neighbours, because classes take turns: every second picture would leave out every second class.
+        """
         drawn, found = self.floats(pictures), {}
         points = self.features(drawn)
         for size in self.sizes:
-            sets = max(1, len(points) // size)  # each takes every sets-th picture, which spreads classes evenly
-            rows = [generate.feature_figures(points[k::sets][:size], self.held_out_features[:size]) for k in range(sets)]
+            sets = np.split(points[:len(points) // size * size], len(points) // size)
+            rows = [generate.feature_figures(some, self.held_out_features[:size]) for some in sets]
             for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
                 title = name if size == self.sizes[0] else f"{name} of {size}"
                 found[title] = float(np.mean([row[name] for row in rows]))
