@@ -92,17 +92,24 @@ static std::string listed(const std::vector<std::string>& names, size_t most = 8
     return sentence;
 }
 
-// Whether the bytes are in the form of UTF-8 (RFC 3629): the first byte of a letter says how many follow it.
+// Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
 static bool is_utf8(const std::string& bytes) {
-    int more = 0;  // bytes that the letter still needs
-    for (uint8_t byte : bytes) {
-        bool continues = byte >> 6 == 2;
-        if (continues != (more > 0)) return false;
-        if (continues) more--;
-        else if (byte >= 0x80) more = std::countl_one(byte) - 1;
-        if (more > 3) return false;
+    static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // the first letter of 1, 2, 3 and 4 bytes
+    for (size_t i = 0; i < bytes.size();) {
+        uint8_t first = (uint8_t)bytes[i++];
+        if (first < 0x80) continue;
+        int more = std::countl_one(first) - 1;  // bytes behind the first
+        if (more < 1 || more > 3) return false;
+
+        uint32_t letter = first & (0x3F >> more);
+        for (int k = 0; k < more; k++) {
+            uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
+            if (next >> 6 != 2) return false;
+            letter = letter << 6 | (next & 0x3F);
+        }
+        if (letter < least[more] || letter > 0x10FFFF || (letter >= 0xD800 && letter < 0xE000)) return false;
     }
-    return !more;
+    return true;
 }
 
 // A path as a word for the shell.

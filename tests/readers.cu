@@ -858,9 +858,11 @@ static void test_class_names() {
                  {"cat\n\n", "a class without a name"},
                  {std::string("c\0t\ndog\n", 8), "UTF-8"},
                  {"cat\xFF\ndog\n", "UTF-8"},
-                 {"cat\xC3\ndog\n", "UTF-8"},                  // a letter that ends too soon
-                 {"cat\x80\ndog\n", "UTF-8"},                  // begins too late
-                 {"cat\xF8\x90\x80\x80\x80\ndog\n", "UTF-8"},  // would have four more
+                 {"cat\xC3\ndog\n", "UTF-8"},          // a letter that ends too soon
+                 {"cat\x80\ndog\n", "UTF-8"},          // begins too late
+                 {"cat\xC0\xAF\ndog\n", "UTF-8"},      // has more bytes than it needs
+                 {"cat\xED\xA0\x80\ndog\n", "UTF-8"},  // is half of a pair of UTF-16
+                 {"cat\xF4\x90\x80\x80\ndog\n", "UTF-8"},
                  {std::string(300, 'x') + "\n" + std::string(300, 'x') + "\n", "two classes called xxx"}};
     Config config = smallest_config();
     config.class_cond = 1, config.num_classes = 2;
