@@ -1328,84 +1328,158 @@ static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
-// Line y of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
+// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
 // byte becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is
 // nearest to left + above - corner. Beyond the edges all bytes are 0.
-static std::vector<uint8_t> filtered_line(const Raster& picture, int y) {
+static std::vector<uint8_t> filter_lines(const Raster& picture) {
     size_t channels = picture.channels, pitch = picture.width * channels;
-    std::vector<uint8_t> filtered = {4}, nothing(pitch, 0);
-    const uint8_t* line = &picture.bytes[y * pitch];
-    const uint8_t* above = y ? line - pitch : nothing.data();
-    for (size_t i = 0; i < pitch; i++) {
-        int left = i < channels ? 0 : line[i - channels];
-        int up = above[i];
-        int corner = i < channels ? 0 : above[i - channels];
-        int to_left = abs(up - corner);
-        int to_up = abs(left - corner);
-        int to_corner = abs(left + up - 2 * corner);
+    std::vector<uint8_t> filtered, nothing(pitch, 0);
+    filtered.reserve((1 + pitch) * picture.height);
+    for (int y = 0; y < picture.height; y++) {
+        const uint8_t* line = &picture.bytes[y * pitch];
+        const uint8_t* above = y ? line - pitch : nothing.data();
+        filtered.push_back(4);
+        for (size_t i = 0; i < pitch; i++) {
+            int left = i < channels ? 0 : line[i - channels];
+            int up = above[i];
+            int corner = i < channels ? 0 : above[i - channels];
+            int to_left = abs(up - corner);
+            int to_up = abs(left - corner);
+            int to_corner = abs(left + up - 2 * corner);
 
-        int nearest = to_up <= to_corner ? up : corner;
-        if (to_left <= std::min(to_up, to_corner)) nearest = left;
-        filtered.push_back((uint8_t)(line[i] - nearest));
+            int nearest = to_up <= to_corner ? up : corner;
+            if (to_left <= std::min(to_up, to_corner)) nearest = left;
+            filtered.push_back((uint8_t)(line[i] - nearest));
+        }
     }
     return filtered;
 }
 
-enum { END_OF_BLOCK = 256, DEFLATE_SYMBOLS = 257 };
-
-// The bits of a symbol's code. Small differences are frequent, and their codes short: 2 to 6% more bytes in grids
-// of models than with a code that is made for each, a third more in noise.
-static int code_length(int symbol) {
-    // of 0, of 1 and -1, of 2 and 3 and their negatives, ..., of 64 to 127, and of -128; the end has that length
-    static const int lengths[] = {1, 4, 6, 7, 8, 9, 10, 12, 6};
-    return symbol == END_OF_BLOCK ? 6 : lengths[std::bit_width((uint32_t)abs((int8_t)symbol))];
+// The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
+// that deflate allows, the counts are made more alike.
+static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
+    std::vector<int> parents, depths;
+    do {
+        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
+        for (size_t symbol = 0; symbol < counts.size(); symbol++)
+            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
+        parents.assign(counts.size(), -1);
+        while (roots.size() > 1) {
+            auto [count, node] = roots.extract(roots.begin()).value();
+            auto [other_count, other] = roots.extract(roots.begin()).value();
+            parents[node] = parents[other] = (int)parents.size();
+            roots.insert({count + other_count, (int)parents.size()});
+            parents.push_back(-1);
+        }
+        depths.assign(parents.size(), 0);
+        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
+            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
+        for (uint32_t& count : counts) count = (count + 1) / 2;
+    } while (std::ranges::max(depths) > 15);
+    depths.resize(counts.size());
+    return depths;
 }
 
-// What deflate writes (RFC 1951): one block of bytes, in one Huffman code. The first bit is in the lowest place of
-// a byte; a number begins with its lowest bit, and a code with its highest.
-struct DeflateStream {
-    std::string bytes;
-    int waiting = 0, count = 0;  // the byte that is not full yet, and how many bits it has
-    uint32_t codes[DEFLATE_SYMBOLS];
+static uint32_t reversed(uint32_t code, int n) {
+    uint32_t turned = 0;
+    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    return turned;
+}
 
-    DeflateStream() {
-        uint32_t next = 0;  // the shortest codes come first, and of one length the lowest symbol's
-        for (int length = 1; length <= 15; length++) {
-            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
-                if (code_length(symbol) == length) codes[symbol] = next++;
-            next *= 2;
+// What a block holds: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
+struct DeflateSymbol {
+    int symbol;
+    int more = 0;
+    uint32_t rest = 0;  // `more` bits
+};
+enum { END_OF_BLOCK = 256, FIRST_MATCH = 257, DEFLATE_SYMBOLS = 286 };
+
+// Bytes that repeat the one before them are a match at distance 1; in what a network drew longer distances find
+// nothing.
+static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
+    const size_t shortest = 4, longest = 257;
+    std::vector<DeflateSymbol> found;
+    for (size_t i = 0; i < block.size();) {
+        size_t n = 0;
+        while (i && n < longest && i + n < block.size() && block[i + n] == block[i - 1]) n++;
+        if (n < shortest) {
+            found.push_back({block[i]});
+            i++;
+            continue;
         }
 
-        put_number(1, 1);   // this block is the last,
-        put_number(2, 2);   // and tells its code:
-        put_number(0, 10);  // 257 symbols and 1 distance, which none of them uses,
-        put_number(15, 4);  // by their lengths, whose own code has 4 bits for each, and none for runs of lengths
-        for (int i = 0; i < 19; i++) put_number(i < 3 ? 0 : 4, 3);
-        for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++) put_code(code_length(symbol), 4);
-        put_code(1, 4);
+        uint32_t length = (uint32_t)n - 3;
+        int more = std::max(0, (int)std::bit_width(length) - 3);
+        found.push_back({FIRST_MATCH + 4 * more + (int)(length >> more), more, length & ((1u << more) - 1)});
+        i += n;
+    }
+    found.push_back({END_OF_BLOCK});
+    return found;
+}
+
+// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest
+// bit.
+struct DeflateStream {
+    std::string bytes;
+    uint64_t waiting = 0;
+    int count = 0;  // of those that wait until their byte is full
+    void put(uint32_t bits, int n) {
+        waiting |= (uint64_t)bits << count;
+        for (count += n; count >= 8; count -= 8) {
+            bytes += (char)waiting;
+            waiting >>= 8;
+        }
     }
 
-    void put_bit(int bit) {
-        waiting |= bit << count;
-        if (++count < 8) return;
-        bytes += (char)waiting;
-        waiting = 0;
-        count = 0;
+    // Writes a block with a Huffman code of its own. A block that would not become shorter is stored.
+    void add(std::span<const uint8_t> block, bool is_last) {
+        std::vector<DeflateSymbol> found = find_matches(block);
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+        for (const DeflateSymbol& s : found) counts[s.symbol]++;
+        std::vector<int> lengths = code_lengths(counts);
+
+        size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
+        for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
+        put(is_last, 1);
+        if (bits > 8 * (block.size() + 4)) {
+            put(0, 2);  // stored, from the next byte on
+            put(0, (8 - count) % 8);
+            put((uint32_t)block.size(), 16);
+            put(~(uint32_t)block.size() & 0xFFFF, 16);
+            bytes.append((const char*)block.data(), block.size());
+            return;
+        }
+
+        std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
+        uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
+        for (int length = 1; length <= 15; length++, code *= 2)
+            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
+                if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+
+        put(2, 2);  // a code of its own
+        put(DEFLATE_SYMBOLS - 257, 5);
+        put(0, 5);  // a single distance
+        put(15, 4);
+        // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
+        for (int i = 0; i < 19; i++) put(i < 3 ? 0 : 4, 3);
+        for (int length : lengths) put(reversed(length, 4), 4);
+        put(reversed(1, 4), 4);
+
+        for (const DeflateSymbol& s : found) {
+            put(codes[s.symbol], lengths[s.symbol]);
+            put(s.rest, s.more);
+            if (s.symbol >= FIRST_MATCH) put(0, 1);  // the distance
+        }
     }
-    void put_number(uint32_t number, int n) {
-        for (int i = 0; i < n; i++) put_bit(number >> i & 1);
-    }
-    void put_code(uint32_t code, int n) {
-        for (int i = n - 1; i >= 0; i--) put_bit(code >> i & 1);
-    }
-    void put(int symbol) { put_code(codes[symbol], code_length(symbol)); }
 };
 
-// PNG's specification, and RFC 1950 for the stream within; no library is needed. The stream is cut into chunks, so
-// that a chunk's length does not limit the picture.
+// PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own,
+// so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const Raster& picture) {
     std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
     char colours = "\x00\x04\x02\x06"[picture.channels - 1];
+    std::vector<uint8_t> lines = filter_lines(picture);
+    size_t most = 65535;  // bytes of a block that can be stored
     Writer out(path);
     auto write_chunk = [&](const std::string& type, const std::string& data) {
         std::string named = type + data;
@@ -1416,17 +1490,17 @@ static void write_png(const std::string& path, const Raster& picture) {
     write_chunk("IHDR", size + std::string{8, colours, 0, 0, 0});
     write_chunk("IDAT", "\x78\x01");
     DeflateStream stream;
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (int y = 0; y < picture.height; y++) {
-        for (uint8_t byte : filtered_line(picture, y)) {
-            stream.put(byte);
-            a = (a + byte) % 65521;
-            b = (b + a) % 65521;
-        }
-        if (stream.bytes.size() > 65536) write_chunk("IDAT", std::exchange(stream.bytes, ""));
+    for (size_t start = 0; start < lines.size(); start += most) {
+        std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
+        stream.add(block, start + block.size() == lines.size());
+        write_chunk("IDAT", std::exchange(stream.bytes, ""));
     }
-    stream.put(END_OF_BLOCK);
-    stream.put_number(0, 7);  // fills the last byte
+    stream.put(0, 7);  // fills the last byte
+    uint32_t a = 1, b = 0;  // Adler-32
+    for (uint8_t byte : lines) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
     write_chunk("IDAT", stream.bytes + big_endian(b << 16 | a));
     write_chunk("IEND", "");
     out.commit();
