@@ -229,13 +229,14 @@ class Judge:
     def figures(self, pictures, classes):
         """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean.
 
-        A set is of neighbours, because classes take turns: every second picture would leave out every second class.
+        The pictures of a set are spread over all of them, which stand by class: so each class has an equal part of a set.
         """
         drawn, found = self.floats(pictures), {}
         points = self.features(drawn)
         for size in self.sizes:
-            sets = np.split(points[:len(points) // size * size], len(points) // size)
-            rows = [generate.feature_figures(some, self.held_out_features[:size]) for some in sets]
+            sets = len(points) // size
+            places = np.arange(sets * size) * len(points) // (sets * size)
+            rows = [generate.feature_figures(points[places[k::sets]], self.held_out_features[:size]) for k in range(sets)]
             for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
                 title = name if size == self.sizes[0] else f"{name} of {size}"
                 found[title] = float(np.mean([row[name] for row in rows]))
@@ -251,7 +252,7 @@ def draw(weights, sampler, count, path):
     launched([PROGRAM, "--generate", "--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1",
               "--batch_size", "128", *sampler.split(), "--output_name", str(path)], "train_unet on ")
     config = unet_io.read_checkpoint(str(weights)).config
-    classes = np.arange(count) * config.num_classes // count if config.class_cond else None
+    classes, _ = unet_io.spread_classes(config, range(config.num_classes), count)
     return unet_io.to_uint8(np.load(path)), classes
 
 
