@@ -1060,8 +1060,7 @@ struct DistributionMatching {
     struct StepState* state;  // of their update
     int* timesteps;           // (batch_size): to which the student's pictures are noised
     float* pictures;          // (images of this rank, C, H, W): what the student draws
-    // (images of this rank, H, W, PIXEL): what the fake and the teacher predict of the noised pictures
-    float *fake_predictions, *teacher_predictions;
+    float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
 };
 
 // What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
@@ -2325,10 +2324,9 @@ template <typename T> struct LoadPathPoints {
 // ---- distribution matching --------------------------------------------------------------------------------
 // The end of consistency tuning on paths: Yin et al., "One-step Diffusion with Distribution Matching Distillation" (2024),
 // section 3.2. The student draws pictures, from noise alone or as the second of two steps. A second network, the fake,
-// begins as the teacher and learns to denoise them, as the teacher has learned to denoise images. In a noised picture
-// the difference of their predictions says how it would have to change to look more like an image, and so much the student's
-// prediction is to change. A step teaches the fake first, then the student.
-enum { FAKE_LEARNING_RATE = 3 };  // times the student's, which it has to follow
+// begins as the teacher and learns to denoise them, as the teacher has learned to denoise images. What the two see in the
+// same noised picture differs in the direction in which the picture would look more like an image, and in that direction the
+// student is to change it. A step teaches the fake first, then the student.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2355,36 +2353,59 @@ struct DrawMatchingTimesteps {
     }
 };
 
-// The picture that the student sees in a noised image: the image, and the error that follows from that of the prediction. An
-// item is an element.
-template <typename T> struct DrawnPictures {
-    float* pictures;           // (B, C, H, W)
+// The x0 that a network sees in noised images: the images, and the errors that follow from those of its predictions. An item
+// is an element.
+template <typename T> struct PredictX0 {
+    float* predicted;          // (B, C, H, W)
     const float* images;       // (B, C, H, W)
-    const T* out;              // (B, H, W, PIXEL): the student's answer
+    const T* out;              // (B, H, W, PIXEL): the network's answer
     const float* target;       // (B, H, W, PIXEL): the right one
     const Timestep* schedule;  // (diffusion_steps)
     const int* timesteps;      // (B)
     int B, channels, pixels;   // pixels = H W
-    bool clamps;               // the picture to [-1, 1]
+    bool clamps;               // to [-1, 1]
 
     size_t items() const { return (size_t)B * channels * pixels; }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)channels * pixels), c = i / pixels % channels;
         size_t at = (b * pixels + i % pixels) * PIXEL + c;
         float x0 = fmaf(schedule[timesteps[b]].x0_error, (float)out[at] - target[at], images[i]);
-        pictures[i] = clamps ? clamped(x0) : x0;
+        predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
 
-// target (n): the student's predictions with the changes that they are to make.
+// What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
+// by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
+// it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
+// other. A team does a sample.
 template <typename T> struct MatchingTarget {
-    float* target;
-    const T* out;                 // the student's predictions
-    const float *teacher, *fake;  // what the two predict of its noised pictures
-    size_t n;
+    float* target;                           // (B, H, W, PIXEL)
+    const T* out;                            // (B, H, W, PIXEL): the student's predictions
+    const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
+    const Timestep* schedule;                // (diffusion_steps)
+    const int* timesteps;                    // (B): that the student drew from
+    int B, channels, pixels;                 // pixels = H W
 
-    size_t items() const { return n; }
-    HOST_DEVICE void operator()(size_t i) const { target[i] = (float)out[i] + (teacher[i] - fake[i]); }
+    enum { THREADS = 256, BLOCKS = 1 };
+    size_t items() const { return B; }
+    HOST_DEVICE void operator()(Team team) const {
+        size_t b = team.index, elements = (size_t)channels * pixels, begin = b * elements;
+        Sum distance = 0;
+        for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
+            distance += fabsf(pictures[i] - teacher[i]);
+        float mean = fmaxf((float)(team_sum(distance) / elements), 1e-3f);
+        float scale = schedule[timesteps[b]].x0_error / mean;
+
+        for (size_t i = team.thread; i < (size_t)pixels * PIXEL; i += team.threads) {
+            size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
+            float change = 0;
+            if (c < (size_t)channels) {
+                size_t element = begin + c * pixels + i / PIXEL;
+                change = scale * (teacher[element] - fake[element]);
+            }
+            target[at] = (float)out[at] + change;
+        }
+    }
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
@@ -2922,8 +2943,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(m->shard, m->matching.fake, m->matching.adam_m, m->matching.adam_v);
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
-            place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures);
-            place((batch / m->ranks) * pixels * PIXEL, m->matching.fake_predictions, m->matching.teacher_predictions);
+            place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
         }
     }
     place(plan.arena_bytes, m->arena);
@@ -3172,7 +3192,6 @@ struct BeginFakeUpdate {
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(size_t) const {
         state->update = adamw_at(hyper, *step, *step - first);
-        state->update.lr *= FAKE_LEARNING_RATE;
         state->accepted = 1;
     }
 };
@@ -3245,6 +3264,25 @@ static std::atomic<int> stop_requested = 0;
 // What a network learns in a step: from images; from points of paths; the fake from the student's pictures; and the student
 // from the difference that the fake and the teacher see in them.
 enum Lesson { LESSON_IMAGES, LESSON_PATHS, LESSON_FAKE, LESSON_STUDENT };
+
+// What the network learns in this step of the run.
+static Lesson lesson_of(const Config& c, int64_t step) {
+    if (!c.path_steps) return LESSON_IMAGES;
+    bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
+    return matches ? LESSON_STUDENT : LESSON_PATHS;
+}
+
+// How it learns this. While distributions are matched, gradients change direction from step to step, and the fake has to
+// follow the student: rates are constant and small, the fake's is the larger one, and Adam does not average gradients.
+static Hyper hyper_of(const Config& c, Lesson lesson) {
+    Hyper hyper = c.optimiser;
+    if (lesson != LESSON_FAKE && lesson != LESSON_STUDENT) return hyper;
+    hyper.lr *= lesson == LESSON_FAKE ? 0.1f : 0.03f;
+    hyper.lr_schedule = LR_CONSTANT;
+    hyper.warmup_steps = 0;
+    hyper.beta1 = 0;
+    return hyper;
+}
 
 struct Trainer {
     Model model = Model();
@@ -3386,11 +3424,52 @@ static void load_images(Trainer* t, int B, int first) {
     add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
 }
 
-// Likewise of the pictures that the student drew.
-static void load_drawn_pictures(Model* m, int B, int first) {
+// Where the samples from `first` on lie among the images of this rank, (images of this rank, C, H, W).
+static float* images_from(float* images, const Model* m, int first) {
     const Config& c = m->config;
-    float* pictures = part_of(m->matching.pictures, m, first, (size_t)c.in_channels * c.image_size * c.image_size);
+    return part_of(images, m, first, (size_t)c.in_channels * c.image_size * c.image_size);
+}
+
+// What the network reads and should answer of B of the pictures that the student drew.
+static void load_drawn_pictures(Model* m, int B, int first) {
+    const float* pictures = images_from(m->matching.pictures, m, first);
     add_noise(m, pictures, B, first, m->timesteps + first, STREAM_MATCHING_NOISE);
+}
+
+// predicted (images of this rank, C, H, W): what the network has seen in B noised images (B, C, H, W).
+static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
+    const Config& c = m->config;
+    run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
+                          .images = images,
+                          .out = unet_output(m),
+                          .target = m->target,
+                          .schedule = m->schedule,
+                          .timesteps = m->timesteps + first,
+                          .B = B,
+                          .channels = c.in_channels,
+                          .pixels = c.image_size * c.image_size,
+                          .clamps = clamps});
+}
+
+// Likewise in those of the pictures that the student drew.
+static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
+    bool clamps = m->config.threshold == THRESHOLD_CLAMP;
+    predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
+}
+
+// What the student should answer of B samples instead of what it has answered.
+static void load_matching_target(Model* m, int B, int first) {
+    const Config& c = m->config;
+    run(MatchingTarget<floatX>{.target = m->target,
+                               .out = unet_output(m),
+                               .pictures = images_from(m->matching.pictures, m, first),
+                               .teacher = images_from(m->matching.teacher_x0, m, first),
+                               .fake = images_from(m->matching.fake_x0, m, first),
+                               .schedule = m->schedule,
+                               .timesteps = m->timesteps + first,
+                               .B = B,
+                               .channels = c.in_channels,
+                               .pixels = c.image_size * c.image_size});
 }
 
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
@@ -3398,7 +3477,6 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
     auto [first, B] = microbatch_at(m, i);
-    size_t elements = (size_t)c.image_size * c.image_size * PIXEL;
 
     BatchLoss loss = batch_loss(m, c.batch_size);
     m->dropout_step = &m->state->step;
@@ -3411,12 +3489,8 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
         run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss, first, B});
     }
-    float* fake = part_of(m->matching.fake_predictions, m, first, elements);
-    if (lesson == LESSON_FAKE) run(Convert<float, floatX>{fake, unet_output(m), B * elements});
-    if (lesson == LESSON_STUDENT) {
-        float* teacher = part_of(m->matching.teacher_predictions, m, first, elements);
-        run(MatchingTarget<floatX>{m->target, unet_output(m), teacher, fake, B * elements});
-    }
+    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, B, first);
+    if (lesson == LESSON_STUDENT) load_matching_target(m, B, first);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
@@ -3501,28 +3575,19 @@ static void match_distributions(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     DistributionMatching& matching = m->matching;
-    int pixels = c.image_size * c.image_size, begin = first_microbatch(m), end = begin + microbatches_of(m);
+    int begin = first_microbatch(m), end = begin + microbatches_of(m);
     run(DrawMatchingTimesteps{m->timesteps, matching.timesteps, &m->state->step, c.batch_size, c.diffusion_steps,
                               t->second_timestep, c.seed});
     for (int i = begin; i < end; i++) {
         auto [first, B] = microbatch_at(m, i);
         load_images(t, B, first);
         unet_forward(m, B, first);
-        run(DrawnPictures<floatX>{.pictures = part_of(matching.pictures, m, first, (size_t)c.in_channels * pixels),
-                                  .images = m->images,
-                                  .out = unet_output(m),
-                                  .target = m->target,
-                                  .schedule = m->schedule,
-                                  .timesteps = m->timesteps + first,
-                                  .B = B,
-                                  .channels = c.in_channels,
-                                  .pixels = pixels,
-                                  .clamps = c.threshold == THRESHOLD_CLAMP});
+        predict_x0(m, matching.pictures, m->images, B, first, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake);
     batch_gradient(t, LESSON_FAKE);
-    run(BeginFakeUpdate{matching.state, &m->state->step, steps_on_paths(c), c.optimiser});
+    run(BeginFakeUpdate{matching.state, &m->state->step, steps_on_paths(c), hyper_of(c, LESSON_FAKE)});
     OptimiserMemory fake = {.master = matching.fake, .adam_m = matching.adam_m, .adam_v = matching.adam_v,
                             .gradients = m->gradients};
     update_weights(m, fake, nullptr, matching.state);
@@ -3530,20 +3595,12 @@ static void match_distributions(Trainer* t) {
     use_weights(m, m->teacher);
     for (int i = begin; i < end; i++) {
         auto [first, B] = microbatch_at(m, i);
-        float* predictions = part_of(matching.teacher_predictions, m, first, (size_t)pixels * PIXEL);
         load_drawn_pictures(m, B, first);
         unet_forward(m, B, first);
-        run(Convert<float, floatX>{predictions, unet_output(m), unet_input(m, B).count()});
+        predict_x0_of_drawn(m, matching.teacher_x0, B, first);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
-}
-
-// What the network learns in this step of the run.
-static Lesson lesson_of(const Config& c, int64_t step) {
-    if (!c.path_steps) return LESSON_IMAGES;
-    bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
-    return matches ? LESSON_STUDENT : LESSON_PATHS;
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
@@ -3551,7 +3608,7 @@ static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
     BatchLoss loss = batch_loss(m, m->config.batch_size);
     size_t shard = m->rank * m->shard;
-    Hyper hyper = m->config.optimiser;
+    Hyper hyper = hyper_of(m->config, lesson);
 
     BatchSource source = t->source;
     if (lesson != LESSON_PATHS) source.path = nullptr;
@@ -4541,7 +4598,7 @@ static void prepare_run(Trainer* t) {
 // ---- the loop ---------------------------------------------------------------------------------------------
 // Whether --lr_schedule has come to its end: no step after this one learns.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && !(learning_rate(c.optimiser, step) > 0);
+    return step && !(learning_rate(hyper_of(c, lesson_of(c, step)), step) > 0);
 }
 
 static std::string samples_path(const std::string& folder, long step) {

@@ -632,7 +632,6 @@ class Diffusion:
         return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
 
 
-FAKE_LEARNING_RATE = 3  # times the model's, which the fake has to follow: see Trainer.matching_loss
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
 SAMPLING = dict(guidance_scale=1.0, sampler="ddim", sample_steps=0, spacing="auto", eta=0.0, threshold="clamp", use_ema=1)
 USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
@@ -904,15 +903,16 @@ class Trainer:
         self.diffusion = Diffusion(config, device)
         self.emas = [[p.detach().clone() for p in self.parameters] for _ in config.ema_rate]
         self.history = unet_io.History()
-        self.new_optimizer = lambda network: (ops.AdamW if operators == "native" else torch.optim.AdamW)(
-            decay_groups(network.parameters(), config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps)
-        self.optimizer = self.new_optimizer(self.model)
+        self.new_optimizer = lambda network, **settings: (ops.AdamW if operators == "native" else torch.optim.AdamW)(
+            decay_groups(network.parameters(), config), eps=config.adam_eps, **settings)
+        self.optimizer = self.new_optimizer(self.model, lr=config.lr, betas=(config.beta1, config.beta2))
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
         self.teacher = copy.deepcopy(self.model) if config.path_steps else None  # draws the paths
         self.fake = copy.deepcopy(self.model) if config.matching_fraction else None  # learns what the model draws
         if self.fake:
-            self.fake_optimizer = self.new_optimizer(self.fake)
+            self.fake_optimizer = self.new_optimizer(
+                self.fake, lr=unet_io.FAKE_RATE * config.lr, betas=(0.0, config.beta2))
         self.paths, self.paths_drawn = None, None
 
     def path_batch(self, step):
@@ -938,7 +938,8 @@ class Trainer:
         "One-step Diffusion with Distribution Matching Distillation", section 3.2).
 
         The model, which is the student, draws pictures; the fake learns to denoise them, in a step of its own; and the
-        student's prediction is to change as the teacher's of the noised pictures differs from the fake's.
+        pictures are to change as what the teacher sees in them, noised, differs from what the fake sees, divided by their
+        mean distance from the former (equation 8).
         """
         config, step = self.config, self.steps_done
         t, t_noised = (torch.from_numpy(each).to(self.device) for each in unet_io.matching_timesteps(config, step))
@@ -950,26 +951,26 @@ class Trainer:
 
         with torch.no_grad():
             self.model.eval()  # which drops nothing
-            out, target = self.answer(x0, t, noise, classes)
+            pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
             self.model.train()
-            error = self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype) * (out - target)
-            pictures = limited(x0 + error, self.threshold).float()
 
         if config.dropout:
             self.fake.replay_dropout(config.seed, step)
         self.fake.train()
-        fake, target = self.answer(pictures, t_noised, fresh, classes, self.fake)
+        out, target = self.answer(pictures, t_noised, fresh, classes, self.fake)
         self.fake_optimizer.zero_grad(set_to_none=True)
-        self.diffusion.loss(fake, target, t_noised, pictures).backward()
-        for group in self.fake_optimizer.param_groups:
-            group["lr"] = FAKE_LEARNING_RATE * unet_io.learning_rate(config, step)
+        self.diffusion.loss(out, target, t_noised, pictures).backward()
         self.fake_optimizer.step()
 
         with torch.no_grad():
             self.teacher.eval()
-            teacher, _ = self.answer(pictures, t_noised, fresh, classes, self.teacher)
+            fake = limited(self.seen(pictures, t_noised, out, target), self.threshold)
+            answer = self.answer(pictures, t_noised, fresh, classes, self.teacher)
+            teacher = limited(self.seen(pictures, t_noised, *answer), self.threshold)
+            distance = (pictures - teacher).abs().mean((1, 2, 3), keepdim=True).clamp(min=1e-3)
+            change = self.x0_errors(t) * (teacher - fake) / distance
         out, _ = self.answer(x0, t, noise, classes)
-        return self.diffusion.loss(out, out.detach() + teacher - fake.detach(), t, x0)
+        return self.diffusion.loss(out, out.detach() + change, t, x0)
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
@@ -992,6 +993,14 @@ class Trainer:
             out = (network or self.forward)(x.to(self.dtype), t, *classes)
         return out.to(self.dtype), target.to(self.dtype)
 
+    def x0_errors(self, t):
+        """The error of x0 that follows from one of 1 of the prediction: (B, 1, 1, 1)."""
+        return self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype)
+
+    def seen(self, x0, t, out, target):
+        """The x0 that a network sees in noised images x0, which should have answered target: (B, C, H, W)."""
+        return x0 + self.x0_errors(t) * (out - target)
+
     @torch.no_grad()
     def seen_earlier(self, x0, t, earlier, noise, classes):
         """By how much the answers at t would have to differ for the image that the network sees at the earlier timesteps."""
@@ -1008,7 +1017,7 @@ class Trainer:
         if self.config.dropout:
             self.model.replay_dropout(self.config.seed, step)
         self.model.train()
-        matches = self.config.matching_fraction and step >= unet_io.steps_on_paths(self.config)
+        matches = unet_io.matches_distributions(self.config, step)
         if self.config.path_steps and not matches:
             batch = self.path_batch(step)
         else:
@@ -1026,6 +1035,7 @@ class Trainer:
         elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
             for group in self.optimizer.param_groups:
                 group["lr"] = unet_io.learning_rate(self.config, step)
+                group["betas"] = (0.0 if matches else self.config.beta1, self.config.beta2)
             self.optimizer.step()
             for rate, ema in zip(self.config.ema_rate, self.emas):
                 keep = unet_io.ema_decay(rate, updates, warmup=not self.config.consistency)

@@ -387,9 +387,18 @@ def path_starts(config, count, labels):
     return drawn[:, 0], np.where(hidden, config.num_classes, labels[images.astype(np.int64)]).astype(np.int64)
 
 
+# Learning rates while distributions are matched, of the model and of the fake, as parts of --lr
+STUDENT_RATE, FAKE_RATE = 0.03, 0.1
+
+
 def steps_on_paths(config):
     """How many steps of training come before those that match distributions."""
     return config.lr_steps - math.floor(float(np.float32(config.matching_fraction)) * config.lr_steps + 0.5)
+
+
+def matches_distributions(config, step):
+    """Whether this step (0-based) matches distributions."""
+    return config.matching_fraction > 0 and step >= steps_on_paths(config)
 
 
 def matching_timesteps(config, step):
@@ -929,7 +938,10 @@ def parse_setting(text, kind, choices=None):
 
 
 def learning_rate(config, step):
-    """The learning rate of step (0-based): linear warm-up, then constant, half a cosine or a line down."""
+    """The learning rate of step (0-based): linear warm-up, then constant, half a cosine or a line down. While distributions
+    are matched it is constant and small."""
+    if matches_distributions(config, step):
+        return STUDENT_RATE * config.lr
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
     if config.lr_schedule != "constant" and step >= config.warmup_steps:
         done = min((step - config.warmup_steps) / max(config.lr_steps - config.warmup_steps, 1), 1.0)

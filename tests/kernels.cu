@@ -955,24 +955,30 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                  .path_steps = 3,
                                  .first = 2 * B + 1});
     });
-    Floats pictures(images.host.size()), fake(n), kept(n);
-    check("drawn pictures", shape, {{&pictures, WRITTEN, "pictures", FLOAT_LIMIT}}, [&](auto on) {
-        on.run(DrawnPictures<typename decltype(on)::T>{.pictures = on(pictures),
-                                                       .images = on(images),
-                                                       .out = on(out),
-                                                       .target = on(target),
-                                                       .schedule = on(chain),
-                                                       .timesteps = on(t),
-                                                       .B = B,
-                                                       .channels = channels,
-                                                       .pixels = H * W,
-                                                       .clamps = predict == PREDICT_V});
-    });
-    check("kept predictions", shape, {{&kept, WRITTEN, "kept", EXACT}}, [&](auto on) {
-        on.run(Convert<float, typename decltype(on)::T>{on(kept), on(out), n});
+    Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
+    check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
+        on.run(PredictX0<typename decltype(on)::T>{.predicted = on(pictures),
+                                                   .images = on(images),
+                                                   .out = on(out),
+                                                   .target = on(target),
+                                                   .schedule = on(chain),
+                                                   .timesteps = on(t),
+                                                   .B = B,
+                                                   .channels = channels,
+                                                   .pixels = H * W,
+                                                   .clamps = predict == PREDICT_V});
     });
     check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
-        on.run(MatchingTarget<typename decltype(on)::T>{on(target), on(out), on(kept), on(fake), n});
+        on.run(MatchingTarget<typename decltype(on)::T>{.target = on(target),
+                                                        .out = on(out),
+                                                        .pictures = on(pictures),
+                                                        .teacher = on(teacher),
+                                                        .fake = on(fake),
+                                                        .schedule = on(chain),
+                                                        .timesteps = on(t),
+                                                        .B = B,
+                                                        .channels = channels,
+                                                        .pixels = H * W});
     });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
