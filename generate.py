@@ -733,7 +733,8 @@ def main():
     config = model.config
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
-    adds_noise = args.sampler == "ddpm" or args.eta > 0 or args.sampler == "consistency" and args.sample_steps != 1
+    adds_noise = args.sampler == "ddpm" or args.eta > 0 or (
+        args.sampler == "consistency" and sampler_steps(config, args.sampler, args.sample_steps) > 1)
     if args.interpolate and adds_noise:
         raise UserError("--interpolate needs a sampler that adds no noise: no ddpm, no --eta, and no more than"
                         " --sample_steps 1 of consistency")

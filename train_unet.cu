@@ -164,7 +164,7 @@ struct Config {
     // diffusion
     int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
     // training
-    int batch_size, microbatch, steps, flip, consistency, path_steps;
+    int batch_size, microbatch, steps, flip, consistency, consistency_steps, path_steps;
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
@@ -198,7 +198,8 @@ static int sampler_steps(const Config& c) {
     switch (c.sampler) {
         case SAMPLER_DDPM: return c.diffusion_steps;
         case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
-        case SAMPLER_CONSISTENCY: return c.path_steps == 1 ? 1 : std::min(2, c.diffusion_steps);
+        case SAMPLER_CONSISTENCY:
+            return std::min(c.consistency_steps, c.path_steps ? c.path_steps : c.diffusion_steps);
         default: return std::min(25, c.diffusion_steps);
     }
 }
@@ -2334,8 +2335,9 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// Of every sample of the batch the timestep that the student draws from, the first or the second of two steps, and the one
-// that the picture is noised to, neither among the first nor among the last of all. An item is a sample.
+// Of every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are
+// the same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last
+// of all. An item is a sample.
 struct DrawMatchingTimesteps {
     int *timesteps, *noised;  // (batch)
     const int64_t* step;
@@ -3304,7 +3306,7 @@ struct Trainer {
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
-    int second_timestep = 0;                      // of two consistency steps, with --matching_fraction
+    int second_timestep = 0;                      // or the only one: see DrawMatchingTimesteps
     CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
@@ -3338,7 +3340,7 @@ static void prepare_steps(Trainer* t) {
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     if (c.path_steps) t->path = make_path(c);
-    if (c.matching_fraction > 0) t->second_timestep = consistency_timesteps(c, 2)[0];
+    if (c.matching_fraction > 0) t->second_timestep = consistency_timesteps(c, c.consistency_steps)[0];
     t->source = {.bytes = for_device(data.bytes),
                  .floats = for_device(data.floats),
                  .order = t->order.get(),
@@ -4274,6 +4276,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::v
     std::string taken = take_sampling(&config, given, file.config);
     config.consistency = file.config.consistency;
     config.path_steps = file.config.path_steps;  // which says what timesteps the model has learned
+    config.consistency_steps = file.config.consistency_steps;
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))

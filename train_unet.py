@@ -565,8 +565,9 @@ class Diffusion:
             raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
         if config.path_steps > config.diffusion_steps:
             raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
-        if config.matching_fraction and config.path_steps < 2:
-            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps 2 or more")
+        if config.matching_fraction and config.path_steps < config.consistency_steps:
+            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps {config.consistency_steps} or"
+                            " more, as many as --consistency_steps")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -632,7 +633,7 @@ class Diffusion:
         return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
 
 
-SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
+SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": None}  # steps unless told; None: all timesteps
 SAMPLING = dict(guidance_scale=1.0, sampler="ddim", sample_steps=0, spacing="auto", eta=0.0, threshold="clamp", use_ema=1)
 USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
 
@@ -644,8 +645,11 @@ def usual_sampler(config):
 
 def sampler_steps(config, sampler, sample_steps=None):
     """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
-    known = sampler == "consistency" and config.path_steps or config.diffusion_steps
-    return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, known)
+    if sample_steps:
+        return sample_steps
+    if sampler == "consistency":
+        return min(config.consistency_steps, config.path_steps or config.diffusion_steps)
+    return min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
 
 
 def sampling_settings(checkpoint, given):

@@ -446,6 +446,8 @@ static std::vector<Flag> FLAGS = {
      "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", 0, 0.9999999},
     {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
+    {FIELD(consistency_steps), INT, TRAINING, FIXED, "2",
+     "with --consistency: in how many steps the model is to draw, which it learns best in matching distributions", 1, 2},
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
      "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
      0, 1000},
@@ -915,8 +917,9 @@ static void check_config(const Config& c) {
     if (takes_learned && c.sample_steps > c.path_steps)
         fail("--sample_steps %d is more than the model has learned timesteps, %d of --path_steps", c.sample_steps,
              c.path_steps);
-    if (c.matching_fraction > 0 && c.path_steps < 2)
-        fail("--matching_fraction %g needs --path_steps 2 or more", (double)c.matching_fraction);
+    if (c.matching_fraction > 0 && c.path_steps < c.consistency_steps)
+        fail("--matching_fraction %g needs --path_steps %d or more, as many as --consistency_steps", (double)c.matching_fraction,
+             c.consistency_steps);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)

@@ -407,7 +407,7 @@ def matching_timesteps(config, step):
     T, stream, rows = config.diffusion_steps, Stream.MATCHING_TIMESTEP, np.arange(config.batch_size)
     drawn = words(config.seed, stream, 2, rows, step).astype(np.int64)
     least = T // 50
-    return (np.where(drawn[:, 0] >> 31, consistency_timesteps(T, config.path_steps, 2)[0], T - 1),
+    return (np.where(drawn[:, 0] >> 31, consistency_timesteps(T, config.path_steps, config.consistency_steps)[0], T - 1),
             least + (drawn[:, 1] * (T - 2 * least) >> 32))
 
 
@@ -772,6 +772,8 @@ class Config(Settings):
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
+    consistency_steps: int = _setting(2, "with --consistency: in how many steps the model is to draw, which it learns best in"
+                                         " matching distributions", low=1, high=2)
     path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
                                   " pairs of timesteps", low=0, high=1000)
     matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"

@@ -56,7 +56,8 @@ class Recipe:
     """A way to train. flags: Config values over those of the data set's preset. samplers: flags with which is drawn.
 
     trainer: "train_unet" or "PyTorch". one_run: one run gives the models of all lengths; otherwise the learning rate falls,
-    and each length is a run of its own. tuned: the same flags for the model after consistency tuning.
+    and each length is a run of its own. tuned: in how many steps the model also draws after consistency tuning, which is done
+    for each number of steps anew.
     """
     title: str
     trainer: str
@@ -77,12 +78,11 @@ SMOKE = DataSet("fashion32", dict(
 FALLING = dict(grad_clip=1.0, lr_schedule="cosine", warmup_steps=500)  # from the preset's learning rate
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
 EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
-CONSISTENCY = "--sampler consistency --sample_steps"
 RECIPES = {
     "real": Recipe("training images, as a yardstick", "", {}, ()),
     "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM,
                    ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20"),
-                   one_run=False, tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
+                   one_run=False, tuned=(1, 2)),
     "ours_v": Recipe("`./train_unet`, v", "train_unet", FALLING | dict(
         noise_schedule="cosine", predict="v", timestep_sampling="uniform"), ("--sampler ddim --sample_steps 50",), one_run=False),
     # as examples/unconditional_image_generation of diffusers
@@ -256,6 +256,11 @@ def draw(weights, sampler, count, path):
     return unet_io.to_uint8(np.load(path)), classes
 
 
+def consistency(calls):
+    """The flags that draw a picture in so many calls after consistency tuning."""
+    return f"--sampler consistency --sample_steps {calls}"
+
+
 def calls_of(sampler):
     """How often a sampler calls the network for a picture."""
     words = dict(zip(sampler.split()[::2], sampler.split()[1::2]))
@@ -345,7 +350,7 @@ class Job:
         for minutes in sorted(self.options.minutes):
             tuned_minutes = round((1 + TUNING) * minutes, 3)
             wanted = [(minutes, sampler) for sampler in self.recipe.samplers]
-            wanted += [(tuned_minutes, sampler) for sampler in self.recipe.tuned]
+            wanted += [(tuned_minutes, consistency(calls)) for calls in self.recipe.tuned]
             if all(self.is_known(*point) for point in wanted):
                 continue
             folder = self.folder / ("run" if self.recipe.one_run else f"run_{minutes}")
@@ -355,17 +360,19 @@ class Job:
             weights, seconds = self.trained(folder, trainer, steps, every)
             self.note_model(minutes, self.recipe.samplers, weights, steps=steps, seconds=seconds)
 
-            if self.recipe.tuned:
-                folder = self.folder / f"tuned_{minutes}"
-                trainer = functools.partial(self.tuner, weights, folder)
+            for calls in self.recipe.tuned:
+                if self.is_known(tuned_minutes, consistency(calls)):
+                    continue
+                folder = self.folder / f"tuned_{minutes}_{calls}"
+                trainer = functools.partial(self.tuner, weights, folder, calls)
                 every = steps_a_minute(self.folder / "tuning_steps_a_minute", self.options, trainer)
                 more = max(1, round(TUNING * minutes * every))
-                weights, more_seconds = self.trained(folder, trainer, more, every)
-                self.note_model(tuned_minutes, self.recipe.tuned, weights, steps=steps + more, seconds=seconds + more_seconds)
+                tuned, more_seconds = self.trained(folder, trainer, more, every)
+                self.note_model(tuned_minutes, [consistency(calls)], tuned, steps=steps + more, seconds=seconds + more_seconds)
 
-    def tuner(self, weights, folder):
-        """The consistency tuning of weights."""
-        flags = ["--preset", "consistency", "--model_weights", str(weights)]
+    def tuner(self, weights, folder, calls):
+        """The consistency tuning of weights for so many calls a picture."""
+        flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
         for name in ("batch_size", "seed", "flip"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
