@@ -535,7 +535,7 @@ static std::vector<Preset> PRESETS = {
     {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
     {"fashion32", OF_EDM "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
                          "--cond_drop_prob 0.1 --batch_size 128 --lr 1e-3 --lr_schedule cosine --warmup_steps 500 "
-                         "--sampler dpmpp --sample_steps 10"},
+                         "--sampler dpmpp --sample_steps 20"},
     {"unet64", IN_MINUTES "--batch_size 64 --steps 16000"},
     {"large64",
      "--num_channels 128 --num_res_blocks 3 --attention_resolutions 32,16,8 --num_head_channels 64 "

@@ -138,6 +138,13 @@ def test_jobs(small, capsys):
         points = {(point["minutes"], point["calls"]): point for point in result["points"]}
         wanted = {"real": {(0, 0)}, "ours": {(1, 3), (1.2, 1), (1.2, 2), (2, 3), (2.4, 1), (2.4, 2)}, "flow": {(1, 3), (2, 3)}}
         assert set(points) == wanted.get(recipe, {(1, 50), (2, 50)})
+        if recipe == "ours":
+            ours = points
+    rows = [line.strip("|").split("|") for line in records.summary(list(results.values())).splitlines()[-2:]]
+    for minutes, row in enumerate(rows, 1):
+        assert int(row[0]) == minutes and row[1].strip() == f"{results['real']['points'][0]['figures']['Frechet']:.2f}"
+        wanted = [ours[key]["figures"]["Frechet"] for key in ((minutes, 3), (1.2 * minutes, 1), (1.2 * minutes, 2))]
+        assert [cell.strip() for cell in row[3:]] == [f"{value:.2f}" for value in wanted]
         for (minutes, _), point in points.items():
             assert {"Frechet", "Frechet of 4", "KID x 1000", "precision %", "recall %", "accuracy %"} == set(point["figures"])
             assert not minutes or point["steps"] >= minutes and point["seconds"] > 0

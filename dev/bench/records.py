@@ -3,7 +3,7 @@ writes the tables of docs/records.md.
 
     python dev/bench/records.py --prepare               the images of all data sets, once, before the jobs
     python dev/bench/records.py --job fashion-ours-0    one data set, recipe and seed: writes build/records/fashion-ours-0.json
-    python dev/bench/records.py --write                 the tables, from the results of all jobs that are there
+    python dev/bench/records.py --write                 the tables, and the README's, from the results of all jobs
     python dev/bench/records.py --smoke                 everything in miniature, also without a GPU
 
 A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Jobs may run at the same
@@ -256,6 +256,11 @@ def draw(weights, sampler, count, path):
     return unet_io.to_uint8(np.load(path)), classes
 
 
+def with_tuning(minutes):
+    """The minutes that a model and its consistency tuning take together."""
+    return round((1 + TUNING) * minutes, 3)
+
+
 def consistency(calls):
     """The flags that draw a picture in so many calls after consistency tuning."""
     return f"--sampler consistency --sample_steps {calls}"
@@ -348,7 +353,7 @@ class Job:
                 self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
             return
         for minutes in sorted(self.options.minutes):
-            tuned_minutes = round((1 + TUNING) * minutes, 3)
+            tuned_minutes = with_tuning(minutes)
             wanted = [(minutes, sampler) for sampler in self.recipe.samplers]
             wanted += [(tuned_minutes, consistency(calls)) for calls in self.recipe.tuned]
             if all(self.is_known(*point) for point in wanted):
@@ -417,6 +422,29 @@ def table(results):
     return text
 
 
+def summary(results):
+    """The README's table: Fréchet distances after the same minutes, here by calls of the network and in PyTorch at its best."""
+    def mean_distance(recipe, minutes, sampler):
+        values = [point["figures"]["Frechet"] for result in results if result["recipe"] == recipe
+                  for point in result["points"] if (point["minutes"], point["sampler"]) == (minutes, sampler)]
+        return statistics.mean(values) if values else None
+
+    best, titles = RECIPES["ours"].samplers[-1], [f"{calls} call{'s' * (calls > 1)}, tuned" for calls in RECIPES["ours"].tuned]
+    text = f"| minutes | real images | PyTorch, its best | `./train_unet`, {calls_of(best)} calls | {' | '.join(titles)} |\n"
+    text += "|---:|---:|---:|---:|" + "---:|" * len(titles) + "\n"
+    for minutes in sorted({point["minutes"] for result in results if result["recipe"] == "ours" for point in result["points"]}):
+        ours = mean_distance("ours", minutes, best)
+        theirs = [mean_distance(name, minutes, sampler) for name, recipe in RECIPES.items() if recipe.trainer == "PyTorch"
+                  for sampler in recipe.samplers]
+        tuned = [mean_distance("ours", with_tuning(minutes), consistency(calls)) for calls in RECIPES["ours"].tuned]
+        if ours is None:  # those of a tuning
+            continue
+        values = [mean_distance("real", 0, ""), min(filter(None, theirs), default=None), ours, *tuned]
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
+        text += f"| {minutes:g} | {' | '.join(cells)} |\n"
+    return f"On {results[0]['device']}:\n\n{text}"
+
+
 def render(results):
     """{marker: text} of the page's tables, of the data sets that have results."""
     texts = {}
@@ -473,6 +501,9 @@ def main():
         if not results:
             raise UserError(f"{args.folder} holds no results: each --job writes some")
         write_between(PAGE, render(results))
+        fashion = [result for result in results if result["data"] == "fashion"]
+        if fashion:
+            write_between(ROOT / "README.md", {"records:summary": summary(fashion)})
     else:
         smoke(args.folder / "smoke")
 
