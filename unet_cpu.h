@@ -470,9 +470,11 @@ static void matmul_pack(float* panels, Matrix b, int K, int N) {
         int width = std::min((int)TILE_COLUMNS, N - n);
         for (int k = 0; k < K; k++) {
             const float* row = b.from(k, n).data;
-            if (b.column == 1 && width == TILE_COLUMNS) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
-            else
+            if (width < TILE_COLUMNS)
                 SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
+            else if (b.column == 1) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
+            else
+                SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = row[j * b.column];
             panels += TILE_COLUMNS;
         }
     }
@@ -505,34 +507,30 @@ template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const fl
     }
 }
 
-// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS).
+// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS). Tiles are multiplied
+// inline: WebAssembly passes a Matrix in memory, and reading it back waits for the stores, 9% of a call of tiny in Node.
 static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K,
                            bool add) {
-    int rows = 0;
-    for (int m = 0; m < M; m += rows) {
-        auto multiply = multiply_tile<1>;
-        rows = 1;
-        if (M - m >= TILE_ROWS) {
-            multiply = multiply_tile<TILE_ROWS>;
-            rows = TILE_ROWS;
-        } else if (M - m >= 4) {
-            multiply = multiply_tile<4>;
-            rows = 4;
-        }
-
-        float* target = c + (size_t)m * ldc;
-        if (columns >= TILE_COLUMNS) {
-            multiply(target, ldc, a.from(m, 0), panel, K, add);
-            continue;
-        }
-        float whole[TILE_ROWS * TILE_COLUMNS];
-        multiply(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < columns; j++) {
-                float& element = target[r * ldc + j];
-                element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+    int m = 0;
+    auto multiply_rows = [&](auto rows) {
+        for (; m + rows <= M; m += rows) {
+            float* target = c + (size_t)m * ldc;
+            if (columns >= TILE_COLUMNS) {
+                multiply_tile<rows>(target, ldc, a.from(m, 0), panel, K, add);
+                continue;
             }
-    }
+            float whole[rows * TILE_COLUMNS];
+            multiply_tile<rows>(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
+            for (int r = 0; r < rows; r++)
+                for (int j = 0; j < columns; j++) {
+                    float& element = target[r * ldc + j];
+                    element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+                }
+        }
+    };
+    multiply_rows(std::integral_constant<int, TILE_ROWS>());
+    multiply_rows(std::integral_constant<int, 4>());
+    multiply_rows(std::integral_constant<int, 1>());
 }
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
@@ -920,21 +918,27 @@ struct Winograd {
         if (!backward) return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
         return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
     }
+    // Panel by panel, so that a panel's taps stay in the nearest cache.
+    // Panel by panel, so that a panel's taps stay in the nearest cache.
     void transform_weights(Range o) const {
         const Planes transformed = weights();
         float* packed_taps = transformed.end();
-        const size_t size = (size_t)inputs.count() * round_up(o.count(), TILE_COLUMNS);
-        Matrix tap = first_tap(o);
-        for (int i = 0; i < TAPS; i++) {
-            matmul_pack(packed_taps + i * size, tap, inputs.count(), o.count());
-            tap.data += backward ? -out.C : x.C;
-        }
+        const size_t size = (size_t)inputs.count() * TILE_COLUMNS;
+        for (int panel = 0; panel * TILE_COLUMNS < o.count(); panel++) {
+            const Range columns = {o.first + panel * TILE_COLUMNS, o.end};
+            Matrix tap = first_tap(columns);
+            for (int i = 0; i < TAPS; i++) {
+                matmul_pack(packed_taps + i * size, tap, inputs.count(), std::min(columns.count(), (int)TILE_COLUMNS));
+                tap.data += backward ? -out.C : x.C;
+            }
 
-        for (size_t at = 0; at < size; at += VECTOR) {
-            Vector taps[TAPS], elements[ELEMENTS];
-            REGISTER_FOR (int i = 0; i < TAPS; i++) taps[i] = *(Vector*)(packed_taps + i * size + at);
-            transform(elements, G, taps);
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(transformed[f] + at) = elements[f];
+            for (size_t at = 0; at < size; at += VECTOR) {
+                Vector taps[TAPS], elements[ELEMENTS];
+                REGISTER_FOR (int i = 0; i < TAPS; i++) taps[i] = *(Vector*)(packed_taps + i * size + at);
+                transform(elements, G, taps);
+                REGISTER_FOR (int f = 0; f < ELEMENTS; f++)
+                    *(Vector*)(transformed[f] + panel * size + at) = elements[f];
+            }
         }
     }
 
