@@ -422,7 +422,8 @@ def save_weights(path, model, checkpoint):
     state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     if path.endswith(".bin"):
         weights = dict(weights=to_numpy(file_order(model, state.values()))) | unet_io.class_section(names)
-        unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=checkpoint.run))
+        run = {name: value for name, value in checkpoint.run.items() if name != "use_ema"}  # there is nothing to choose
+        unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=run))
     elif path.endswith((".pt", ".pth")):
         with unet_io.replacing(path) as file:
             told = dict(class_names=names) if names else {}
@@ -1003,7 +1004,8 @@ def _told_by_scheduler(path, file):
     if values["thresholding"]:
         threshold = "dynamic" if values["sample_max_value"] > 1 else "clamp"
     if threshold != "clamp":
-        note(path, f"has a scheduler that does not clamp to [-1, 1]: draw with --threshold {threshold}")
+        note(path, f"has a scheduler that does not clamp to [-1, 1]: pictures are drawn with --threshold"
+                   f" {threshold}")
     elif values["clip_sample"] and not values["thresholding"] and values["clip_sample_range"] != 1:
         limit = values["clip_sample_range"]
         note(path, f"has a scheduler that clamps to [-{limit}, {limit}]: --threshold clamp does to [-1, 1], none not at"

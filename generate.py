@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, seed_noise, usual_sampler)
-from unet_io import THRESHOLDS, Config, GridLayout, UserError, counted
+                        refuse_contradictions, sample, sampler_steps, sampling_settings, seed_noise)
+from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
@@ -96,15 +96,11 @@ def shown_names(path, own, num_classes):
 def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
-    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 2 is the
-    class called 2, and 0-4 are those called 0 to 4.
+    At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 0-4 are the
+    classes called 0 to 4.
     """
     names = names or list(map(str, range(num_classes)))
     text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
-    values = {}  # the classes whose names are numbers
-    for name, number in places.items():
-        if re.fullmatch("[0-9]{1,9}", name):
-            values.setdefault(int(name), number)
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
@@ -117,13 +113,13 @@ def parse_classes(text, names, num_classes):
             classes.append(places[part])
             continue
         try:
-            numbers = parse_numbers(part)
+            called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
-            numbers = []
-        if not numbers or not values.keys() >= set(numbers):
+            called = []
+        if not called or not places.keys() >= set(called):
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
-        classes += [values[number] for number in numbers]
+        classes += [places[name] for name in called]
     return classes
 
 
@@ -135,7 +131,7 @@ def beginning(path):
         return file.read(8)
 
 
-def load_weights(path, use_ema=1, overrides=None):
+def load_weights(path, use_ema=None, overrides=None):
     """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/dit/train_dit.py.
     """
     if not beginning(path).startswith(b"DiT\0"):
@@ -553,9 +549,8 @@ def check_page(args):
         raise UserError(f"--export_page {args.export_page}: a page's name must end in .html")
     if args.export or args.imported:
         raise UserError("--export_page writes a page of --model_weights and nothing else: leave --import and --export out")
-    if args.guide_weights or args.threshold == "dynamic":
-        flag = "--guide_weights" if args.guide_weights else "--threshold dynamic"
-        raise UserError(f"a page draws without {flag}: leave it out of --export_page")
+    if args.guide_weights:
+        raise UserError("a page draws without --guide_weights: leave it out of --export_page")
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
@@ -565,10 +560,11 @@ def export_page(args, model, class_names, step):
     """Write the page of --export_page, which draws as these flags say."""
     if not isinstance(model, UNet):
         raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
-    sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing")}
-    steps = sampler_steps(model.config, args.sampler, args.sample_steps)
-    unet_io.check_steps(model.config.diffusion_steps, steps)
-    sampling |= {"sample_steps": steps, "threshold": args.threshold or "clamp"}
+    if args.threshold == "dynamic":
+        raise UserError("a page draws without --threshold dynamic: name another, such as --threshold clamp")
+    sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing", "threshold")}
+    sampling["sample_steps"] = sampler_steps(model.config, args.sampler, args.sample_steps)
+    unet_io.check_steps(model.config.diffusion_steps, sampling["sample_steps"])
     page = unet_io.import_from_dev("web/page")
     page.write_page(args.export_page, model, sampling, class_names, step)
     unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")
@@ -602,8 +598,8 @@ def main():
     add("--class_names", default="", metavar="FILE",
         help="a name a line, of class 0, 1 ...: for a model whose classes have none, or others for --class; --export"
              " keeps them")
-    add("--guidance_scale", type=float, default=1.0, metavar="X",
-        help="draw what differs so many times as much from pictures without a class (default: 1)")
+    add("--guidance_scale", type=float, metavar="X",
+        help="draw what differs so many times as much from pictures without a class (default: the run's, or 1)")
     add("--guidance_interval", type=parse_interval, default=(0.0, 1.0), metavar="LO,HI",
         help="guide in this part of the chain only, from no noise (0) to nothing but noise (1)")
     add("--guide_weights", metavar="FILE",
@@ -618,19 +614,21 @@ def main():
         help="how often: more makes what is drawn fit better to what is kept (default: 10)")
     add("--interpolate", type=int, metavar="N",
         help="N pictures on the way from the first of two --seeds to the second")
-    add("--sampler", choices=list(SAMPLERS), help="default: ddim; of a model of --consistency: consistency")
+    add("--sampler", choices=list(SAMPLERS),
+        help="default: what the run drew its grids with, or ddim. With this flag, those of the next three that are left out"
+             " have the defaults of ./train_unet, not the run's")
     add("--sample_steps", type=int, metavar="N",
-        help="steps (default: ddim 50, ddpm all timesteps, dpmpp and heun 25, consistency 2)")
-    add("--spacing", choices=unet_io.SPACINGS, default="auto",
-        help="which timesteps; auto: uniform for ddim and ddpm, else trailing; karras: as EDM (default: auto)")
-    add("--eta", type=float, default=0.0, metavar="X",
-        help="how much of ddpm's noise ddim adds at every step (default: 0)")
+        help="steps; 0: ddim 50, ddpm all timesteps, dpmpp and heun 25, consistency 2 (default: the run's, or 0)")
+    add("--spacing", choices=unet_io.SPACINGS,
+        help="which timesteps; auto: uniform for ddim and ddpm, else trailing; karras: as EDM (default: the run's, or auto)")
+    add("--eta", type=float, metavar="X",
+        help="how much of ddpm's noise ddim adds at every step (default: the run's, or 0)")
     add("--threshold", choices=THRESHOLDS,
-        help="how each step keeps its picture in [-1, 1] (default: clamp); dynamic: scaled by the 99.5th percentile."
-             " With --export FOLDER/: what it tells diffusers (default: the run's)")
+        help="how each step keeps its picture in [-1, 1]; dynamic: scaled by the 99.5th percentile. With --export FOLDER/:"
+             " what it tells diffusers (default: the run's, or clamp)")
     add("--batch_size", type=int, default=16, metavar="N", help="pictures at a time (default: 16)")
     add("--use_ema", type=int, choices=range(5), metavar="N",
-        help="which of the averaged weights, where the file has any; 0: the raw weights (default: 1)")
+        help="which of the averaged weights, where the file has any; 0: the raw weights (default: the run's, or 1)")
     add("--output_name", "--output_filename", default="samples.png", metavar="FILE",
         help="all pictures in a grid (default: samples.png); .npz: as an array of bytes, (N, H, W, C), with"
              " their classes, as evaluators read them; .npy: of floats, (N, C, H, W)")
@@ -680,7 +678,7 @@ def main():
     unet_io.check_range("sample_steps", args.sample_steps or 0)
     if not 0 <= args.seed <= 2**32 - count:
         raise UserError(f"--seed {args.seed} must be from 0 to 4294967295, less the number of images")
-    unet_io.check_range("eta", args.eta)
+    unet_io.check_range("eta", args.eta or 0)
     if args.interpolate:
         if args.interpolate < 2 or len(set(args.seeds or ())) != 2 or len(args.seeds) != 2:
             raise UserError("--interpolate draws two or more pictures between two seeds, such as --seeds 3,9"
@@ -708,8 +706,9 @@ def main():
     if args.renews:
         renew(args.imported, target, overrides)
         return
-    args.use_ema = 1 if args.use_ema is None else args.use_ema
     model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides)
+    sampling, taken = sampling_settings(checkpoint, given)
+    vars(args).update(sampling)
     if target:
         if not isinstance(model, UNet):
             raise UserError(f"{args.model_weights} is no UNet; python dev/dit/train_dit.py --export writes a DiT's"
@@ -720,7 +719,7 @@ def main():
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
             checkpoint.sections |= unet_io.class_section(names)
         if target.endswith("/") or os.path.isdir(target):
-            checkpoint.run |= dict(threshold=args.threshold) if args.threshold else {}
+            checkpoint.run["threshold"] = args.threshold
             save_diffusers(target, model, checkpoint)
         else:
             save_weights(target, model, checkpoint)
@@ -728,9 +727,10 @@ def main():
         kind = ("averaged " if averaged else "raw ") if "ema" in checkpoint.sections else ""
         unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
         return
+    if taken:
+        unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     config = model.config
-    args.sampler = args.sampler or usual_sampler(config)
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     adds_noise = args.sampler == "ddpm" or args.eta > 0 or args.sampler == "consistency" and args.sample_steps != 1
@@ -777,7 +777,7 @@ def main():
         some = slice(start, start + args.batch_size)
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
-                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold or "clamp",
+                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
                    slerp(*ends, count, some) if args.interpolate else None, args.strip,
                    classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit,
                    args.spacing)
@@ -791,9 +791,9 @@ def main():
     pictures = np.concatenate(pictures)
 
     groups = 0 if args.interpolate else groups
-    layout = unet_io.grid_layout(count, groups, config.image_size)
+    columns = unet_io.grid_columns(count, groups, config.image_size)
     if args.interpolate and count <= 16:
-        layout = GridLayout(count, count)  # as ./train_unet lays them out
+        columns = count
     said = ""
     if as_floats:
         with unet_io.replacing(args.output_name) as file:
@@ -802,14 +802,17 @@ def main():
     elif as_bytes:
         unet_io.save_arrays(args.output_name, pictures, classes)
     else:
-        unet_io.save_grid(args.output_name, pictures, layout)
-        said = unet_io.rows_text(rows, count, groups, layout)
+        unet_io.save_grid(args.output_name, pictures, columns)
+        said = unet_io.rows_text(rows, count, groups, columns)
     unet_io.say(f"wrote {args.output_name}{said}")
     if args.show and not as_floats and not as_bytes:
-        unet_io.show_grid(unet_io.draw_grid(pictures, layout))
+        unet_io.show_grid(unet_io.draw_grid(pictures, columns))
     if args.strip:
-        layout = unet_io.grid_layout(count * args.strip, count, config.image_size)
-        unet_io.save_grid(f"{stem}_strip{ending}", np.concatenate(strips), layout)
+        strips = np.concatenate(strips).reshape(count, args.strip, *shape)
+        columns = min(args.strip, 4000 // (config.image_size + 2))
+        missing = -args.strip % columns  # white pictures behind each strip, whose last row they fill
+        strips = np.pad(strips, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)], constant_values=255)
+        unet_io.save_grid(f"{stem}_strip{ending}", strips.reshape(-1, *shape), columns)
         unet_io.say(f"wrote {stem}_strip{ending}")
     if args.output_dir:
         os.makedirs(args.output_dir, exist_ok=True)
@@ -821,7 +824,7 @@ def main():
         pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
         pairs = pairs.reshape(-1, *pictures.shape[1:])
         columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
-        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, GridLayout(columns, len(pairs)))
+        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, columns)
         unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
                     f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
     if held_out:

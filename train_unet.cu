@@ -92,6 +92,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -2999,8 +3000,8 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     int H = m.config.image_size;
     double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
     std::string what = text("%d pictures of %d x %d", samples, H, H);
-    bool as_arrays = !m.plan.training && has_ending(m.config.output_name, ".npz");
-    if (with_gaps > 5e8 && !as_arrays) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+    bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
+    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
 
     double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
@@ -3541,7 +3542,8 @@ static void match_distributions(Trainer* t) {
 // What the network learns in this step of the run.
 static Lesson lesson_of(const Config& c, int64_t step) {
     if (!c.path_steps) return LESSON_IMAGES;
-    return step < steps_on_paths(c) ? LESSON_PATHS : LESSON_STUDENT;
+    bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
+    return matches ? LESSON_STUDENT : LESSON_PATHS;
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
@@ -3725,10 +3727,10 @@ static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
     return specs;
 }
 
-// The samples of a grid, how they lie in it, and what the log says of the classes of its rows.
+// The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
-    GridLayout layout;
+    int columns;
     std::string rows;
 };
 
@@ -3741,8 +3743,8 @@ static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, cons
 
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
-    GridLayout layout = grid_layout((int)count, groups, c.image_size);
-    return {specs, layout, rows_text(names, classes, groups, layout)};
+    int columns = grid_columns((int)count, groups, c.image_size);
+    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : ""};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -3996,8 +3998,8 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
-// A new run of this configuration on grey images.
-static void prepare_trial_run(Trainer* t, const Config& config) {
+// A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
+static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) {
     int B = config.batch_size, H = config.image_size;
     t->images.count = B;
     t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
@@ -4006,15 +4008,16 @@ static void prepare_trial_run(Trainer* t, const Config& config) {
     check_memory(t->model);
     allocate_model(&t->model);
     initialise_weights(&t->model, config.seed);
+    t->step = first;
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images: of 20, or as many as `seconds` allow.
-static double time_step(Config config, int batch, double seconds) {
+// Milliseconds of a training step of `batch` images: of 20 from step `first` on, or as many as `seconds` allow.
+static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
     config.optimiser.lr = 0;  // so that no weight leaves the numbers
-    prepare_trial_run(&t, config);
+    prepare_trial_run(&t, config, first);
 
     double start = 0;
     int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
@@ -4035,16 +4038,24 @@ static void print_time(const Config& config, long steps_done) {
     int batch_size = config.batch_size, own = batch_size, timed = own;
     if (ON_GPU) timed = own = batch_size / ranks;
     else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    auto ms_from = [&](long first) { return time_step(config, timed, 2, first) * own / timed; };
+    auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
-    double ms = time_step(config, timed, 2) * own / timed;
+    double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", ms < 100 ? 2 : 0, ms, 1e3 * batch_size / ms,
-           how.c_str());
+    printf("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how.c_str());
 
-    long left = std::max(0L, config.steps - steps_done);
+    long left = std::max(0L, config.steps - steps_done), matching = 0;
+    double matching_ms = 0;
+    if (config.matching_fraction > 0) {
+        matching = std::clamp(config.steps - (long)steps_on_paths(config), 0L, left);
+        matching_ms = ms_from(steps_on_paths(config));
+        printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
+    }
+    double all_ms = (left - matching) * ms + matching * matching_ms;
     printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
-           human_time(left * ms / 1e3).c_str());
+           human_time(all_ms / 1e3).c_str());
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
@@ -4193,8 +4204,8 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-// What pictures are drawn by: the flags with the model that the weights are of, and these.
-static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFlag>& given) {
+// What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
+static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::vector<GivenFlag>& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
@@ -4203,52 +4214,53 @@ static std::pair<Config, WeightsFile> sampling_config(const std::vector<GivenFla
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
-    choose_sampler(&config, given, file.config);
+    std::string taken = take_sampling(&config, given, file.config);
     config.consistency = file.config.consistency;
     config.path_steps = file.config.path_steps;  // which says what timesteps the model has learned
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
+    if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
+        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
+             file.path.c_str());
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
-    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npz"))
-        fail("--output_name %s: pictures are written as PNG or .npz; end the name in .png or .npz",
-             config.output_name);
-    return {config, file};
+    if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
+        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
+             "in .png or .npy", config.output_name);
+    return {config, file, taken};
 }
 
-// The grid or arrays, and what --output_dir asks for.
+// The grid or array, and what --output_dir asks for.
 static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
-    bool as_arrays = has_ending(c.output_name, ".npz");
+    bool as_array = has_ending(c.output_name, ".npy");
     std::string rows;
     Raster picture = {};
-    if (as_arrays) {
-        std::vector<int> classes;
-        for (const SampleSpec& spec : grid.specs) classes.push_back(spec.label);
-        write_arrays(c.output_name, samples, classes, c);
+    if (as_array) {
+        write_array(c.output_name, samples, c);
     } else {
-        picture = draw_grid(samples, grid.layout, c);
-        write_grid(c.output_name, picture);
+        picture = draw_grid(samples, grid.columns, c);
+        write_png(c.output_name, picture);
         rows = grid.rows;
     }
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
         human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
-    if (c.show && !as_arrays) show_grid(c.output_name, picture);
+    if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
-        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), {1, 1, 1}, c, 0));
+        write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), 1, c, 0));
     }
     say("%s: each picture on its own", c.output_dir);
 }
 
 static void run_generate(const std::vector<GivenFlag>& given) {
-    auto [config, file] = sampling_config(given);
+    auto [config, file, taken] = sampling_config(given);
     std::vector<SampleSpec> specs = wanted_samples(config, given);
     SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
     int count = (int)specs.size();
@@ -4257,6 +4269,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
+    if (!taken.empty()) say("drawing as in training:%s", taken.c_str());
     if (config.dry_run) return print_run(m);
 
     // what can't be written is better said before the pictures are drawn
@@ -4563,7 +4576,7 @@ static void save_samples(Trainer* t) {
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
-    std::string failure = failure_of([&] { write_grid(path, draw_grid(samples, grid.layout, c)); });
+    std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
         human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
@@ -4657,11 +4670,11 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
+    long lesson = first;           // the first step of the present lesson, and when the steps began that count of it
+    double lesson_start = start;
 
     void pause(double seconds) {
-        start += seconds;
-        end += seconds;
-        log_start += seconds;
+        for (double* moved : {&start, &end, &log_start, &lesson_start}) *moved += seconds;
     }
 };
 
@@ -4693,9 +4706,16 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1;
-    // the first step, in which much is set up, counts only while there is no other
+    Lesson lesson = lesson_of(c, t->step - 1);
+    bool begins_lesson = first || lesson != lesson_of(c, t->step - 2);
+    if (begins_lesson) {
+        pace->lesson = t->step;
+        pace->lesson_start = pace->end;
+    }
+    // the first step of a lesson, in which much is set up, counts only while there is no other
     double now = seconds_now();
-    double rate = (double)std::max(1L, t->step - pace->first - 1) / (now - pace->start);
+    double rate = (double)std::max(1L, t->step - pace->lesson) / (now - pace->lesson_start);
+    if (begins_lesson) pace->lesson_start = now;
     if (first) pace->start = now;
     pace->end = now;
 
@@ -4713,7 +4733,10 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    printf(" | ETA %s", human_time((double)(c.steps - t->step) / rate).c_str());
+    bool is_followed = lesson == LESSON_PATHS && c.matching_fraction > 0;  // by a lesson whose steps take longer
+    long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
+    printf(" | ETA %s", human_time((double)(end - t->step) / rate).c_str());
+    if (end < c.steps) printf(" to step %ld", end);
     if (!logs) return;
 
     if (t->history.skipped) printf(" | %d skipped", t->history.skipped);

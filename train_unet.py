@@ -485,17 +485,19 @@ def refuse_contradictions(flags, config, path):
 
 def chosen_weights(checkpoint, use_ema, path):
     """The Checkpoint's flat array that use_ema names, see load_model. Raises UserError."""
+    use_ema = checkpoint.run.get("use_ema", 1) if use_ema is None else use_ema
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
     if use_ema > 1 and section not in checkpoint.sections:
         raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
     return checkpoint.sections.get(section, checkpoint.sections["weights"])
 
 
-def load_model(path, use_ema=1, overrides=None, free=()):
+def load_model(path, use_ema=None, overrides=None, free=()):
     """(UNet, Checkpoint) from a .bin, old or new, or from whatever convert.read takes: a .pt or .safetensors of ours,
     a bare state dict of guided-diffusion's model, of UNet, or of the trainer before it, a UNet2DModel of diffusers.
 
-    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones.
+    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones; None: what
+    the run drew its pictures with.
     overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
     there is as in convert. A new file knows all, and others are refused, but of names in free. Raises UserError.
     """
@@ -508,7 +510,7 @@ def load_model(path, use_ema=1, overrides=None, free=()):
         if checkpoint.old:
             checkpoint.config = with_old_attention(checkpoint.config, overrides).check()
     else:
-        checkpoint = convert.read(path, overrides, use_ema, free)
+        checkpoint = convert.read(path, overrides, 1 if use_ema is None else use_ema, free)
     if not checkpoint.old:
         told = {name: value for name, value in overrides.items() if name not in free}
         refuse_contradictions(told, checkpoint.config, path)
@@ -632,6 +634,7 @@ class Diffusion:
 
 FAKE_LEARNING_RATE = 3  # times the model's, which the fake has to follow: see Trainer.matching_loss
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": 2}  # steps unless told; None: all timesteps
+SAMPLING = dict(guidance_scale=1.0, sampler="ddim", sample_steps=0, spacing="auto", eta=0.0, threshold="clamp", use_ema=1)
 USUAL_SPACING = dict.fromkeys(SAMPLERS, "trailing") | {"ddim": "uniform", "ddpm": "uniform"}
 
 
@@ -644,6 +647,19 @@ def sampler_steps(config, sampler, sample_steps=None):
     """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
     known = sampler == "consistency" and config.path_steps or config.diffusion_steps
     return sample_steps or min(SAMPLERS[sampler] or config.diffusion_steps, known)
+
+
+def sampling_settings(checkpoint, given):
+    """(how pictures of a Checkpoint are drawn: {name: value} of SAMPLING; a text of the flags that are the run's).
+
+    given: {name: value} of what the user says; all else is as the run drew its grids. A given sampler takes none of the
+    run's steps, spacing and eta, which were for another. The text has what was taken and is not the default.
+    """
+    run = dict(sampler=usual_sampler(checkpoint.config)) | checkpoint.run
+    told = {*given, *(("sample_steps", "spacing", "eta") if "sampler" in given else ())}
+    taken = {name: run[name] for name in SAMPLING if name in run and name not in told}
+    text = "".join(f" --{name} {unet_io.setting_text(value)}" for name, value in taken.items() if value != SAMPLING[name])
+    return SAMPLING | taken | {name: given[name] for name in SAMPLING if name in given}, text
 
 
 @dataclasses.dataclass
@@ -871,11 +887,12 @@ class Trainer:
     """A model with its optimiser, average and place in the run; step() does one step of training.
 
     dtype float64 gives a reference run, precision "bf16" PyTorch's autocast on top of float32 weights. operators:
-    "torch", or "native" as in use_native_operators.
+    "torch", or "native" as in use_native_operators. threshold: how what is drawn in a step is limited, see `limited`.
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
-                 compile=False, operators="torch"):
+                 compile=False, operators="torch", threshold="clamp"):
         self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
+        self.threshold = threshold
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
         self.model = model.to(device, dtype)
@@ -905,7 +922,7 @@ class Trainer:
         if self.paths_drawn != count:
             seeds, classes = unet_io.path_starts(config, count, self.images.labels)
             points = []
-            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device,
+            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device, threshold=self.threshold,
                           classes=classes, path=points)
             self.paths = torch.stack(points).cpu().numpy(), ends.numpy(), classes
             self.paths_drawn = count
@@ -936,7 +953,7 @@ class Trainer:
             out, target = self.answer(x0, t, noise, classes)
             self.model.train()
             error = self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype) * (out - target)
-            pictures = limited(x0 + error, "clamp").float()
+            pictures = limited(x0 + error, self.threshold).float()
 
         if config.dropout:
             self.fake.replay_dropout(config.seed, step)
@@ -1270,6 +1287,8 @@ def parse_flags(argv=None):
     parser.add_argument("--resume", nargs="?", const="", metavar="PLACE",
                         help="continue from a checkpoint or a folder's newest (default: --out_dir's)")
     parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model")
+    parser.add_argument("--threshold", choices=["clamp", "none"],
+                        help="how the steps of --path_steps, and of grids, keep pictures in [-1, 1] (default: clamp)")
     parser.add_argument("--init", choices=["philox", "torch"],
                         help="who draws new weights: philox as ./train_unet, or torch (default: philox)")
     parser.add_argument("--compile", type=unet_io.parse_bool, metavar="X",
@@ -1285,7 +1304,7 @@ def parse_flags(argv=None):
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
     values = {name: default for name, (default, _) in RUN_FLAGS.items()}
-    values |= dict(resume=None, preset=None, init="philox", compile=None, precision="fp32", device="",
+    values |= dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
                   operators="torch")
     values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
@@ -1327,7 +1346,7 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every"):
+        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
             if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])
         return load_model(path, use_ema=0)[0], checkpoint, path
@@ -1453,7 +1472,7 @@ def train(config, run, given):
         unet_io.say(f"note: {line}")
     compile = device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
-                      operators=run.operators)
+                      operators=run.operators, threshold=run.threshold)
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)
@@ -1490,7 +1509,8 @@ def train(config, run, given):
 
     def save():
         name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
-        settings = {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
+        settings = {name: value for name, value in checkpoint.run.items() if name in SAMPLING} if resumes else {}
+        settings |= {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
         files = {"data_file": images.path, "val_file": run.val_file, "model_weights": run.model_weights}
         settings |= {name: path and os.path.abspath(path) for name, path in files.items()}
         state = trainer.checkpoint(smoothed or 0.0, settings, data_checksum=images.checksum, **unet_io.class_section(names))
@@ -1515,7 +1535,9 @@ def train(config, run, given):
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            left = tqdm.format_interval(seconds * (run.steps - step))
+            on_paths = config.matching_fraction and step <= unet_io.steps_on_paths(config)  # later steps take longer
+            end = min(unet_io.steps_on_paths(config), run.steps) if on_paths else run.steps
+            left = tqdm.format_interval(seconds * (end - step)) + (f" to step {end}" if end < run.steps else "")
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
             unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
                         f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
@@ -1533,11 +1555,11 @@ def train(config, run, given):
         if run.sample_every and step % run.sample_every == 0:
             name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
             classes, groups = unet_io.spread_classes(config, range(len(names) or config.num_classes), 16)
-            layout = unet_io.grid_layout(16, groups, config.image_size)
+            columns = unet_io.grid_columns(16, groups, config.image_size)
             pictures = unet_io.to_uint8(sample_average(trainer, range(16), classes).numpy())
             try:
-                unet_io.save_grid(name, pictures, layout)
-                unet_io.say(f"wrote {name}{unet_io.rows_text(names, 16, groups, layout)}")
+                unet_io.save_grid(name, pictures, columns)
+                unet_io.say(f"wrote {name}{unet_io.rows_text(names, 16, groups, columns)}")
             except UserError as error:
                 tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
             last_time, last_step = time.time(), step
@@ -1555,7 +1577,8 @@ def sample_average(trainer, seeds, classes=None):
     try:
         if trainer.emas:
             torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
-        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device, classes=classes)
+        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device,
+                      threshold=trainer.threshold, classes=classes)
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)
 

@@ -81,19 +81,12 @@ static int index_of(const std::vector<std::string>& names, const std::string& na
     return at == names.end() ? -1 : (int)(at - names.begin());
 }
 
-// A name in a sentence: the beginning of a long one, in whole letters of UTF-8.
-static std::string shortened(const std::string& name, size_t most = 80) {
-    if (name.size() <= most) return name;
-    while (most && (name[most] & 0xC0) == 0x80) most--;
-    return name.substr(0, most) + "...";
-}
-
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
 static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
         if (i) sentence += i + 1 == names.size() ? " and " : ", ";
-        sentence += shortened(names[i]);
+        sentence += names[i];
     }
     if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
     return sentence;
@@ -345,8 +338,9 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 // ---- flags ------------------------------------------------------------------------------------------------
 // What a flag's value is; of a number, also a list of them where Config has an array.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, SAMPLING, OTHER };  // OTHER is not in --config files
-static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Sampling", "Other"};
+// PICTURES say which are drawn, SAMPLING says how: see take_sampling. OTHER is not in --config files.
+enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, PICTURES, SAMPLING, OTHER };
+static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Pictures", "Sampling", "Other"};
 // What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
@@ -372,7 +366,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
     {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, samples and the log"},
     {FIELD(output_name), PATH, FILES, FORGOTTEN, "samples.png",
-     "PNG grid that --generate writes, or X.npz: arrays"},
+     "PNG grid that --generate writes, or X.npy: an array"},
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
      "folder into which --generate also writes each picture, as SEED.png"},
 
@@ -476,15 +470,17 @@ static std::vector<Flag> FLAGS = {
     {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", 0, 1e9},
     {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", 1, 1e9},
 
-    {FIELD(generate), BOOL, SAMPLING, FORGOTTEN, "0",
+    {FIELD(generate), BOOL, PICTURES, FORGOTTEN, "0",
      "draw --num_samples pictures and exit, with --model_weights or the newest checkpoint"},
-    {FIELD(num_samples), INT, SAMPLING, FREE, "16",
+    {FIELD(num_samples), INT, PICTURES, FREE, "16",
      "pictures to draw, and in each grid while training; 0: no grids", 0, 1e6},
-    {FIELD(seeds), PATH, SAMPLING, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
-    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, SAMPLING, FORGOTTEN, "",
+    {FIELD(seeds), PATH, PICTURES, FORGOTTEN, "", "draw the seeds 0-63, or 3,7,10-12, and exit"},
+    {"class", offsetof(Config, classes), sizeof Config().classes, PATH, PICTURES, FORGOTTEN, "",
      "classes to draw, such as cat,dog, equally many of each, or by number where they have no names: 0-4,7"},
-    {FIELD(class_names), PATH, SAMPLING, FORGOTTEN, "",
+    {FIELD(class_names), PATH, PICTURES, FORGOTTEN, "",
      "text file with a name of a class in each line, for a model that stores none, or other names"},
+    {FIELD(show), BOOL, PICTURES, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
+
     {FIELD(guidance_scale), FLOAT, SAMPLING, FREE, "1",
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
      0, 1000},
@@ -505,7 +501,6 @@ static std::vector<Flag> FLAGS = {
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
      "sample and validate with this one of the running means where there is one; 0: the raw weights",
      0, 4},
-    {FIELD(show), BOOL, SAMPLING, FORGOTTEN, "1", "show the grid of --generate in the terminal too"},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
     {FIELD(gpus), INT, OTHER, FORGOTTEN, "1", "GPUs of this machine to train or draw with", 1, 64},
@@ -557,28 +552,21 @@ static std::vector<Preset> PRESETS = {
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// Edits (insert, delete, replace) that turn a into b.
-static size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> edits(b.size() + 1);  // that turn what was seen of a into the beginnings of b
-    std::iota(edits.begin(), edits.end(), 0);
-    for (char letter : a) {
-        size_t replaced = edits[0]++;
-        for (size_t j = 1; j <= b.size(); j++) {
-            size_t best = std::min({replaced + (letter != b[j - 1]), edits[j] + 1, edits[j - 1] + 1});
-            replaced = std::exchange(edits[j], best);
-        }
-    }
-    return edits.back();
-}
-
-// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name.
+// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and
+// offers the one that shares most letters with it, at the beginning and at the end.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
-    auto distance = [&](const auto& entry) { return edit_distance(name.substr(0, 64), entry.name); };
     for (const auto& entry : table)
         if (name == entry.name) return entry;
+
+    auto shared = [&](const auto& entry) {
+        std::string other = entry.name;
+        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
+        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
+        return first + last;
+    };
     fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown.c_str(), mark,
-               std::ranges::min_element(table, {}, distance)->name);
+               std::ranges::max_element(table, {}, shared)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 static const char* preset_flags(const std::string& name) {
@@ -735,6 +723,11 @@ static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
+}
+
+// A model of --consistency draws by the sampler of this name, unless another is given.
+static void choose_sampler(Config* config, const std::vector<GivenFlag>& given) {
+    if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
 // What only generate.py does.
@@ -1072,7 +1065,7 @@ static std::string match_classes(Dataset* data, const char* file, const std::vec
         if (to[i] < 0) unknown.push_back(theirs[i]);
         else if (line.empty())
             line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
-                        "%d in the model", shortened(theirs[i]).c_str(), i, to[i]);
+                        "%d in the model", theirs[i].c_str(), i, to[i]);
     }
     if (!unknown.empty())
         fail("%s has images of %s, which the model does not know: its classes are %s", file,
@@ -1148,10 +1141,12 @@ static std::string stored_config(const Config& config) {
 }
 
 static void read_stored_config(Config* config, const std::string& lines) {
-    for (const GivenFlag& g : parse_config(lines, "config")) {
+    std::vector<GivenFlag> stored = parse_config(lines, "config");
+    for (const GivenFlag& g : stored) {
         if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
         set_flag(config, *g.flag, g.value);
     }
+    choose_sampler(config, stored);
 }
 
 // Where each section lies: they follow the header and each other up to the file's end.
@@ -1291,27 +1286,15 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
-// Where N pictures lie in a grid of `columns`. Every group of pictures begins a row.
-struct GridLayout {
-    int N, columns, group;
-    int rows_a_group() const { return (group + columns - 1) / columns; }
-    int rows() const { return N / group * rows_a_group(); }
-    int row(int n) const { return n / group * rows_a_group() + n % group / columns; }
-    int column(int n) const { return n % group % columns; }
-};
-// About square. Of `groups` groups of equally many pictures, such as classes, each has a row, or where that
-// needs more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
-static GridLayout grid_layout(int N, int groups, int image_size) {
-    if (!groups) return {N, (int)ceil(sqrt((double)N)), N};
+// How many of N pictures stand in a row of their grid, which is about square. Of `groups` groups of equally many
+// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a
+// side.
+static int grid_columns(int N, int groups, int image_size) {
+    int square = (int)ceil(sqrt((double)N));
+    if (!groups) return square;
     int each = N / groups;
-    auto side = [](const GridLayout& layout) { return std::max(layout.columns, layout.rows()); };
-    GridLayout best = {N, each, each};
-    if (side(best) * (image_size + 2) <= 4000) return best;
-    for (int columns = 1; columns <= N; columns += columns < each ? 1 : each) {
-        GridLayout layout = {N, columns, columns < each ? each : N};
-        if (side(layout) < side(best)) best = layout;
-    }
-    return best;
+    if (std::max(each, groups) * (image_size + 2) <= 4000) return each;
+    return each < square ? square / each * each : square;
 }
 
 // A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
@@ -1319,18 +1302,18 @@ struct Raster {
     int width, height, channels;
     std::vector<uint8_t> bytes;
     size_t place(size_t x, size_t y) const { return (y * width + x) * channels; }
-    bool is_large() const { return std::max(width, height) > 4000; }  // more than some viewers take
 };
 
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
-static Raster draw_grid(std::span<const float> pictures, const GridLayout& layout, const Config& c, int gap = 2) {
+static Raster draw_grid(std::span<const float> pictures, int columns, const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int width = layout.columns * (H + gap) + gap;
-    int height = layout.rows() * (H + gap) + gap;
+    int N = (int)(pictures.size() / (H * H * PIXEL)), rows = (N + columns - 1) / columns;
+    int width = columns * (H + gap) + gap;
+    int height = rows * (H + gap) + gap;
     Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
-    for (int n = 0; n < layout.N; n++) {
-        int top = layout.row(n) * (H + gap) + gap;
-        int left = layout.column(n) * (H + gap) + gap;
+    for (int n = 0; n < N; n++) {
+        int top = n / columns * (H + gap) + gap;
+        int left = n % columns * (H + gap) + gap;
         const float* pixel = &pictures[(size_t)n * H * H * PIXEL];
         for (int i = 0; i < H * H; i++) {
             uint8_t* bytes = &grid.bytes[grid.place(left + i % H, top + i / H)];
@@ -1523,75 +1506,21 @@ static void write_png(const std::string& path, const Raster& picture) {
     out.commit();
 }
 
-// What a viewer may refuse is said.
-static void write_grid(const std::string& path, const Raster& grid) {
-    write_png(path, grid);
-    if (grid.is_large())
-        say("%s has %d x %d pixels; --output_name X.npz or --output_dir suits so many pictures better",
-            path.c_str(), grid.width, grid.height);
-}
-
-static std::string little_endian(uint64_t value, int bytes) {
-    std::string number;
-    for (int i = 0; i < bytes; i++) number += (char)(value >> 8 * i);
-    return number;
-}
-
-// A file of NumPy's arrays, .npz: a zip in which the files NAME.npy are stored. All sizes have 64 bits
-// (PKWARE's APPNOTE 6.3, sections 4.3 to 4.5).
-struct ArrayFile {
-    Writer out;
-    std::string entries = "";  // of the list of all files, which comes last
-    uint64_t offset = 0;
-    int count = 0;
-
-    // `type` and `shape` as NumPy's header has them.
-    void add(const std::string& name, const std::string& type, const std::string& shape, const auto& data) {
-        std::string start = "{'descr': '" + type + "', 'fortran_order': False, 'shape': " + shape + ", }";
-        start.append(64 - (start.size() + 11) % 64, ' ');
-        start = "\x93NUMPY\x01" + std::string(1, 0) + little_endian(start.size() + 1, 2) + start + "\n";
-        uint64_t bytes = start.size() + data.size();
-        uint32_t crc = crc32(data.data(), data.size(), crc32(start.data(), start.size()));
-        // version 4.5, no flags, stored, the first moment of 1980, and sizes that follow behind the name
-        std::string file = little_endian(45, 2) + little_endian(0, 6) + little_endian(33, 2) +
-                           little_endian(crc, 4) + little_endian(UINT64_MAX, 8) +
-                           little_endian(name.size(), 2);
-        std::string sizes = little_endian(bytes, 8) + little_endian(bytes, 8);
-        std::string begin = "PK\3\4" + file + little_endian(20, 2) + name + little_endian(1, 2) +
-                            little_endian(16, 2) + sizes;
-        entries += "PK\1\2" + little_endian(45, 2) + file + little_endian(28, 2) + std::string(10, 0) +
-                   little_endian(UINT32_MAX, 4) + name + little_endian(1, 2) + little_endian(24, 2) + sizes +
-                   little_endian(offset, 8);
-        out.write(begin + start);
-        out.write(data.data(), data.size());
-        offset += begin.size() + bytes;
-        count++;
-    }
-    void commit() {
-        std::string counts = little_endian(count, 8) + little_endian(count, 8);
-        std::string where = little_endian(entries.size(), 8) + little_endian(offset, 8);
-        out.write(entries + "PK\6\6" + little_endian(44, 8) + little_endian(45, 2) + little_endian(45, 2) +
-                  little_endian(0, 8) + counts + where);
-        out.write("PK\6\7" + little_endian(0, 4) + little_endian(offset + entries.size(), 8) +
-                  little_endian(1, 4));
-        out.write("PK\5\6" + little_endian(0, 4) + little_endian(UINT64_MAX, 8) +
-                  little_endian(UINT32_MAX, 4) + little_endian(0, 2));
-        out.commit();
-    }
-};
-
-// pictures (N, H, W, PIXEL) as arr_0, bytes (N, H, W, C), and where the model has classes theirs as arr_1,
-// int64 (N): what the evaluators of guided-diffusion and others read.
-static void write_arrays(const std::string& path, const std::vector<float>& pictures,
-                         const std::vector<int>& classes, const Config& c) {
-    int N = (int)classes.size(), H = c.image_size, C = c.in_channels;
-    Raster column = draw_grid(pictures, {N, 1, N}, c, 0);
-    std::string labels;
-    for (int number : classes) labels += little_endian(number, 8);
-    ArrayFile file = {Writer(path)};
-    file.add("arr_0.npy", "|u1", text("(%d, %d, %d, %d)", N, H, H, C), column.bytes);
-    if (c.class_cond) file.add("arr_1.npy", "<i8", text("(%d,)", N), labels);
-    file.commit();
+// pictures (N, H, W, PIXEL) as a file of NumPy's, .npy (its format's version 1.0): floats (N, C, H, W).
+static void write_array(const std::string& path, const std::vector<float>& pictures, const Config& c) {
+    size_t pixels = c.image_size * c.image_size, count = pictures.size() / pixels / PIXEL;
+    std::string header = text("{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d, %d, %d), }", count,
+                              c.in_channels, c.image_size, c.image_size);
+    header.resize(117, ' ');
+    Writer out(path);
+    out.write("\x93NUMPY\x01" + std::string{0, 118, 0} + header + "\n");
+    std::vector<float> channel(pixels);
+    for (size_t n = 0; n < count; n++)
+        for (int k = 0; k < c.in_channels; k++) {
+            for (size_t i = 0; i < pixels; i++) channel[i] = pictures[(n * pixels + i) * PIXEL + k];
+            out.write(channel.data(), pixels * sizeof(float));
+        }
+    out.commit();
 }
 
 // ---- pictures in a terminal -------------------------------------------------------------------------------
@@ -1698,7 +1627,7 @@ static std::string half_blocks(const Raster& picture, int columns) {
 // Shows a grid, which the PNG file `path` holds, where standard output is a terminal that can.
 static void show_grid(const std::string& path, const Raster& grid) {
     Display display = terminal_display();
-    if (grid.is_large()) return;
+    if (std::max(grid.width, grid.height) > 4000) return;  // more than some terminals take
 
     int columns = terminal_columns();
     int cells = std::min((grid.width + 7) / 8, columns);  // a cell is some 8 pixels wide, or 16 on a fine screen
@@ -1730,15 +1659,25 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
     }
 }
 
-// A model of --consistency draws by the sampler of this name, unless another is given.
-static void choose_sampler(Config* config, const std::vector<GivenFlag>& given, const Config& model) {
-    if (model.consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
+// Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
+// steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
+static std::string take_sampling(Config* config, const std::vector<GivenFlag>& given, const Config& run) {
+    std::string taken;
+    for (const Flag& flag : FLAGS) {
+        bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
+        bool is_told = was_given(given, flag.name) || (of_sampler && was_given(given, "sampler"));
+        if (flag.group != SAMPLING || is_told) continue;
+        std::string value = flag_text(run, flag);
+        set_flag(config, flag, value);
+        if (value != flag.standard) taken += text(" --%s %s", flag.name, value.c_str());
+    }
+    return taken;
 }
 
 static Config given_config(const std::vector<GivenFlag>& given) {
     Config config = default_config();
     apply_flags(&config, given);
-    choose_sampler(&config, given, config);
+    choose_sampler(&config, given);
     config.optimiser.lr_steps = config.steps;
     return config;
 }
@@ -1766,44 +1705,37 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The classes of a list such as cat,dog. A comma may be part of a name: as many words as can be are one. Where names
-// are numbers, 2 is the class called 2, and 0-4 are those called 0 to 4.
+// The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
+// Where names are numbers, 0-4 are the classes called 0 to 4.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
-    std::map<uint32_t, uint32_t> numbered;  // the classes whose names are numbers
-    size_t most_words = 1;                  // of a name
-    for (size_t i = 0; i < names.size(); i++) {
-        most_words = std::max(most_words, split(names[i], ',').size());
-        if (names[i].size() < 10 && names[i].find_first_not_of("0123456789") == std::string::npos)
-            numbered.insert({(uint32_t)atol(names[i].c_str()), (uint32_t)i});
-    }
-
-    std::vector<std::string> words = split(list, ',');
     std::vector<uint32_t> classes;
-    for (size_t first = 0, next; first < words.size(); first = next) {
-        std::string joined;
+    std::string rest = list + ",";
+    while (!rest.empty()) {
+        rest.erase(0, rest.find_first_not_of(' '));
         int found = -1;
-        next = first + 1;
-        size_t end = std::min(words.size(), first + most_words);
-        for (size_t last = first; last < end; last++) {
-            joined += words[last];
-            int here = std::max(index_of(names, joined), index_of(names, trimmed(joined)));
-            joined += ",";
-            if (here < 0) continue;
-            found = here;
-            next = last + 1;
+        size_t length = rest.find(',');
+        for (int i = 0; i < (int)names.size(); i++) {
+            if (names[i].size() < length || !rest.starts_with(names[i] + ",")) continue;
+            found = i;
+            length = names[i].size();
         }
+        std::string word = trimmed(rest.substr(0, length));
+        rest.erase(0, length + 1);
         if (found >= 0) {
             classes.push_back((uint32_t)found);
             continue;
         }
 
-        std::string word = trimmed(words[first]);
         std::vector<uint32_t> numbers;
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
-        if (numbers.empty() || !std::ranges::all_of(numbers, [&](uint32_t n) { return numbered.contains(n); }))
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s",
-                       shortened(list).c_str(), shortened(word).c_str(), listed(names).c_str());
-        for (uint32_t number : numbers) classes.push_back(numbered[number]);
+        for (uint32_t number : numbers) {
+            found = index_of(names, text("%u", number));
+            if (found < 0) break;
+            classes.push_back((uint32_t)found);
+        }
+        if (found < 0)
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list.c_str(),
+                       word.c_str(), listed(names).c_str());
     }
     return classes;
 }
@@ -1833,14 +1765,12 @@ static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::st
     return parse_classes(c.classes, names);
 }
 
-// What the rows of a grid show, where classes are the groups of its layout: " (rows: cat, dog)".
+// What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
 static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
-                             int groups, const GridLayout& layout) {
-    if (!groups || names.empty()) return "";
-    int each = layout.N / groups;
+                             int each, int columns) {
+    if (names.empty() || columns % each) return "";
     std::string kind = "rows", joined;
-    if (layout.columns < each) kind = text("%d rows each", layout.rows_a_group());
-    if (layout.columns > each) kind = text("%d in a row", layout.columns / each);
+    if (columns > each) kind = text("%d in a row", columns / each);
     for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
     return " (" + kind + ": " + joined + ")";
 }

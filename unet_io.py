@@ -9,7 +9,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
-8. pictures                   to_uint8, picture_format, grid_layout, rows_text, draw_grid, save_grid, save_arrays
+8. pictures                   to_uint8, picture_format, grid_columns, rows_text, draw_grid, save_grid, save_arrays
 9. pictures in a terminal     show_grid
 
 All files are little-endian, a header of 256 int32 and then data; docs/formats.md describes them byte by byte.
@@ -254,7 +254,7 @@ def counted(n, noun):
 
 def listed(names, most=8):
     """'apple, banana and 3 more': names in a sentence, at most as many as one can take in."""
-    names = [text if len(text) <= 80 else f"{text[:80]}..." for text in map(str, names)]
+    names = list(map(str, names))
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -880,7 +880,7 @@ PRESETS = {
 
 
 def spread_classes(config, classes, count):
-    """(a class for each of `count` pictures, equally many of each; how many classes there are, see grid_layout).
+    """(a class for each of `count` pictures, equally many of each; how many classes there are, see grid_columns).
 
     (None, 0) without class_cond; the second is 0 where the numbers don't come out even.
     """
@@ -1714,81 +1714,48 @@ def save_picture(path, pixels):
         raise UserError(f"{path} can't be written: {error}") from None
 
 
-class GridLayout(typing.NamedTuple):
-    """Where pictures lie in a grid: in so many columns, and a new row begins with every group of so many."""
-    columns: int
-    group: int
+def grid_columns(n, groups, image_size):
+    """How many of n pictures stand in a row of their grid, which is about square.
 
-    def rows(self, n):
-        """How many rows n pictures have."""
-        return n // self.group * self.rows_of(self.group) + self.rows_of(n % self.group)
-
-    def rows_of(self, count):
-        return -(-count // self.columns)
-
-    def place(self, i):
-        """(row, column) of picture i."""
-        row = i // self.group * self.rows_of(self.group) + i % self.group // self.columns
-        return row, i % self.group % self.columns
-
-
-def grid_layout(n, groups, image_size):
-    """The GridLayout of n pictures.
-
-    About square. Of groups of equally many pictures, such as classes, each has a row, or where that needs
-    more than 4,000 pixels a side several rows or a part of one, as comes nearest to a square. 0: none.
+    Of groups of equally many pictures, such as classes, each has a row, or shares one with others where that needs
+    more than 4,000 pixels a side. 0: none.
     """
+    square = math.ceil(math.sqrt(n))
     if not groups:
-        return GridLayout(math.ceil(math.sqrt(n)), n)
+        return square
     each = n // groups
-
-    def side(layout):
-        return max(layout.columns, layout.rows(n))
-
-    best = GridLayout(each, each)
-    if side(best) * (image_size + 2) > 4000:
-        parts_of_a_group = (GridLayout(columns, each) for columns in range(1, each))
-        several_groups = (GridLayout(columns, n) for columns in range(each, n + 1, each))
-        best = min([best, *parts_of_a_group, *several_groups], key=side)
-    return best
+    if max(each, groups) * (image_size + 2) <= 4000:
+        return each
+    return square // each * each or square
 
 
-def rows_text(names, n, groups, layout):
-    """' (rows: cat, dog)': what the rows of a grid show, where classes are the groups of its layout."""
-    if not groups or not names:
+def rows_text(names, n, groups, columns):
+    """' (rows: cat, dog)': what the rows of a grid show, where classes have rows or share them."""
+    if not groups or not names or columns % (n // groups):
         return ""
-    each = n // groups
-    kind = "rows"
-    if layout.columns < each:
-        kind = f"{layout.rows_of(each)} rows each"
-    elif layout.columns > each:
-        kind = f"{layout.columns // each} in a row"
+    together = columns // (n // groups)
+    kind = "rows" if together == 1 else f"{together} in a row"
     return f" ({kind}: {', '.join(names)})"
 
 
-def draw_grid(pixels, layout=None, gap=2):
+def draw_grid(pixels, columns=None, gap=2):
     """Pictures, uint8 (N, C, H, W), as one, (C, height, width), row by row on white, `gap` pixels around and between.
 
-    layout: grid_layout's, about square unless given.
+    columns: pictures in a row; about square unless given.
     """
     n, channels, height, width = pixels.shape
-    layout = layout or grid_layout(n, 0, width)
-    size = gap + layout.rows(n) * (height + gap), gap + layout.columns * (width + gap)
+    columns = columns or grid_columns(n, 0, width)
+    size = gap + -(-n // columns) * (height + gap), gap + columns * (width + gap)
     grid = np.full((channels, *size), 255, np.uint8)
     for i in range(n):
-        row, column = layout.place(i)
-        y, x = gap + row * (height + gap), gap + column * (width + gap)
+        y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
         grid[:, y:y + height, x:x + width] = pixels[i]
     return grid
 
 
-def save_grid(path, pixels, layout=None, gap=2):
-    """Write what draw_grid draws. What a viewer may refuse is said."""
-    grid = draw_grid(pixels, layout, gap)
-    save_picture(path, grid)
-    if max(grid.shape) > 4000 and len(pixels) > 1:
-        say(f"{path} has {grid.shape[2]} x {grid.shape[1]} pixels; --output_name X.npz or --output_dir suits"
-            f" so many pictures better")
+def save_grid(path, pixels, columns=None, gap=2):
+    """Write what draw_grid draws."""
+    save_picture(path, draw_grid(pixels, columns, gap))
 
 
 def save_arrays(path, pixels, classes=None):

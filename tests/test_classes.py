@@ -505,7 +505,7 @@ def both_draw(folder, weights, count, *flags):
 NAMES = {  # what --class says: the numbers of the classes
     ("circle", "square", "triangle"): {"square": [1], "triangle,circle": [2, 0], "square, circle": [1, 0]},
     ("1", "2", "10", "11", "12"): {"2": [1], "11": [3], "1-2": [0, 1], "10-12,1": [2, 3, 4, 0]},
-    ("00", "01", "02", "10"): {"2": [2], "02": [2], "0-2": [0, 1, 2]},
+    ("00", "01", "2", "10"): {"2": [2], "01": [1], "00,10,2": [0, 3, 2]},
     ("cat", "cat, small", "small", "0-1", "x-y"): {
         "cat, small": [1], "cat, small,cat": [1, 0], "0-1": [3], "x-y,0-1": [4, 3], "small,cat": [2, 0]}}
 

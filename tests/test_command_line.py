@@ -51,7 +51,7 @@ def test_help():
         assert re.search(rf"^  --{flag}\b", text, re.M), flag
     assert "(default 1e-4)" in text and "(default 1,2,3,4)" in text
     usual = run(TRAIN, "--help").stdout
-    assert run(TRAIN, "-h").stdout == usual and "--help all" in usual and len(usual.splitlines()) <= 50
+    assert run(TRAIN, "-h").stdout == usual and "--help all" in usual and len(usual.splitlines()) <= 52
     lines = [line for line in usual.splitlines() if line.startswith("  --")]
     assert len(lines) == 27 and set(lines) < set(text.splitlines())
 
@@ -275,7 +275,7 @@ def test_print_config(tmp_path, preset):
     (tmp_path / "printed.txt").write_text(printed)
     assert run(TRAIN, "--config", tmp_path / "printed.txt", "--print_config").stdout == printed
     assert [line for line in re.findall(r"^# (\w+)$", printed, re.M)] == ["Files", "Model", "Diffusion",
-                                                                          "Training", "Sampling"]
+                                                                          "Training", "Pictures", "Sampling"]
     assert stored_flags().keys() <= settings(printed).keys()
 
 
@@ -371,11 +371,11 @@ def test_earlier_names(tmp_path, images8):
     """How many pictures, and which weights, are called the same in every program; earlier names are taken, and it is said."""
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     common = ["--model_weights", tmp_path / "w.bin", "--sample_steps", 1, "--output_name"]
-    run(TRAIN, "--generate", "--num_samples", 2, *common, tmp_path / "a.npz")
-    text = run(TRAIN, "--generate", 2, *common, tmp_path / "b.npz").stdout
+    run(TRAIN, "--generate", "--num_samples", 2, *common, tmp_path / "a.npy")
+    text = run(TRAIN, "--generate", 2, *common, tmp_path / "b.npy").stdout
     assert text.startswith("note: --generate 2 is called --generate --num_samples 2 now\n")
-    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
-    default = run(TRAIN, "--generate", *common, tmp_path / "c.npz").stdout
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
+    default = run(TRAIN, "--generate", *common, tmp_path / "c.npy").stdout
     assert "16 pictures with" in default and "note" not in default
     for words, notes in ((["--num_samples", 2, "--model_weights"], []),
                          (["--num_images=2", "--model_filename"], ["--num_images is called --num_samples now",

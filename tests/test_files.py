@@ -66,15 +66,16 @@ def test_resume_in_pytorch(tmp_path, images8):
         assert abs(loss / theirs[step] - 1) < 1e-5
 
 
-@pytest.mark.parametrize("matching_fraction, stop", ((0, 2), (0.5, 2), (0.5, 4)))
-def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop):
+@pytest.mark.parametrize("matching_fraction, stop, threshold", ((0, 2, "none"), (0.5, 2, "none"), (0.5, 4, "clamp")))
+def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop, threshold):
     """Both programs tune the averages of a run by the same paths, and PyTorch goes on in the middle of one, or of matching
     distributions."""
     config = dataclasses.replace(RESUMED, learn_sigma=False, ema_rate=0.5)
     run(TRAIN, *start_flags(config, images8, tmp_path / "base", 3))
     base = checkpoint_in(tmp_path / "base", 3)
     tuning = ["--consistency", 1, "--path_steps", 4, "--matching_fraction", matching_fraction, "--lr", 1e-3, "--batch_size", 3,
-              "--ema_rate", 0.9, "--data_file", images8, "--model_weights", base, "--steps", 6, "--log_every", 1]
+              "--ema_rate", 0.9, "--data_file", images8, "--model_weights", base, "--steps", 6, "--log_every", 1,
+              "--threshold", threshold]
     run(TRAIN, *tuning, "--save_every", 2, "--keep", 9, *QUICK, "--out_dir", tmp_path / "run")
     script("train_unet.py", *tuning, "--device", "cpu", "--sample_every", 0, "--out_dir", tmp_path / "python")
     (tmp_path / "resumed").mkdir()

@@ -81,9 +81,9 @@ def page_of(folder, config, *flags, class_names=()):
 
 def drawn_by_the_program(weights, *flags):
     """./train_unet's pictures, int (N, H, W, 3)."""
-    name = weights.parent / "drawn.npz"
+    name = weights.parent / "drawn.npy"
     run(TRAIN, "--generate", "--model_weights", weights, "--output_name", name, *flags)
-    pixels = np.load(name)["arr_0"].astype(int)
+    pixels = np.moveaxis(unet_io.to_uint8(np.load(name)), 1, -1).astype(int)
     return np.broadcast_to(pixels, (*pixels.shape[:3], 3))
 
 

@@ -9,7 +9,7 @@ import pathlib
 import re
 import resource
 import signal
-import zipfile
+import sys
 import zlib
 
 import numpy as np
@@ -20,7 +20,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    ADM, RESUMED, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
+    ADM, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run,
     same_bits, start_flags)
 from unet_io import Config, UserError
 
@@ -257,14 +257,13 @@ WRITER = r"""
 #define main train_unet_main
 #include "../train_unet.cu"
 #undef main
-// lines of "png width height channels FILE.raw FILE.png", or of "layout N groups image_size"
+// lines of "png width height channels FILE.raw FILE.png", or of "columns N groups image_size"
 int main() {
     char what[16], from[1024], to[1024];
     int a, b, c;
     while (scanf("%15s %d %d %d", what, &a, &b, &c) == 4) {
-        if (!strcmp(what, "layout")) {
-            GridLayout layout = grid_layout(a, b, c);
-            printf("%d %d %d\n", layout.columns, layout.group, layout.rows());
+        if (!strcmp(what, "columns")) {
+            printf("%d\n", grid_columns(a, b, c));
             continue;
         }
         if (scanf("%1023s %1023s", from, to) != 2) return 1;
@@ -280,7 +279,7 @@ int main() {
 
 @pytest.fixture(scope="session")
 def writer(tmp_path_factory):
-    """writer(lines): the output's lines of a program that calls write_png and grid_layout of train_unet.cu."""
+    """writer(lines): the output's lines of a program that calls write_png and grid_columns of train_unet.cu."""
     folder = tmp_path_factory.mktemp("writer")
     (folder / "writer.cpp").write_text(WRITER.replace("..", str(train_unet.__file__).rsplit("/", 1)[0]))
     run("g++", "-std=c++20", "-O1", "-w", "-fsanitize=undefined", "-fno-sanitize-recover", "-o",
@@ -363,47 +362,43 @@ def test_png_is_small(writer, tmp_path):
 
 
 def test_grids_that_fit(writer):
-    """Both programs lay out a grid in the same way: a class has rows of its own, or a part of one, and 4,000 pixels a
-    side are not exceeded where they need not be."""
+    """Both programs lay out a grid in the same way: a class has a row of its own, or shares it with others, and 4,000 pixels
+    a side are not exceeded where they need not be."""
     cases = [(n, 0, size) for n in (1, 2, 16, 17, 1000, 50000) for size in (8, 64)]
     cases += [(each * groups, groups, size) for each in (1, 2, 7, 61, 62, 200, 500) for groups in (1, 2, 10, 60, 61, 1000)
               for size in (8, 32, 64, 256)]
-    found = [list(map(int, line.split())) for line in writer([f"layout {n} {groups} {size}" for n, groups, size in cases])]
-    for (n, groups, size), (columns, group, rows) in zip(cases, found, strict=True):
-        assert (columns, group) == unet_io.grid_layout(n, groups, size)
-        rows_of_group = -(-group // columns)
-        places = {(i // group * rows_of_group + i % group // columns, i % group % columns) for i in range(n)}
-        assert len(places) == n and max(row for row, _ in places) == rows - 1
+    found = map(int, writer([f"columns {n} {groups} {size}" for n, groups, size in cases]))
+    for (n, groups, size), columns in zip(cases, found, strict=True):
+        assert columns == unet_io.grid_columns(n, groups, size)
         each = n // (groups or 1)
-        if not groups:
-            assert columns == math.ceil(math.sqrt(n))
-        elif max(each, groups) * (size + 2) <= 4000:
-            assert columns == group == each and rows == groups  # a row each
-        else:
-            assert (group == each and columns < each) or columns % each == 0
-            room = 4000 // (size + 2)
-            if n <= room * room // 4:  # where it is not a close fit
-                assert max(columns, rows) <= room
-            assert max(columns, rows) <= max(each, groups)
+        if groups and max(each, groups) * (size + 2) <= 4000:
+            assert columns == each and n == columns * groups  # a row each
+            continue
+        square = math.ceil(math.sqrt(n))
+        assert columns == square or groups and columns % each == 0 and square - each < columns < square
+        room = 4000 // (size + 2)
+        if n <= room * room // 4:  # where it is not a close fit
+            assert max(columns, -(-n // columns)) <= room
 
 
 def test_many_pictures_of_classes(tmp_path):
-    """Both programs show each class in several rows where one would be wider than 4,000 pixels, and say so."""
-    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(class_cond=True, num_classes=3, predict="v")))
-    (tmp_path / "names").write_text("ape\nbee\ncat\n")
-    common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
-    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1203, *common, "--output_name",
-               tmp_path / "a.png").stdout
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 1203, *common,
-                    "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
-    assert "(12 rows each: ape, bee, cat)" in text and "(12 rows each: ape, bee, cat)" in printed.getvalue()
-    ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
-    assert ours.shape == theirs.shape == (362, 342, 3) and np.abs(ours - theirs).max() <= 2
-    for grid in (ours, theirs):  # 401 = 11 * 34 + 27: the rest of a class's last row is white
-        for of_class in range(3):
-            row = grid[2 + 10 * (12 * of_class + 11):][:8]
-            assert (row[:, 2 + 10 * 27:] == 255).all() and row[:, 2:8 + 10 * 26].min() < 250
+    """Both programs show several classes in a row where one in each would be taller than 4,000 pixels, and say so; many
+    pictures of a class simply go on in the next row."""
+    for classes, count, says, columns in ((401, 802, "(14 in a row: ", 28), (3, 1203, "", 35)):
+        perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(class_cond=True, num_classes=classes, predict="v")))
+        names = [f"c{n}" for n in range(classes)]
+        (tmp_path / "names").write_text("".join(f"{name}\n" for name in names))
+        common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
+        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", count, *common, "--output_name",
+                   tmp_path / "a.png").stdout
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", count, *common,
+                        "--output_name", tmp_path / "b.png", "--device", "cpu") == ""
+        for said in (text, printed.getvalue()):
+            assert f"{says}{', '.join(names)})" in said if says else "c0, c1" not in said
+        ours, theirs = picture(tmp_path / "a.png"), picture(tmp_path / "b.png")
+        assert ours.shape == theirs.shape == (10 * -(-count // columns) + 2, 10 * columns + 2, 3)
+        assert np.abs(ours - theirs).max() <= 2
 
 
 ARRAYS = {"colours and classes": dict(class_cond=True, num_classes=3), "grey": dict(in_channels=1), "alpha": dict(in_channels=4)}
@@ -411,39 +406,94 @@ ARRAYS = {"colours and classes": dict(class_cond=True, num_classes=3), "grey": d
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays(tmp_path, name):
-    """--output_name X.npz: bytes (N, H, W, C), and the classes of a model that knows classes, from both programs."""
+    """--output_name X.npy: floats (N, C, H, W), from both programs; X.npz: bytes (N, H, W, C) and the classes of a model that
+    knows classes, from generate.py, and by the guide's command from X.npy."""
     config = Config(**TOY | dict(predict="v") | ARRAYS[name])
     perturbed_file(tmp_path / "w.bin", config)
-    common = ["--seed", 5, "--sample_steps", 4]
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 7, *common, "--output_name", tmp_path / "a.npz",
-        "--output_dir", tmp_path / "each")
-    assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 7, *common, "--output_name",
-                tmp_path / "b.npz", "--device", "cpu") == ""
-    found = []
-    for which in "ab":
-        with zipfile.ZipFile(tmp_path / f"{which}.npz") as archive:
-            assert archive.testzip() is None
-        with np.load(tmp_path / f"{which}.npz", allow_pickle=False) as arrays:
-            assert arrays.files == ["arr_0", "arr_1"][:1 + config.class_cond]
-            pixels = arrays["arr_0"]
-            assert pixels.dtype == np.uint8 and pixels.shape == (7, 8, 8, config.in_channels) and pixels.std() > 5
-            if config.class_cond:
-                assert arrays["arr_1"].dtype == np.int64 and arrays["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
-        assert not (tmp_path / f"{which}.png").exists()
-        found.append(pixels.astype(int))
-    assert np.abs(found[0] - found[1]).max() <= 2
-    for seed, pixels in zip(range(5, 12), found[0], strict=True):
-        assert (picture(tmp_path / f"each/{seed:06d}.png").reshape(pixels.shape) == pixels).all()
-    # a PNG of so many could not be written, and arrays can
+    common = ["--model_weights", tmp_path / "w.bin", "--num_samples", 7, "--seed", 5, "--sample_steps", 4, "--output_name"]
+    run(TRAIN, "--generate", *common, tmp_path / "a.npy", "--output_dir", tmp_path / "each")
+    for kind in ("npy", "npz"):
+        assert call(generate, *common, tmp_path / f"b.{kind}", "--device", "cpu") == ""
+    ours, theirs = (np.load(tmp_path / f"{which}.npy", allow_pickle=False) for which in "ab")
+    assert ours.dtype == np.float32 and ours.shape == theirs.shape == (7, config.in_channels, 8, 8)
+    assert ours.flags.c_contiguous and np.abs(ours - theirs).max() < 0.01 and ours.std() > 0.05
+    for seed, pixels in zip(range(5, 12), unet_io.to_uint8(ours), strict=True):
+        alone = np.atleast_3d(picture(tmp_path / f"each/{seed:06d}.png"))
+        assert (np.moveaxis(alone, -1, 0) == pixels).all()
+
+    command, = re.findall(r'^    (python3 -c ".*X\.npy.*)$', (ROOT / "docs/formats.md").read_text(), re.M)
+    run("bash", "-c", command.replace("python3", sys.executable).replace("X.np", f"{tmp_path}/a.np"), cwd=ROOT)
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays, np.load(tmp_path / "b.npz") as expected:
+        assert arrays["arr_0"].dtype == expected["arr_0"].dtype == np.uint8
+        assert (arrays["arr_0"] == np.moveaxis(unet_io.to_uint8(ours), 1, -1)).all()
+        assert (expected["arr_0"] == np.moveaxis(unet_io.to_uint8(theirs), 1, -1)).all()
+        assert expected.files == ["arr_0", "arr_1"][:1 + config.class_cond]
+        if config.class_cond:
+            assert expected["arr_1"].dtype == np.int64 and expected["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
+    # a PNG of so many could not be written, and an array can
     text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1000000, "--dry_run", "--output_name",
-               tmp_path / "c.npz").stdout
+               tmp_path / "c.npy").stdout
     assert "memory" in text
-    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--output_name", tmp_path / "c.npy",
-            says=["c.npy", ".png", ".npz"])
+    refused(TRAIN, *common, tmp_path / "c.npz", "--generate", says=["c.npz", ".png", ".npy", "docs/formats.md"])
+
+
+def test_drawn_as_in_training(tmp_path, images8, capsys):
+    """Both programs draw the run's own grid where they are told nothing; a given flag wins, and a given sampler goes by the
+    defaults of steps, spacing and eta."""
+    config = Config(**TOY | dict(predict="v", class_cond=True, num_classes=3, cond_drop_prob=0.2, lr=0.01))
+    own = dict(guidance_scale=2, sampler="ddim", sample_steps=7, spacing="karras", eta=0.5, threshold="none")
+    run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, **own))
+    path, grid = checkpoint_in(tmp_path / "run", 8), tmp_path / "run/samples_00000008.png"
+
+    def drawn(name, *words):
+        """The picture that both programs draw, and which flags they say are the run's."""
+        text = run(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "run", *words, "--output_name",
+                   tmp_path / f"{name}.png").stdout
+        capsys.readouterr()
+        assert call(generate, "--num_samples", 1, "--model_weights", path, *words, "--device", "cpu", "--output_name",
+                    tmp_path / f"{name} torch.png") == ""
+        said = [re.findall(r"^drawing as in training:(.*)$", output, re.M) for output in (text, capsys.readouterr().out)]
+        assert said[0] == said[1]
+        assert np.abs(picture(tmp_path / f"{name}.png") - picture(tmp_path / f"{name} torch.png")).max() <= 2
+        return (tmp_path / f"{name}.png").read_bytes(), *said[0]
+
+    def words(flags):
+        return [word for name, value in flags.items() for word in (f"--{name}", value)]
+
+    text = "".join(f" --{name} {value}" for name, value in own.items() if name != "sampler")  # ddim is the default
+    assert drawn("alone") == (grid.read_bytes(), text)
+    assert drawn("all", *words(own | dict(use_ema=1))) == (grid.read_bytes(),)
+
+    weaker = drawn("weaker", "--guidance_scale", 1)
+    assert weaker[1] == text.replace(" --guidance_scale 2", "")
+    assert weaker[0] == drawn("weaker, all", *words(own | dict(guidance_scale=1)))[0] != grid.read_bytes()
+
+    for sampler in ("heun", "ddim"):
+        other = drawn(sampler, "--sampler", sampler)
+        assert other[1] == " --guidance_scale 2 --threshold none"
+        usual = dict(sampler=sampler, sample_steps={"heun": 25, "ddim": 50}[sampler], spacing="auto", eta=0)
+        assert other[0] == drawn(f"{sampler}, all", *words(own | usual))[0] != grid.read_bytes()
+
+
+def test_threshold_of_a_file(tmp_path):
+    """generate.py draws with a file's --threshold dynamic, and ./train_unet, which has none, asks for another."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))  # of --predict eps, which sees pictures far outside [-1, 1]
+    checkpoint = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+    checkpoint.run = dict(threshold="dynamic")
+    unet_io.write_checkpoint(str(tmp_path / "w.bin"), checkpoint)
+    draw = ["--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sample_steps", 3, "--output_name"]
+    for name, words in {"own": [], "dynamic": ["--threshold", "dynamic"], "clamp": ["--threshold", "clamp"]}.items():
+        assert call(generate, *draw, tmp_path / f"{name}.png", *words, "--device", "cpu") == ""
+    drawn = {path.stem: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert drawn["own"] == drawn["dynamic"] != drawn["clamp"]
+    refused(TRAIN, "--generate", *draw, tmp_path / "x.png", says=["w.bin", "--threshold dynamic", "--threshold clamp"])
+    run(TRAIN, "--generate", *draw, tmp_path / "x.png", "--threshold", "clamp")
+    sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "x.html")
+    assert "--threshold dynamic" in sentence and not (tmp_path / "x.html").exists()
 
 
 def test_pictures_from_averaged_weights(tmp_path, images8):
-    """The first EMA is drawn with; --use_ema names another, or 0 the raw weights, in both programs."""
+    """--use_ema names an average, or 0 the raw weights, in both programs; without it the run's is drawn with."""
     config = dataclasses.replace(RESUMED, lr=0.01, lr_schedule="constant", ema_rate=(0.99, 0.3))
     result = run(TRAIN, *start_flags(config, images8, tmp_path / "run", 8, val_file=images8, use_ema=2))
     assert len(re.findall(r"^step 8 \| validation loss .* \(EMA 0\.3\)$", result.stdout, re.M)) == 1
@@ -464,7 +514,11 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
         assert np.abs(drawn[a] - drawn[b]).max() > 2
     default = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--sample_steps", 5,
                   "--output_name", tmp_path / "default.png")
-    assert "(EMA 0.99, step 8)" in default.stdout
-    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a1.png").read_bytes()
+    assert "(EMA 0.3, step 8)" in default.stdout
+    assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
+    assert call(generate, "--model_weights", path, "--export", tmp_path / "x.bin") == ""  # these weights, alone
+    exported = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "x.bin", "--sample_steps", 5, "--output_name",
+                   tmp_path / "x.png").stdout
+    assert "--use_ema" not in exported and (tmp_path / "x.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
     assert "ema_3" in call(generate, "--model_weights", path, "--use_ema", 3, "--device", "cpu")

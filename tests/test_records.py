@@ -149,6 +149,21 @@ def test_jobs(small, capsys):
     assert f"| 2.4 | {records.RECIPES['ours'].title}, consistency |" in records.render(list(results.values()))["records:smoke"]
 
 
+def test_sets_have_all_classes(small, monkeypatch):
+    """Sets of fewer pictures than were drawn, of which some are left over, have equally many of each class."""
+    options, records = small
+    judge = records.Job("smoke-ours-0", options).judge
+    judge.sizes, judge.held_out_features = (50, 20), np.zeros((50, 1))
+    classes, _ = unet_io.spread_classes(Config(class_cond=True, num_classes=10), range(10), 50)
+    judge.features = lambda pictures: np.array(classes) + np.arange(50) / 100  # the class, and which picture
+    seen = []
+    monkeypatch.setattr(generate, "feature_figures", lambda points, theirs: seen.append(points.tolist()) or {"Frechet": 0.0})
+    judge.figures(np.zeros((50, 1, 8, 8), np.uint8), None)
+    assert [len(points) for points in seen] == [50, 20, 20] and not set(seen[1]) & set(seen[2])
+    for points, of_each in zip(seen, (5, 2, 2), strict=True):
+        assert np.bincount(np.array(points, int)).tolist() == [of_each] * 10
+
+
 @pytest.mark.parametrize("name, says", [("smoke-ours", "DATA-RECIPE-SEED"), ("smoke-none-0", "DATA-RECIPE-SEED"),
                                         ("none-ours-0", "DATA-RECIPE-SEED"), ("smoke-ours-x", "DATA-RECIPE-SEED")])
 def test_names_of_jobs(small, name, says):

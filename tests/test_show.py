@@ -189,7 +189,7 @@ def test_nothing_to_show(tmp_path, weights):
     env = {"TERM": "xterm-kitty"}
     assert "\x1b" not in run(TRAIN, *common, env=ELSEWHERE | env).stdout
     assert "\x1b_G" in in_terminal(TRAIN, *common, env=env)
-    for words in (["--show", 0], ["--show=0"], ["--output_name", tmp_path / "a.npz"]):
+    for words in (["--show", 0], ["--show=0"], ["--output_name", tmp_path / "a.npy"]):
         assert "\x1b" not in in_terminal(TRAIN, *common, *words, env=env)
     refused(TRAIN, *common, "--show", "kitty", status=2, says=["--show", "kitty"])
 

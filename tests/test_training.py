@@ -66,6 +66,27 @@ def test_training(tmp_path, name):
     assert file.step == steps and file.config.seed == config.seed
 
 
+def test_time_of_lessons(tmp_path, images8):
+    """The time that is left is told up to where steps begin to take longer, and --dry_run counts both kinds; a run that learns
+    paths alone learns them as long as it goes on."""
+    config = Config(**TOY | dict(predict="v", ema_rate=0, consistency=True, path_steps=4, matching_fraction=0.25, batch_size=4))
+    perturbed_file(tmp_path / "start.bin", config)
+    words = [*start_flags(config, images8, tmp_path / "run", 8), "--model_weights", tmp_path / "start.bin", "--log_every", 1]
+    ends = re.findall(r"^step (\d+)/8 .* ETA [^|]*?(?: to step (\d+))?$", run(TRAIN, *words).stdout, re.M)
+    assert ends == [(str(step), "6" if step <= 6 else "") for step in range(1, 9)]
+
+    text = run(TRAIN, *words, "--steps", 10**7, "--dry_run").stdout
+    paths = float(re.search(r"^one training step: ([\d.]+) ms", text, re.M)[1])
+    matching = float(re.search(r"^one that matches distributions: ([\d.]+) ms$", text, re.M)[1])
+    hours, minutes = map(int, re.search(r"^10000000 steps: (\d+)h (\d+)m,", text, re.M).groups())
+    assert abs((hours + minutes / 60) / ((0.75 * paths + 0.25 * matching) * 1e4 / 3600) - 1) < 0.05
+
+    alone = [*words, "--matching_fraction", 0, "--out_dir", tmp_path / "alone"]
+    text = run(TRAIN, *alone).stdout + run(TRAIN, "--resume", tmp_path / "alone", "--steps", 12).stdout
+    assert len(re.findall(r"^step \d+/(?:8|12) .* ETA [^|]*s$", text, re.M)) == 12
+    assert "matches" not in run(TRAIN, *alone, "--dry_run").stdout
+
+
 def one_step(folder, model, config, images):
     """The checkpoint of one step from these weights, and the line of metrics.jsonl."""
     run(TRAIN, *start_flags(config, images, folder, 1, model_weights=model))

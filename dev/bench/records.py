@@ -74,13 +74,14 @@ SMOKE = DataSet("fashion32", dict(
     image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
     num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
 
-FALLING = dict(lr=1e-3, lr_schedule="cosine", warmup_steps=500)
+FALLING = dict(grad_clip=1.0, lr_schedule="cosine", warmup_steps=500)  # from the preset's learning rate
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
 EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
 CONSISTENCY = "--sampler consistency --sample_steps"
 RECIPES = {
     "real": Recipe("training images, as a yardstick", "", {}, ()),
-    "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM, ("--sampler dpmpp --sample_steps 10",),
+    "ours": Recipe("`./train_unet`, EDM", "train_unet", FALLING | unet_io.EDM,
+                   ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20"),
                    one_run=False, tuned=(f"{CONSISTENCY} 1", f"{CONSISTENCY} 2")),
     "ours_v": Recipe("`./train_unet`, v", "train_unet", FALLING | dict(
         noise_schedule="cosine", predict="v", timestep_sampling="uniform"), ("--sampler ddim --sample_steps 50",), one_run=False),
@@ -226,12 +227,16 @@ class Judge:
         return torch.from_numpy(pixels).float() / 127.5 - 1
 
     def figures(self, pictures, classes):
-        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean."""
+        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean.
+
+        The pictures of a set are spread over all of them, which stand by class: so each class has an equal part of a set.
+        """
         drawn, found = self.floats(pictures), {}
         points = self.features(drawn)
         for size in self.sizes:
-            sets = max(1, len(points) // size)  # each takes every sets-th picture, which spreads classes evenly
-            rows = [generate.feature_figures(points[k::sets][:size], self.held_out_features[:size]) for k in range(sets)]
+            sets = len(points) // size
+            places = np.arange(sets * size) * len(points) // (sets * size)
+            rows = [generate.feature_figures(points[places[k::sets]], self.held_out_features[:size]) for k in range(sets)]
             for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
                 title = name if size == self.sizes[0] else f"{name} of {size}"
                 found[title] = float(np.mean([row[name] for row in rows]))
@@ -246,8 +251,9 @@ def draw(weights, sampler, count, path):
     """(pictures uint8 (count, C, H, W), classes (count,) or None) of seeds 0 ... count - 1, by ./train_unet, unguided."""
     launched([PROGRAM, "--generate", "--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1",
               "--batch_size", "128", *sampler.split(), "--output_name", str(path)], "train_unet on ")
-    with np.load(path) as arrays:
-        return np.ascontiguousarray(np.moveaxis(arrays["arr_0"], -1, 1)), arrays["arr_1"] if "arr_1" in arrays else None
+    config = unet_io.read_checkpoint(str(weights)).config
+    classes, _ = unet_io.spread_classes(config, range(config.num_classes), count)
+    return unet_io.to_uint8(np.load(path)), classes
 
 
 def calls_of(sampler):
@@ -321,7 +327,7 @@ class Job:
                 continue
             if time.monotonic() > self.options.deadline:
                 raise Unfinished
-            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npz")
+            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npy")
             self.note(minutes, sampler, *drawn, calls=calls_of(sampler), **more)
 
     def trained(self, folder, trainer, steps, every):

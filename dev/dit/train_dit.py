@@ -224,7 +224,7 @@ def init_weights(model, seed):
 # ----------------------------------------------------------------------------------------------------
 # files
 
-def load_model(path, use_ema=1, overrides=None):
+def load_model(path, use_ema=None, overrides=None):
     """(DiT, Checkpoint) from a .bin of ./train_dit; the rest as in train_unet.load_model. Raises UserError."""
     checkpoint = unet_io.read_checkpoint(path, Config)
     train_unet.refuse_contradictions(overrides or {}, checkpoint.config, path)

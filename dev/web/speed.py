@@ -21,7 +21,7 @@ CALLS, ROUNDS = 500, 5
 
 def native(weights):
     """ms of a call of ./train_unet; weights: a .bin."""
-    flags = ["--num_samples", "1", "--sampler", "ddim", "--sample_steps", str(CALLS), "--output_name", f"{weights}.npz"]
+    flags = ["--num_samples", "1", "--sampler", "ddim", "--sample_steps", str(CALLS), "--output_name", f"{weights}.npy"]
     told = subprocess.run([HERE.parents[1] / "train_unet", "--generate", "--model_weights", weights, *flags],
                           env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
     return float(re.search(r"1 picture in ([\d.]+)s", told)[1]) / CALLS * 1000
