@@ -2,7 +2,8 @@
 
     python3 dev/web/speed.py data/faces_in_two_steps.html
 
-Each time is the best of several rounds, which take turns, because other programs may use the machine too.
+Each time is that of a drawing in many steps, divided by their number: the best of several rounds, which take turns, because
+other programs may use the machine too.
 """
 import os
 import pathlib
@@ -24,7 +25,7 @@ def native(weights):
     flags = ["--num_samples", "1", "--sampler", "ddim", "--sample_steps", str(CALLS), "--output_name", f"{weights}.npy"]
     told = subprocess.run([HERE.parents[1] / "train_unet", "--generate", "--model_weights", weights, *flags],
                           env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
-    return float(re.search(r"1 picture in ([\d.]+)s", told)[1]) / CALLS * 1000
+    return float(re.search(r", ([\d.]+)s each", told)[1]) / CALLS * 1000
 
 
 def in_node(page):
@@ -35,7 +36,7 @@ def in_chromium(page, opened):
     opened.open(page)
     opened.wait("document.body?.dataset.state == 'done'")
     opened.evaluate((HERE / "speed.js").read_text())
-    return opened.evaluate("fastestCall(JSON.parse(document.getElementById('model').textContent))")
+    return opened.evaluate("timeOfCall(JSON.parse(document.getElementById('model').textContent))")
 
 
 def main():
