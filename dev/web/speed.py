@@ -33,10 +33,12 @@ def in_node(page):
 
 
 def in_chromium(page, opened):
+    """ms of a call, and from the opening of the page to its pictures."""
     opened.open(page)
     opened.wait("document.body?.dataset.state == 'done'")
+    drawn = opened.evaluate("performance.getEntriesByName('drawn')[0].startTime")
     opened.evaluate((HERE / "speed.js").read_text())
-    return opened.evaluate("timeOfCall(JSON.parse(document.getElementById('model').textContent))")
+    return opened.evaluate("timeOfCall(JSON.parse(document.getElementById('model').textContent))"), drawn
 
 
 def main():
@@ -45,17 +47,11 @@ def main():
         weights = pathlib.Path(folder) / "weights.bin"
         subprocess.run([sys.executable, HERE.parents[1] / "generate.py", "--model_weights", page, "--export", weights],
                        capture_output=True, check=True)
-        times = {"./train_unet, 1 thread": [], "Node": [], "Chromium": []}
-        for _ in range(ROUNDS):
-            for found, time in zip(times.values(), (native(weights), in_node(page), in_chromium(page, opened))):
-                found.append(time)
-        opened.open(page)
-        opened.wait("document.body?.dataset.state == 'done'")
-        first = opened.evaluate("performance.getEntriesByName('drawn')[0].startTime")
-    least = min(times["./train_unet, 1 thread"])
-    for name, found in times.items():
-        print(f"{name:22} {min(found):6.2f} ms a call of one picture, {min(found) / least:.2f} times the first")
-    print(f"the first pictures of {page.name}: {first:.0f} ms after it was opened")
+        rounds = [(native(weights), in_node(page), *in_chromium(page, opened)) for _ in range(ROUNDS)]
+    least, node, chromium, drawn = map(min, zip(*rounds))
+    for name, time in (("./train_unet, 1 thread", least), ("Node", node), ("Chromium", chromium)):
+        print(f"{name:22} {time:6.2f} ms a call of one picture, {time / least:.2f} times the first")
+    print(f"the first pictures of {page.name}: {drawn:.0f} ms after it was opened")
 
 
 if __name__ == "__main__":
