@@ -470,9 +470,11 @@ static void matmul_pack(float* panels, Matrix b, int K, int N) {
         int width = std::min((int)TILE_COLUMNS, N - n);
         for (int k = 0; k < K; k++) {
             const float* row = b.from(k, n).data;
-            if (b.column == 1 && width == TILE_COLUMNS) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
-            else
+            if (width < TILE_COLUMNS)
                 SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
+            else if (b.column == 1) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
+            else
+                SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = row[j * b.column];
             panels += TILE_COLUMNS;
         }
     }
@@ -505,34 +507,31 @@ template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const fl
     }
 }
 
-// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS).
+// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS). Which tile is
+// multiplied is known to the compiler, which can inline it: WebAssembly passes a Matrix in memory, and waiting for
+// that takes 8% of a call of the preset tiny in Node 20 on an EPYC.
 static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K,
                            bool add) {
-    int rows = 0;
-    for (int m = 0; m < M; m += rows) {
-        auto multiply = multiply_tile<1>;
-        rows = 1;
-        if (M - m >= TILE_ROWS) {
-            multiply = multiply_tile<TILE_ROWS>;
-            rows = TILE_ROWS;
-        } else if (M - m >= 4) {
-            multiply = multiply_tile<4>;
-            rows = 4;
-        }
-
-        float* target = c + (size_t)m * ldc;
-        if (columns >= TILE_COLUMNS) {
-            multiply(target, ldc, a.from(m, 0), panel, K, add);
-            continue;
-        }
-        float whole[TILE_ROWS * TILE_COLUMNS];
-        multiply(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < columns; j++) {
-                float& element = target[r * ldc + j];
-                element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+    int m = 0;
+    auto multiply_rows = [&](auto rows) {
+        for (; m + rows <= M; m += rows) {
+            float* target = c + (size_t)m * ldc;
+            if (columns >= TILE_COLUMNS) {
+                multiply_tile<rows>(target, ldc, a.from(m, 0), panel, K, add);
+                continue;
             }
-    }
+            float whole[rows * TILE_COLUMNS];
+            multiply_tile<rows>(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
+            for (int r = 0; r < rows; r++)
+                for (int j = 0; j < columns; j++) {
+                    float& element = target[r * ldc + j];
+                    element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+                }
+        }
+    };
+    multiply_rows(std::integral_constant<int, TILE_ROWS>());
+    multiply_rows(std::integral_constant<int, 4>());
+    multiply_rows(std::integral_constant<int, 1>());
 }
 
 // c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
@@ -861,13 +860,18 @@ static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor
             from[i] = pixel ? pixel : zeros;
         }
 
+        int panel = 0;  // its first channel
         for (int c = 0; c < channels.count(); c += VECTOR) {
             Vector pixels[N * N], elements[ELEMENTS];
             REGISTER_FOR (int i = 0; i < N * N; i++) pixels[i] = load_some(from[i] + c, channels.count() - c);
             transform(elements, m, pixels);
 
-            float* target = to.data + ((size_t)(c / width) * tiles.count() + t) * width + c % width;
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(target + f * to.size) = elements[f];
+            if (c == panel + width) panel = c;
+            float* target = to.data + (size_t)panel * tiles.count() + (size_t)t * width + c - panel;
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) {
+                *(Vector*)target = elements[f];
+                target += to.size;
+            }
         }
     }
 }
@@ -877,7 +881,7 @@ static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor
 // flipped.
 //
 // A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds, for as long as its tasks have
-// the same outputs, their transformed weights; behind these lie the packed taps of which they are made, and then
+// the same outputs, their transformed weights; behind these lie the packed taps of a panel of them, and then
 // the transformed patches and the products of a few tiles at a time, `band`.
 enum { WINOGRAD_TILES = 264, MAX_BAND = 4 * TILE_ROWS };
 struct Winograd {
@@ -920,10 +924,17 @@ struct Winograd {
         if (!backward) return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
         return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
     }
+    // Panel by panel, so that a panel's taps stay in the nearest cache.
     void transform_weights(Range o) const {
+        for (int first = o.first; first < o.end; first += TILE_COLUMNS)
+            transform_panel({first, std::min(first + TILE_COLUMNS, o.end)},
+                            (size_t)(first - o.first) * inputs.count());
+    }
+    // In each of the weights' planes the panel begins at `start`.
+    void transform_panel(Range o, size_t start) const {
         const Planes transformed = weights();
         float* packed_taps = transformed.end();
-        const size_t size = (size_t)inputs.count() * round_up(o.count(), TILE_COLUMNS);
+        const size_t size = (size_t)inputs.count() * TILE_COLUMNS;
         Matrix tap = first_tap(o);
         for (int i = 0; i < TAPS; i++) {
             matmul_pack(packed_taps + i * size, tap, inputs.count(), o.count());
@@ -934,7 +945,7 @@ struct Winograd {
             Vector taps[TAPS], elements[ELEMENTS];
             REGISTER_FOR (int i = 0; i < TAPS; i++) taps[i] = *(Vector*)(packed_taps + i * size + at);
             transform(elements, G, taps);
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(transformed[f] + at) = elements[f];
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(transformed[f] + start + at) = elements[f];
         }
     }
 
@@ -966,8 +977,11 @@ struct Winograd {
 
         for (int c = o.first; c < o.end; c += VECTOR) {
             Vector elements[ELEMENTS], y[TILE_PIXELS];
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++)
-                elements[f] = *(Vector*)(products[f] + at + c - o.first);
+            const float* product = products[0] + at + c - o.first;
+            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) {
+                elements[f] = *(const Vector*)product;
+                product += products.size;
+            }
             transform(y, A_T, elements);
 
             REGISTER_FOR (int i = 0; i < TILE_PIXELS; i++) {

@@ -2,7 +2,8 @@
 
     python3 dev/web/speed.py data/faces_in_two_steps.html
 
-Each time is the best of several rounds, which take turns, because other programs may use the machine too.
+Each time is that of a drawing in many steps, divided by their number: the best of several rounds, which take turns, because
+other programs may use the machine too.
 """
 import os
 import pathlib
@@ -24,7 +25,7 @@ def native(weights):
     flags = ["--num_samples", "1", "--sampler", "ddim", "--sample_steps", str(CALLS), "--output_name", f"{weights}.npy"]
     told = subprocess.run([HERE.parents[1] / "train_unet", "--generate", "--model_weights", weights, *flags],
                           env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True).stdout
-    return float(re.search(r"1 picture in ([\d.]+)s", told)[1]) / CALLS * 1000
+    return float(re.search(r", ([\d.]+)s each", told)[1]) / CALLS * 1000
 
 
 def in_node(page):
@@ -32,10 +33,12 @@ def in_node(page):
 
 
 def in_chromium(page, opened):
+    """ms of a call, and from the opening of the page to its pictures."""
     opened.open(page)
     opened.wait("document.body?.dataset.state == 'done'")
+    drawn = opened.evaluate("performance.getEntriesByName('drawn')[0].startTime")
     opened.evaluate((HERE / "speed.js").read_text())
-    return opened.evaluate("fastestCall(JSON.parse(document.getElementById('model').textContent))")
+    return opened.evaluate("timeOfCall(JSON.parse(document.getElementById('model').textContent))"), drawn
 
 
 def main():
@@ -44,17 +47,11 @@ def main():
         weights = pathlib.Path(folder) / "weights.bin"
         subprocess.run([sys.executable, HERE.parents[1] / "generate.py", "--model_weights", page, "--export", weights],
                        capture_output=True, check=True)
-        times = {"./train_unet, 1 thread": [], "Node": [], "Chromium": []}
-        for _ in range(ROUNDS):
-            for found, time in zip(times.values(), (native(weights), in_node(page), in_chromium(page, opened))):
-                found.append(time)
-        opened.open(page)
-        opened.wait("document.body?.dataset.state == 'done'")
-        first = opened.evaluate("performance.getEntriesByName('drawn')[0].startTime")
-    least = min(times["./train_unet, 1 thread"])
-    for name, found in times.items():
-        print(f"{name:22} {min(found):6.2f} ms a call of one picture, {min(found) / least:.2f} times the first")
-    print(f"the first pictures of {page.name}: {first:.0f} ms after it was opened")
+        rounds = [(native(weights), in_node(page), *in_chromium(page, opened)) for _ in range(ROUNDS)]
+    least, node, chromium, drawn = map(min, zip(*rounds))
+    for name, time in (("./train_unet, 1 thread", least), ("Node", node), ("Chromium", chromium)):
+        print(f"{name:22} {time:6.2f} ms a call of one picture, {time / least:.2f} times the first")
+    print(f"the first pictures of {page.name}: {drawn:.0f} ms after it was opened")
 
 
 if __name__ == "__main__":
