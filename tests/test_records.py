@@ -116,7 +116,7 @@ def small(records, monkeypatch, tmp_path):
         monkeypatch.setitem(records.RECIPES, name, dataclasses.replace(recipe, samplers=(f"{records.HEUN} 2",)))
     options = records.Options(tmp_path, (1, 2), math.inf, minute=0.05, probe=0.01, pictures=8,
                               data_sets={"smoke": records.SMOKE})
-    records.prepare(options, "")
+    records.prepare(options, "", "")
     return options, records
 
 
@@ -184,7 +184,7 @@ def test_names_of_jobs(small, name, says):
 def test_data_sets(records, tmp_path):
     """A third of the emoji is held out, no image is in both files; the recipes fit both networks."""
     options = records.Options(tmp_path, (1,), math.inf, data_sets={"emoji": records.DATA_SETS["emoji"]})
-    records.prepare(options, "")
+    records.prepare(options, "", "")
     trained, held_out = (unet_io.read_images(options.images("emoji", part)).pixels for part in (False, True))
     assert len(trained) == 1084 and len(held_out) == records.DATA_SETS["emoji"].sizes[0] == 541
     assert len({image.tobytes() for image in (*trained, *held_out)}) == 1625

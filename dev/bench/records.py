@@ -70,6 +70,7 @@ class Recipe:
 DATA_SETS = {
     "fashion": DataSet("fashion32", dict(flip=False, cond_drop_prob=0.0), (5000, 2000)),
     "emoji": DataSet("unet64", dict(flip=True), (541,)),
+    "clipart": DataSet("unet64", dict(flip=True), (545,)),
 }
 SMOKE = DataSet("fashion32", dict(
     image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
@@ -119,7 +120,7 @@ def config_of(data_set, recipe, seed):
     return dataclasses.replace(config, **recipe.flags | data_set.flags, seed=seed).check()
 
 
-def prepare(options, fashion_dir):
+def prepare(options, fashion_dir, clipart_dir):
     """Write the images of every data set, where they are not there yet. Raises UserError."""
     for data in options.data_sets:
         files = [options.images(data, held_out) for held_out in (False, True)]
@@ -129,6 +130,13 @@ def prepare(options, fashion_dir):
         if data == "fashion":
             for path, part in zip(files, ("train", "t10k")):
                 prepare_data.prepare_idx(os.path.join(fashion_dir, f"{part}-images-idx3-ubyte.gz"), path, labels=True)
+            continue
+        if data == "clipart":  # as data/README.md says
+            if not os.path.isdir(clipart_dir):
+                unet_io.say(f"{clipart_dir} is not there, and clip art is left out: --clipart_dir names it")
+                continue
+            subprocess.run([sys.executable, ROOT / "prepare_data.py", "--data_dir", clipart_dir, "--labels", "--label_level", "1",
+                            "--fit", "trim", "--distinct", "16", "--val_fraction", "0.1", "--output_name", files[0]], check=True)
             continue
         if data == "emoji":
             pixels, labels = unet_io.read_images(str(ROOT / "data/emoji.bin")).pixels, None
@@ -214,7 +222,7 @@ class Judge:
         """(pixels uint8 (N, C, S, S), labels (N,) or None) of the first N images of a file in a random order."""
         images = unet_io.read_images(path)
         places = unet_io.permutation(0, 0, len(images))[:self.sizes[0]]
-        labels = None if images.labels is None else images.labels[places]
+        labels = images.labels[places] if self.config.class_cond else None
         return unet_io.to_uint8(images.floats(places, self.config.image_size)), labels
 
     def features(self, images):
@@ -463,7 +471,7 @@ def smoke(folder):
     """Every recipe in miniature, on images of noise; prints the table."""
     torch.set_num_threads(1)  # several would only wait for each other
     options = Options(folder, (1, 2), float("inf"), minute=0.2, probe=0.5, pictures=8, data_sets={"smoke": SMOKE})
-    prepare(options, "")
+    prepare(options, "", "")
     for recipe in RECIPES:
         Job(f"smoke-{recipe}-0", options).run()
     print(render(read_results(folder))["records:smoke"])
@@ -486,12 +494,14 @@ def main():
         help="after which --job saves and stops, to go on when it is called again (default: never)")
     add("--fashion_dir", default="/usr/share/datasets/fashion-mnist", metavar="FOLDER",
         help="Fashion-MNIST's four files for --prepare, as Debian's package dataset-fashion-mnist has them")
+    add("--clipart_dir", default="/usr/share/openclipart/png", metavar="FOLDER",
+        help="clip art for --prepare, as Debian's package openclipart-png has it")
     args = parser.parse_args()
     if min(args.minutes) < 1:
         raise UserError("--minutes must be 1 or more each")
     options = Options(args.folder, tuple(args.minutes), time.monotonic() + args.seconds)
     if args.prepare:
-        prepare(options, args.fashion_dir)
+        prepare(options, args.fashion_dir, args.clipart_dir)
     elif args.job:
         if not ON_GPU:
             raise UserError("a job counts minutes of a GPU, and PyTorch finds none here; --smoke runs everywhere")
