@@ -140,7 +140,8 @@ def test_jobs(small, capsys):
         assert set(points) == wanted.get(recipe, {(1, 50), (2, 50)})
         if recipe == "ours":
             ours = points
-    rows = [line.strip("|").split("|") for line in records.summary(list(results.values())).splitlines()[-2:]]
+    _, table = records.render(list(results.values()), "")["smoke"]
+    rows = [line.strip("|").split("|") for line in records.summary(table).splitlines()[-2:]]
     for minutes, row in enumerate(rows, 1):
         assert int(row[0]) == minutes and row[1].strip() == f"{results['real']['points'][0]['figures']['Frechet']:.2f}"
         wanted = [ours[key]["figures"]["Frechet"] for key in ((minutes, 3), (1.2 * minutes, 1), (1.2 * minutes, 2))]
@@ -153,7 +154,7 @@ def test_jobs(small, capsys):
             every = int((folder / "steps_a_minute").read_text())
             assert [points[minutes, calls]["steps"] for minutes, calls in points if minutes in (1, 2)] == [every, 2 * every]
             assert (folder / "run_2").exists() != records.RECIPES[recipe].one_run
-    assert f"| 2.4 | {records.RECIPES['ours'].title}, consistency |" in records.render(list(results.values()))["records:smoke"]
+    assert f"| 2.4 | {records.RECIPES['ours'].title}, consistency |" in records.table(table)
 
 
 def test_sets_have_all_classes(small, monkeypatch):
@@ -203,8 +204,9 @@ def results_of(recipe, seed, frechet, minutes=1, **more):
 def test_tables(records, tmp_path, monkeypatch):
     """Rows by minutes and recipe with mean and deviation of the seeds; the other table stays; one kind of GPU alone."""
     page = ROOT / "docs/records.md"
-    monkeypatch.setattr(records, "PAGE", tmp_path / "records.md")
-    records.PAGE.write_text(page.read_text())
+    for name, file in ("PAGE", page), ("README", ROOT / "README.md"):
+        monkeypatch.setattr(records, name, tmp_path / file.name)
+        getattr(records, name).write_text(file.read_text())
     real = dict(minutes=0, sampler="", calls=0, steps=0, seconds=0.0)
     results = [results_of("ddpm", 0, 20.0), results_of("ours_v", 0, 10.0, 2), results_of("ours_v", 0, 12.0),
                results_of("ours_v", 1, 13.0), results_of("ours_v", 2, 14.0), results_of("real", 0, 8.0, **real)]
@@ -225,6 +227,24 @@ def test_tables(records, tmp_path, monkeypatch):
         "| 2 | `./train_unet`, v, ddim | 1,000 | 50 | 10.00 | 70.00 | 1 |"]
     emoji = written.split("## Emoji")[1]
     assert emoji == page.read_text().split("## Emoji")[1]
+
+    # rows that were not measured again stay
+    for path in (tmp_path / "results").iterdir():
+        path.unlink()
+    ours = dict(sampler="--sampler dpmpp --sample_steps 20", calls=20)
+    results = [results_of("ours", 0, 6.0, 2, **ours), results_of("ddpm", 0, 19.0), results_of("ours_v", 0, 11.5, 2)]
+    for n, result in enumerate(results):
+        (tmp_path / f"results/{n}.json").write_text(json.dumps(result))
+    assert call(records, *words) == ""
+    assert records.rows_in(records.text_between(records.PAGE.read_text(), "records:fashion"))[1:] == [
+        ["", "training images, as a yardstick", "", "", "8.00", "70.00", "1"],
+        ["1", "`./train_unet`, v, ddim", "1,010", "50", "13.00 ± 1.00", "70.00 ± 0.00", "3"],
+        ["1", "PyTorch, DDPM as diffusers, ddim", "1,000", "50", "19.00", "70.00", "1"],
+        ["2", "`./train_unet`, EDM, dpmpp", "1,000", "20", "6.00", "70.00", "1"],
+        ["2", "`./train_unet`, v, ddim", "1,000", "50", "11.50", "70.00", "1"]]
+    overview = records.rows_in(records.text_between(records.README.read_text(), "records:summary"))
+    assert overview[1:] == [["2", "8.00", "", "6.00", "", ""]]
+    written = records.PAGE.read_text()
     (tmp_path / "results/other.json").write_text(json.dumps(results[0] | dict(device="Y")))
     assert "results of X and of Y" in call(records, *words) and records.PAGE.read_text() == written
 

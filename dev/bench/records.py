@@ -33,11 +33,11 @@ import torch
 
 import generate
 import prepare_data
-from benchmark import ROOT, launched, preset_config, processor_name, write_between
+from benchmark import ROOT, launched, preset_config, processor_name, text_between, write_between
 from opponents import DEVICE, ON_GPU, PyTorch, Unfinished, checkpoint_in, log_interval
 from unet_io import UserError
 
-PAGE = ROOT / "docs/records.md"
+PAGE, README = ROOT / "docs/records.md", ROOT / "README.md"
 PROGRAM = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
 TUNING = 0.2  # of a model's minutes, which its consistency tuning takes besides
 
@@ -410,61 +410,91 @@ def spread(values):
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def table(results):
-    """The table of one data set: a row for each length, recipe and sampler, of all seeds."""
-    rows = {}
+def key_of(cells):
+    """What tells a row of a table from the others, in the order of the table: minutes, recipe with its sampler, calls."""
+    minutes, title, _, calls = cells[:4]
+    place = [title.startswith(recipe.title) for recipe in RECIPES.values()].index(True)
+    return float(minutes or 0), place, int(calls or 0), title
+
+
+def rows_in(text):
+    """[cells] of a table, its heading first; [] of a text without one."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def title_of(recipe, sampler):
+    """The name of a recipe and of how its pictures are drawn, as a row has it."""
+    return f"{recipe.title}, {sampler.split()[1]}"
+
+
+def rows_of(results):
+    """The table of one data set, its heading first: a row of cells for each length, recipe and sampler, of all seeds."""
+    points = {}
     for result in results:
         for point in result["points"]:
-            key = point["minutes"], list(RECIPES).index(result["recipe"]), point["calls"], point["sampler"]
-            rows.setdefault(key, []).append(point)
-    names = [name for name in FIGURES if any(name in point["figures"] for points in rows.values() for point in points)]
-    text = "| minutes | recipe | steps | calls a picture | " + " | ".join(map(FIGURES.get, names)) + " | seeds |\n"
-    text += "|---:|---|---:|---:|" + "---:|" * len(names) + "---:|\n"
-    for (minutes, place, calls, sampler), points in sorted(rows.items()):
-        title, steps = list(RECIPES.values())[place].title, statistics.mean(point["steps"] for point in points)
-        cells = ["", title, "", ""]
+            points.setdefault((result["recipe"], point["minutes"], point["sampler"]), []).append(point)
+    names = [name for name in FIGURES if any(name in point["figures"] for some in points.values() for point in some)]
+    heading = ["minutes", "recipe", "steps", "calls a picture", *map(FIGURES.get, names), "seeds"]
+    rows = []
+    for (recipe, minutes, sampler), some in points.items():
+        steps, cells = statistics.mean(point["steps"] for point in some), ["", RECIPES[recipe].title, "", ""]
         if sampler:
-            cells = [f"{minutes:g}", f"{title}, {sampler.split()[1]}", f"{steps:,.0f}", str(calls)]
-        cells += [spread([point["figures"][name] for point in points if name in point["figures"]]) for name in names]
-        text += f"| {' | '.join([*cells, str(len(points))])} |\n"
+            cells = [f"{minutes:g}", title_of(RECIPES[recipe], sampler), f"{steps:,.0f}", str(some[0]["calls"])]
+        figures = [spread([point["figures"][name] for point in some if name in point["figures"]]) for name in names]
+        rows.append([*cells, *figures, str(len(some))])
+    return [heading, *sorted(rows, key=key_of)]
+
+
+def summary(rows):
+    """The README's table: Fréchet distances after the same minutes, here by calls of the network and in PyTorch at its best."""
+    heading, *rows = rows
+    place = heading.index(FIGURES["Frechet"])
+    distances = {(float(row[0] or 0), row[1], int(row[3] or 0)): float(row[place].split()[0]) for row in rows}
+    ours = RECIPES["ours"]
+    drawn, best = title_of(ours, ours.samplers[-1]), calls_of(ours.samplers[-1])
+    titles = [f"{calls} call{'s' * (calls > 1)}, tuned" for calls in ours.tuned]
+    text = f"| minutes | real images | PyTorch, its best | `./train_unet`, {best} calls | {' | '.join(titles)} |\n"
+    text += "|---:|---:|---:|---:|" + "---:|" * len(titles) + "\n"
+    for (minutes, title, calls), distance in distances.items():
+        if (title, calls) != (drawn, best):
+            continue
+        theirs = [value for (length, title, _), value in distances.items() if length == minutes and title.startswith("PyTorch")]
+        tuned = [distances.get((with_tuning(minutes), title_of(ours, consistency(calls)), calls)) for calls in ours.tuned]
+        values = [distances.get((0, RECIPES["real"].title, 0)), min(theirs, default=None), distance, *tuned]
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
+        text += f"| {minutes:g} | {' | '.join(cells)} |\n"
     return text
 
 
-def summary(results):
-    """The README's table: Fréchet distances after the same minutes, here by calls of the network and in PyTorch at its best."""
-    def mean_distance(recipe, minutes, sampler):
-        values = [point["figures"]["Frechet"] for result in results if result["recipe"] == recipe
-                  for point in result["points"] if (point["minutes"], point["sampler"]) == (minutes, sampler)]
-        return statistics.mean(values) if values else None
-
-    best, titles = RECIPES["ours"].samplers[-1], [f"{calls} call{'s' * (calls > 1)}, tuned" for calls in RECIPES["ours"].tuned]
-    text = f"| minutes | real images | PyTorch, its best | `./train_unet`, {calls_of(best)} calls | {' | '.join(titles)} |\n"
-    text += "|---:|---:|---:|---:|" + "---:|" * len(titles) + "\n"
-    for minutes in sorted({point["minutes"] for result in results if result["recipe"] == "ours" for point in result["points"]}):
-        ours = mean_distance("ours", minutes, best)
-        theirs = [mean_distance(name, minutes, sampler) for name, recipe in RECIPES.items() if recipe.trainer == "PyTorch"
-                  for sampler in recipe.samplers]
-        tuned = [mean_distance("ours", with_tuning(minutes), consistency(calls)) for calls in RECIPES["ours"].tuned]
-        if ours is None:  # those of a tuning
-            continue
-        values = [mean_distance("real", 0, ""), min(filter(None, theirs), default=None), ours, *tuned]
-        cells = ["" if value is None else f"{value:.2f}" for value in values]
-        text += f"| {minutes:g} | {' | '.join(cells)} |\n"
-    return f"On {results[0]['device']}:\n\n{text}"
+def table(rows):
+    """A table in Markdown of its rows, the heading first. Recipes stand at the left, figures at the right."""
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    rules = "|".join("---" if name == "recipe" else "---:" for name in rows[0])
+    return "".join([lines[0], f"|{rules}|\n", *lines[1:]])
 
 
-def render(results):
-    """{marker: text} of the page's tables, of the data sets that have results."""
-    texts = {}
+def render(results, page):
+    """{data set: (a line about the measurement, its rows)} of the data sets that have results.
+
+    page: the text that has the tables so far, or "". Their rows of the same GPU and figures stay, where the results have none.
+    """
+    found = {}
     for data in dict.fromkeys(result["data"] for result in results):
         some = [result for result in results if result["data"] == data]
+        device = f"On {some[0]['device']}, "
         trained = [point for result in some for point in result["points"] if point["seconds"]]
         ratios = [point["seconds"] / (60 * point["minutes"]) for point in trained]
-        text = f"On {some[0]['device']}, PyTorch {some[0]['torch']}."
+        line = f"{device}PyTorch {some[0]['torch']}."
         if ratios:
-            text += f" Measured, a minute's steps took from {60 * min(ratios):.1f} to {60 * max(ratios):.1f} s."
-        texts[f"records:{data}"] = f"{text}\n\n{table(some)}"
-    return texts
+            line += f" Measured, a minute's steps took from {60 * min(ratios):.1f} to {60 * max(ratios):.1f} s."
+        heading, *rows = rows_of(some)
+        before = page and text_between(page, f"records:{data}")
+        if before.startswith(device) and rows_in(before)[0] == heading:
+            known = {key_of(row) for row in rows}
+            rows += [row for row in rows_in(before)[1:] if key_of(row) not in known]
+        found[data] = line, [heading, *sorted(rows, key=key_of)]
+    return found
 
 
 def smoke(folder):
@@ -474,7 +504,8 @@ def smoke(folder):
     prepare(options, "", "")
     for recipe in RECIPES:
         Job(f"smoke-{recipe}-0", options).run()
-    print(render(read_results(folder))["records:smoke"])
+    line, rows = render(read_results(folder), "")["smoke"]
+    print(f"{line}\n\n{table(rows)}")
 
 
 def main():
@@ -510,10 +541,11 @@ def main():
         results = read_results(args.folder)
         if not results:
             raise UserError(f"{args.folder} holds no results: each --job writes some")
-        write_between(PAGE, render(results))
-        fashion = [result for result in results if result["data"] == "fashion"]
-        if fashion:
-            write_between(ROOT / "README.md", {"records:summary": summary(fashion)})
+        found = render(results, PAGE.read_text())
+        write_between(PAGE, {f"records:{data}": f"{line}\n\n{table(rows)}" for data, (line, rows) in found.items()})
+        if "fashion" in found:
+            text = f"On {results[0]['device']}:\n\n{summary(found['fashion'][1])}"
+            write_between(README, {"records:summary": text})
     else:
         smoke(args.folder / "smoke")
 
