@@ -396,6 +396,10 @@ template <typename Layer> static void run(Layer layer) {
         each_range(layer.items(), 1, [=](size_t first, size_t end) {
             for (size_t i = first; i < end; i++) layer(Team{(int)i, 0, 1});
         });
+    } else if constexpr (requires { requires Layer::N > 1; }) {  // an item is a vector already
+        each_range(layer.items(), 1024, [=](size_t first, size_t end) {
+            for (size_t i = first; i < end; i++) layer(i);
+        });
     } else {
         each_range(layer.items(), 1024, [=](size_t first, size_t end) {
             SIMD_FOR (size_t i = first; i < end; i++) layer(i);
