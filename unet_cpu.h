@@ -396,6 +396,10 @@ template <typename Layer> static void run(Layer layer) {
         each_range(layer.items(), 1, [=](size_t first, size_t end) {
             for (size_t i = first; i < end; i++) layer(Team{(int)i, 0, 1});
         });
+    } else if constexpr (requires { requires Layer::N > 1; }) {  // an item is a vector already
+        each_range(layer.items(), 1024, [=](size_t first, size_t end) {
+            for (size_t i = first; i < end; i++) layer(i);
+        });
     } else {
         each_range(layer.items(), 1024, [=](size_t first, size_t end) {
             SIMD_FOR (size_t i = first; i < end; i++) layer(i);
@@ -464,11 +468,31 @@ static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; 
 static float* element(Tensor x, size_t p, int c) { return x.data + p * x.C + c; }
 static Matrix pixels_of(Tensor x, size_t p = 0, int c = 0) { return {element(x, p, c), x.C}; }
 
+#ifdef __wasm_simd128__
+// Writes four columns of four numbers, which lie `ld` apart, as the beginnings of four rows of a panel.
+static void pack_transposed(float* panel, const float* from, ptrdiff_t ld) {
+    Vector a = *(const Vector*)from, b = *(const Vector*)(from + ld);
+    Vector c = *(const Vector*)(from + 2 * ld), d = *(const Vector*)(from + 3 * ld);
+    Vector ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_below = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    Vector cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_below = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    *(Vector*)panel = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+    *(Vector*)(panel + TILE_COLUMNS) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    *(Vector*)(panel + 2 * TILE_COLUMNS) = __builtin_shufflevector(ab_below, cd_below, 0, 1, 4, 5);
+    *(Vector*)(panel + 3 * TILE_COLUMNS) = __builtin_shufflevector(ab_below, cd_below, 2, 3, 6, 7);
+}
+#endif
+
 // Writes b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), with zeros behind column N.
 static void matmul_pack(float* panels, Matrix b, int K, int N) {
     for (int n = 0; n < N; n += TILE_COLUMNS) {
-        int width = std::min((int)TILE_COLUMNS, N - n);
-        for (int k = 0; k < K; k++) {
+        int width = std::min((int)TILE_COLUMNS, N - n), k = 0;
+#ifdef __wasm_simd128__
+        for (; b.row == 1 && width == TILE_COLUMNS && k + VECTOR <= K; k += VECTOR) {
+            for (int j = 0; j < TILE_COLUMNS; j += VECTOR) pack_transposed(panels + j, b.from(k, n + j).data, b.column);
+            panels += VECTOR * TILE_COLUMNS;
+        }
+#endif
+        for (; k < K; k++) {
             const float* row = b.from(k, n).data;
             if (width < TILE_COLUMNS)
                 SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
@@ -778,33 +802,61 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- 3x3 convolutions by Winograd's algorithm --------------------------------------------------------------
-// F(2x2, 3x3) of Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is cut
-// into tiles y of 2x2 pixels; with x the 4x4 patch around a tile,
+// Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is cut into tiles y; with x
+// the patch around a tile, which is a pixel larger on each side,
 //   y = A^T ((G w G^T) * (B^T x B)) A,   dw = G^T ((A dy A^T) * (B^T x B)) G
-// where * multiplies element by element: 16 multiplications instead of 36. Over all tiles and channels these are
-// 16 matrix products, one for each element of a transformed patch.
+// where * multiplies element by element. Over all tiles and channels these are matrix products, one for each element
+// of a transformed patch. With tiles of 2x2 pixels, F(2x2, 3x3), there are 16 multiplications instead of 36. With
+// tiles of 4x4, F(4x4, 3x3), there are 36 instead of 144, but more additions and three times the rounding error. This
+// is for WebAssembly, where products take longest, and which only draws, with weights that are rounded anyway.
+#ifdef __wasm_simd128__
+enum { TILE = 4 };
+static constexpr float B_T[6][6] = {{4, 0, -5, 0, 1, 0},  {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
+                                    {0, -2, -1, 2, 1, 0}, {0, 2, -1, -2, 1, 0}, {0, 4, 0, -5, 0, 1}};
+static constexpr float G[6][3] = {{1 / 4.0f, 0, 0},
+                                  {-1 / 6.0f, -1 / 6.0f, -1 / 6.0f},
+                                  {-1 / 6.0f, 1 / 6.0f, -1 / 6.0f},
+                                  {1 / 24.0f, 1 / 12.0f, 1 / 6.0f},
+                                  {1 / 24.0f, -1 / 12.0f, 1 / 6.0f},
+                                  {0, 0, 1}};
+static constexpr float G_T[3][6] = {{1 / 4.0f, -1 / 6.0f, -1 / 6.0f, 1 / 24.0f, 1 / 24.0f, 0},
+                                    {0, -1 / 6.0f, 1 / 6.0f, 1 / 12.0f, -1 / 12.0f, 0},
+                                    {0, -1 / 6.0f, -1 / 6.0f, 1 / 6.0f, 1 / 6.0f, 1}};
+static constexpr float A[6][4] = {{1, 0, 0, 0},  {1, 1, 1, 1},   {1, -1, 1, -1},
+                                  {1, 2, 4, 8}, {1, -2, 4, -8}, {0, 0, 0, 1}};
+static constexpr float A_T[4][6] = {{1, 1, 1, 1, 1, 0}, {0, 1, -1, 2, -2, 0}, {0, 1, 1, 4, 4, 0}, {0, 1, -1, 8, -8, 1}};
+#define PATCH_FOR(...) for (__VA_ARGS__)  // line by line: a patch has more vectors than there are registers
+#else
+enum { TILE = 2 };
 static constexpr float B_T[4][4] = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}};
 static constexpr float G[4][3] = {{1, 0, 0}, {0.5f, 0.5f, 0.5f}, {0.5f, -0.5f, 0.5f}, {0, 0, 1}};
 static constexpr float G_T[3][4] = {{1, 0.5f, 0.5f, 0}, {0, 0.5f, -0.5f, 0}, {0, 0.5f, 0.5f, 1}};
 static constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
 static constexpr float A_T[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
-enum { ELEMENTS = 16, TAPS = 9, TILE_PIXELS = 4 };  // of a transformed patch, of a filter, of a tile
+#define PATCH_FOR(...) REGISTER_FOR (__VA_ARGS__)
+#endif
+enum { PATCH = TILE + 2 };
+enum { ELEMENTS = PATCH * PATCH, TAPS = 9, TILE_PIXELS = TILE * TILE };  // of a transformed patch, of a filter, of a tile
 
-// A row of m times a column of x, whose elements are `stride` apart.
-template <int N>
-[[gnu::always_inline]] static inline Vector dot(const float (&row)[N], const Vector* column, int stride) {
+// A row of m times x.
+template <int N> [[gnu::always_inline]] static inline Vector dot(const float (&row)[N], const Vector* x) {
     Vector sum = Vector{} * -1.0f;  // -0: adding to it changes nothing and costs nothing
     REGISTER_FOR (int k = 0; k < N; k++)
-        if (row[k] != 0) sum += row[k] * column[k * stride];
+        if (row[k] != 0) sum += row[k] * x[k];
     return sum;
 }
-// y (M, M) = m x m^T for vectors of channels. Inlined, its loops become additions of registers, and zeros of m
-// nothing; as a call it takes twice as long on a Xeon.
+// m x m^T for vectors of channels: load(i) is element i of x (N, N), and store(i, y) takes element i of the result (M, M).
+// Inlined, its loops become additions of registers, and zeros of m nothing; as a call it takes twice as long on a Xeon.
 template <int M, int N>
-[[gnu::always_inline]] static inline void transform(Vector* y, const float (&m)[M][N], const Vector* x) {
-    Vector mx[M * N];
-    REGISTER_FOR (int i = 0; i < M * N; i++) mx[i] = dot(m[i / N], x + i % N, N);
-    REGISTER_FOR (int i = 0; i < M * M; i++) y[i] = dot(m[i % M], mx + i / M * N, 1);
+[[gnu::always_inline]] static inline void transform(const float (&m)[M][N], auto load, auto store) {
+    Vector mx[M][N];
+    PATCH_FOR (int j = 0; j < N; j++) {
+        Vector column[N];
+        REGISTER_FOR (int i = 0; i < N; i++) column[i] = load(i * N + j);
+        REGISTER_FOR (int i = 0; i < M; i++) mx[i][j] = dot(m[i], column);
+    }
+    PATCH_FOR (int i = 0; i < M; i++)
+        REGISTER_FOR (int j = 0; j < M; j++) store(i * M + j, dot(m[j], mx[i]));
 }
 
 // From `first` up to, and without, `end`.
@@ -828,10 +880,10 @@ struct Planes {
 struct WinogradTile {
     int b, row, column;
     WinogradTile(Tensor x, int t) {
-        int H = (x.H + 1) / 2, W = (x.W + 1) / 2;
+        int H = ceil_div(x.H, (int)TILE), W = ceil_div(x.W, (int)TILE);
         b = t / W / H;
-        row = t / W % H * 2;
-        column = t % W * 2;
+        row = t / W % H * TILE;
+        column = t % W * TILE;
     }
     // Where the channels of a pixel lie, counted from the tile's first; null outside the image or without x.
     float* pixel(Tensor x, int down, int right) const {
@@ -839,7 +891,7 @@ struct WinogradTile {
         bool inside = x && h >= 0 && h < x.H && w >= 0 && w < x.W;
         return inside ? x.data + (((size_t)b * x.H + h) * x.W + w) * x.C : nullptr;
     }
-    static int count(Tensor x) { return x.B * ((x.H + 1) / 2) * ((x.W + 1) / 2); }
+    static int count(Tensor x) { return x.B * ceil_div(x.H, (int)TILE) * ceil_div(x.W, (int)TILE); }
 };
 
 enum { MAX_INPUTS = 512 };       // channels that a convolution adds up at a time
@@ -848,9 +900,9 @@ static float zeros[MAX_INPUTS];  // the channels of a pixel outside, which then 
 // Transforms tiles of x (m = A) or the patches around them (m = B_T) to planes (channels / width, tiles, width),
 // with zeros behind the last channel, up to a whole vector.
 template <int N>
-static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor x, Range tiles,
+static void transform_tiles(Planes to, int width, const float (&m)[PATCH][N], Tensor x, Range tiles,
                             Range channels) {
-    const int halo = N / 4;
+    const int halo = N == PATCH;
     x.data += channels.first;
     for (int t = 0; t < tiles.count(); t++) {
         WinogradTile tile(x, tiles.first + t);
@@ -862,16 +914,10 @@ static void transform_tiles(Planes to, int width, const float (&m)[4][N], Tensor
 
         int panel = 0;  // its first channel
         for (int c = 0; c < channels.count(); c += VECTOR) {
-            Vector pixels[N * N], elements[ELEMENTS];
-            REGISTER_FOR (int i = 0; i < N * N; i++) pixels[i] = load_some(from[i] + c, channels.count() - c);
-            transform(elements, m, pixels);
-
             if (c == panel + width) panel = c;
-            float* target = to.data + (size_t)panel * tiles.count() + (size_t)t * width + c - panel;
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) {
-                *(Vector*)target = elements[f];
-                target += to.size;
-            }
+            const size_t at = (size_t)panel * tiles.count() + (size_t)t * width + c - panel;
+            auto load = [&](int i) { return load_some(from[i] + c, channels.count() - c); };
+            transform(m, load, [&](int f, Vector element) { *(Vector*)(to[f] + at) = element; });
         }
     }
 }
@@ -942,10 +988,8 @@ struct Winograd {
         }
 
         for (size_t at = 0; at < size; at += VECTOR) {
-            Vector taps[TAPS], elements[ELEMENTS];
-            REGISTER_FOR (int i = 0; i < TAPS; i++) taps[i] = *(Vector*)(packed_taps + i * size + at);
-            transform(elements, G, taps);
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) *(Vector*)(transformed[f] + start + at) = elements[f];
+            auto load = [&](int i) { return *(Vector*)(packed_taps + i * size + at); };
+            transform(G, load, [&](int f, Vector element) { *(Vector*)(transformed[f] + start + at) = element; });
         }
     }
 
@@ -970,28 +1014,20 @@ struct Winograd {
         float* pixels[TILE_PIXELS];
         const float* residuals[TILE_PIXELS];
         for (int i = 0; i < TILE_PIXELS; i++) {
-            pixels[i] = tile.pixel(out, i / 2, i % 2);
-            residuals[i] = tile.pixel(options.residual, i / 2, i % 2);
+            pixels[i] = tile.pixel(out, i / TILE, i % TILE);
+            residuals[i] = tile.pixel(options.residual, i / TILE, i % TILE);
         }
         const float* emb = options.emb.row(tile.b);
 
         for (int c = o.first; c < o.end; c += VECTOR) {
-            Vector elements[ELEMENTS], y[TILE_PIXELS];
-            const float* product = products[0] + at + c - o.first;
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) {
-                elements[f] = *(const Vector*)product;
-                product += products.size;
-            }
-            transform(y, A_T, elements);
-
-            REGISTER_FOR (int i = 0; i < TILE_PIXELS; i++) {
-                if (!pixels[i]) continue;
-                Vector sum = y[i];
+            auto load = [&](int f) { return *(const Vector*)(products[f] + at + c - o.first); };
+            transform(A_T, load, [&](int i, Vector sum) {
+                if (!pixels[i]) return;
                 if (layer.bias) sum += load_some(layer.bias + c, o.end - c);
                 if (emb) sum += load_some(emb + c, o.end - c);
                 if (residuals[i]) sum += load_some(residuals[i] + c, o.end - c);
                 store_some(pixels[i] + c, sum, o.end - c);
-            }
+            });
         }
     }
 };
@@ -1007,7 +1043,7 @@ static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward op
 }
 
 // Writes a piece of dw, outputs o and inputs c, as the sum over some tiles. FILTER_TILES are transformed at a time.
-enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 128, MAX_PARTIALS = 8 };
+enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 256 / TILE, MAX_PARTIALS = 8 };
 static_assert(FILTER_OUTPUTS % TILE_COLUMNS + FILTER_INPUTS % TILE_COLUMNS == 0);
 static_assert(ELEMENTS * (FILTER_OUTPUTS * FILTER_INPUTS + FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS)) +
                   3 * PLANE_GAPS <=
@@ -1027,12 +1063,9 @@ static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range
 
     for (int row = 0; row < o.count(); row++)
         for (int column = 0; column < c.count(); column += VECTOR) {
-            Vector elements[ELEMENTS], taps[TAPS];
-            REGISTER_FOR (int f = 0; f < ELEMENTS; f++) elements[f] = *(Vector*)(sum[f] + row * k + column);
-            transform(taps, G_T, elements);
-
             float* to = dw + (size_t)(o.first + row) * TAPS * x.C + c.first + column;
-            REGISTER_FOR (int i = 0; i < TAPS; i++) store_some(to + i * x.C, taps[i], c.count() - column);
+            auto load = [&](int f) { return *(Vector*)(sum[f] + row * k + column); };
+            transform(G_T, load, [&](int i, Vector tap) { store_some(to + i * x.C, tap, c.count() - column); });
         }
 }
 // Each thread owns a piece of dw and goes through all pixels. A small dw has few pieces: then each is made several
