@@ -978,15 +978,12 @@ template <typename T> struct Resample {
     }
 };
 
-static void upsample_forward(Tensor out, Tensor x) { run(Resample<floatX>{.out = out, .x = x}); }
-static void upsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
-    run(Resample<floatX>{.out = dx, .x = dout, .accumulate = accumulate});
+// Up- or down-sampling, whichever the sizes say.
+static void resample_forward(Tensor out, Tensor x) {
+    run(Resample<floatX>{.out = out, .x = x, .factor = out.H > x.H ? 1 : 0.25f});
 }
-static void downsample_forward(Tensor out, Tensor x) {
-    run(Resample<floatX>{.out = out, .x = x, .factor = 0.25f});
-}
-static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
-    run(Resample<floatX>{.out = dx, .x = dout, .factor = 0.25f, .accumulate = accumulate});
+static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .factor = dout.H > dx.H ? 1 : 0.25f, .accumulate = accumulate});
 }
 
 // ==== 4  BLOCKS ============================================================================================
@@ -1013,7 +1010,7 @@ struct Block {
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
     // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
-    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and three of (B, E).
+    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four of (B, E).
     Buffer hidden = {};
     Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
     Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
@@ -1043,7 +1040,7 @@ struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
-    float* gradients;
+    float* gradients = nullptr;
 };
 
 // The earlier noised images of consistency tuning with pairs: see section 6.
@@ -1073,9 +1070,8 @@ struct Model : OptimiserMemory {
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* dw;                // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
-    char* arena;              // activations, their gradients, scratch: where the plan says
+    char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
     Arena scratch, late;      // the parts of it that the block under way may take from
-    bool counts = false;      // there is no memory yet: a block's arenas only count, see measure_buffers
     Event embedding_ready;    // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
@@ -1138,7 +1134,7 @@ static void add_layer(Plan* plan, const Block& block, const std::string& layer, 
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
 static Arena arena_of(const Model* m, const Buffer& b) {
-    if (m->counts) return {};
+    if (!m->arena) return {};  // which only counts
     return {m->arena + b.offset, b.bytes, 0};
 }
 
@@ -1232,16 +1228,6 @@ struct Module {
     static Event beside(auto layer, auto... arguments) {
         return on_side_stream_deferred([=] { layer(arguments...); });
     }
-
-    // Up- or down-sampling, whichever the block does.
-    void resize(Tensor out, Tensor x) const {
-        if (block.out_H > block.H) upsample_forward(out, x);
-        else downsample_forward(out, x);
-    }
-    void resize_backward(Tensor dx, Tensor dout, bool accumulate = false) const {
-        if (block.out_H > block.H) upsample_backward(dx, dout, accumulate);
-        else downsample_backward(dx, dout, accumulate);
-    }
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
@@ -1260,6 +1246,7 @@ struct EmbedBlock : Module {
     int E = m->plan.tensors[block.param].shape[0];
     Tensor sinusoids = take_from(&kept_hidden, 1, block.C);
     Tensor hidden = take_from(&kept_hidden, 1, E);
+    Tensor silu_hidden = take_from(&kept_hidden, 1, E);
     Tensor linear2 = take_from(&kept_hidden, 1, E);
     Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
@@ -1273,7 +1260,6 @@ struct EmbedBlock : Module {
     }
 
     void forward() {
-        Tensor silu_hidden = embedding;  // the embedding overwrites it in the end
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // The side stream does it while the image goes through the first convolution.
@@ -1288,24 +1274,22 @@ struct EmbedBlock : Module {
         });
     }
 
-    Tensor active = {}, dlinear2 = {}, dhidden = {};
+    Tensor dlinear2 = {}, dhidden = {};
     void reserve_backward() {
-        active = take_tensor(1, E);
         dlinear2 = take_tensor(1, E);
         dhidden = take_tensor(1, E);
     }
     void backward() {
         reserve_backward();
-        Tensor dembedding = dhidden, dactive = dhidden;  // dhidden's memory holds one after the other
+        Tensor dembedding = dhidden, dsilu_hidden = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
         beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
-        run(SiluForward<floatX>{.out = active, .x = hidden});
-        beside(linear_backward_weight, linear2_layer, dlinear2, active);
-        linear_backward_input(dactive, dlinear2, linear2_layer);
-        run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
+        beside(linear_backward_weight, linear2_layer, dlinear2, silu_hidden);
+        linear_backward_input(dsilu_hidden, dlinear2, linear2_layer);
+        run(SiluBackward<floatX>{.dx = dhidden, .dout = dsilu_hidden, .x = hidden});
         beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
@@ -1381,7 +1365,7 @@ struct ResBlock : Module {
         if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
         Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
-        if (resizes) resize(residual, x.first);
+        if (resizes) resample_forward(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
 
@@ -1392,7 +1376,7 @@ struct ResBlock : Module {
     }
     Tensor resized_norm1() const {
         groupnorm_forward(before, norm1);
-        resize(normed1, before);
+        resample_forward(normed1, before);
         return normed1;
     }
     Tensor dropped_norm2() const {
@@ -1407,7 +1391,7 @@ struct ResBlock : Module {
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
     // h         h, dh                                   conv1's weight gradient, as `late` is
     // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
-    // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
+    // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
         norm1.sums = norm2.sums = take_sums<NormSums>(std::max(block.H, block.out_H), std::max(x.C(), block.O));
@@ -1440,13 +1424,13 @@ struct ResBlock : Module {
 
         conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
-            resize_backward(dx.first, dout, block.accumulate);
-            resize_backward(dbefore, dnormed1);
+            resample_backward(dx.first, dout, block.accumulate);
+            resample_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
-        if (resizes) resize(normed1, before);
+        if (resizes) resample_forward(normed1, before);
         beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
     }
 };
@@ -1524,7 +1508,7 @@ struct ResampleBlock : Module {
     void forward() {
         reserve_forward();
         if (convolves && up) {
-            upsample_forward(large, x.first);
+            resample_forward(large, x.first);
             conv3x3_forward(out, large, conv);  // which leaves the output's moments
             return;
         }
@@ -1532,7 +1516,7 @@ struct ResampleBlock : Module {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         } else {
-            resize(out, x.first);
+            resample_forward(out, x.first);
         }
         channel_moments(out);
     }
@@ -1544,13 +1528,13 @@ struct ResampleBlock : Module {
     }
     void backward() {
         reserve_backward();
-        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
+        if (!convolves) return resample_backward(dx.first, dout, block.accumulate);
         Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
-            upsample_forward(large, x.first);
+            resample_forward(large, x.first);
             weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
             conv3x3_backward_input(dlarge, dout, conv);
-            upsample_backward(dx.first, dlarge, block.accumulate);
+            resample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
             weights_done = beside(conv3x3_backward_weight, conv, dlarge, x.first, Rows());
@@ -1706,7 +1690,6 @@ static void measure_buffers(Plan* plan, const Config& c) {
     Model m = Model();
     m.config = c;
     m.plan = *plan;
-    m.counts = true;
     for (Block& block : plan->blocks)
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
@@ -2335,43 +2318,23 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// Of every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are
-// the same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last
-// of all. An item is a sample.
-struct DrawMatchingTimesteps {
-    int *timesteps, *noised;  // (batch)
-    const int64_t* step;
-    int batch, diffusion_steps, second;
-    uint32_t seed;
-
-    size_t items() const { return batch; }
-    HOST_DEVICE void operator()(size_t b) const {
-        const uint32_t stream = STREAM_MATCHING_TIMESTEP;
-        bool is_second = random_word(seed, stream, 0, (uint32_t)b, (uint32_t)*step) >> 31;
-        timesteps[b] = is_second ? second : diffusion_steps - 1;
-
-        int least = diffusion_steps / 50;
-        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, (uint32_t)b, (uint32_t)*step);
-    }
-};
-
-// The x0 that a network sees in noised images: the images, and the errors that follow from those of its predictions. An item
-// is an element.
+// The x0 that a network sees in B noised images, samples of the batch from `first` on: the images, and the errors that follow
+// from those of its predictions. An item is an element.
 template <typename T> struct PredictX0 {
-    float* predicted;          // (B, C, H, W)
-    const float* images;       // (B, C, H, W)
-    const T* out;              // (B, H, W, PIXEL): the network's answer
-    const float* target;       // (B, H, W, PIXEL): the right one
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
-    int B, channels, pixels;   // pixels = H W
-    bool clamps;               // to [-1, 1]
+    float* predicted;  // (B, C, H, W)
+    BatchLoss loss;
+    int first, B;
+    const float* images;  // (B, C, H, W)
+    const T* out;         // (B, H, W, PIXEL): the network's answer
+    const float* target;  // (B, H, W, PIXEL): the right one
+    bool clamps;          // to [-1, 1]
 
-    size_t items() const { return (size_t)B * channels * pixels; }
+    size_t items() const { return (size_t)B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
-        size_t b = i / ((size_t)channels * pixels), c = i / pixels % channels;
-        size_t at = (b * pixels + i % pixels) * PIXEL + c;
-        float x0 = fmaf(schedule[timesteps[b]].x0_error, (float)out[at] - target[at], images[i]);
+        size_t channel = i / loss.pixels, b = channel / loss.channels;
+        size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
+        float x0_error = loss.schedule[loss.timesteps[first + b]].x0_error;
+        float x0 = fmaf(x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
@@ -2379,29 +2342,28 @@ template <typename T> struct PredictX0 {
 // What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
 // by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
 // it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
-// other. A team does a sample.
+// other. A team does a sample, of B from `first` on.
 template <typename T> struct MatchingTarget {
-    float* target;                           // (B, H, W, PIXEL)
+    float* target;  // (B, H, W, PIXEL)
+    BatchLoss loss;
+    int first, B;
     const T* out;                            // (B, H, W, PIXEL): the student's predictions
     const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
-    const Timestep* schedule;                // (diffusion_steps)
-    const int* timesteps;                    // (B): that the student drew from
-    int B, channels, pixels;                 // pixels = H W
 
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return B; }
     HOST_DEVICE void operator()(Team team) const {
-        size_t b = team.index, elements = (size_t)channels * pixels, begin = b * elements;
+        size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
         float mean = fmaxf((float)(team_sum(distance) / elements), 1e-3f);
-        float scale = schedule[timesteps[b]].x0_error / mean;
+        float scale = loss.schedule[loss.timesteps[first + b]].x0_error / mean;
 
-        for (size_t i = team.thread; i < (size_t)pixels * PIXEL; i += team.threads) {
+        for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
             size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
             float change = 0;
-            if (c < (size_t)channels) {
+            if (c < (size_t)loss.channels) {
                 size_t element = begin + c * pixels + i / PIXEL;
                 change = scale * (teacher[element] - fake[element]);
             }
@@ -3184,17 +3146,31 @@ struct BeginStep {
     }
 };
 
-// The update of the fake in a step that matches distributions, of which `first` is the run's first. It has one item.
-struct BeginFakeUpdate {
-    StepState* state;     // the fake's
-    const int64_t* step;  // of the run
+// A step that matches distributions begins, of which `first` is the run's first. It computes the fake's update, and draws of
+// every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are the
+// same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last of all.
+// An item is a sample.
+struct BeginMatching {
+    StepState* fake;
+    int *timesteps, *noised;  // (batch)
+    const int64_t* step;      // of the run
     int64_t first;
-    Hyper hyper;
+    Hyper hyper;  // the fake's
+    int batch, diffusion_steps, second;
+    uint32_t seed;
 
-    size_t items() const { return 1; }
-    HOST_DEVICE void operator()(size_t) const {
-        state->update = adamw_at(hyper, *step, *step - first);
-        state->accepted = 1;
+    size_t items() const { return batch; }
+    HOST_DEVICE void operator()(size_t b) const {
+        if (b == 0) {
+            fake->update = adamw_at(hyper, *step, *step - first);
+            fake->accepted = 1;
+        }
+        const uint32_t stream = STREAM_MATCHING_TIMESTEP;
+        bool is_second = random_word(seed, stream, 0, (uint32_t)b, (uint32_t)*step) >> 31;
+        timesteps[b] = is_second ? second : diffusion_steps - 1;
+
+        int least = diffusion_steps / 50;
+        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, (uint32_t)b, (uint32_t)*step);
     }
 };
 
@@ -3306,7 +3282,7 @@ struct Trainer {
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
-    int second_timestep = 0;                      // or the only one: see DrawMatchingTimesteps
+    int second_timestep = 0;                      // or the only one: see BeginMatching
     CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
@@ -3393,7 +3369,14 @@ static MicroBatch microbatch_at(const Model* m, int i) {
     int first = i * m->plan.batch;
     return {first, std::min(m->plan.batch, m->config.batch_size - first)};
 }
-static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }  // of this rank
+
+// Those of this rank: the number of the first, and all.
+static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }
+static std::vector<MicroBatch> own_microbatches(const Model* m) {
+    std::vector<MicroBatch> own;
+    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, first_microbatch(m) + i));
+    return own;
+}
 
 // Where the part of an array begins that has `floats` of every image of this rank: that of the samples from `first` on.
 static float* part_of(float* array, const Model* m, int first, size_t floats) {
@@ -3440,16 +3423,13 @@ static void load_drawn_pictures(Model* m, int B, int first) {
 
 // predicted (images of this rank, C, H, W): what the network has seen in B noised images (B, C, H, W).
 static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
-    const Config& c = m->config;
     run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
+                          .loss = batch_loss(m, m->config.batch_size),
+                          .first = first,
+                          .B = B,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
-                          .schedule = m->schedule,
-                          .timesteps = m->timesteps + first,
-                          .B = B,
-                          .channels = c.in_channels,
-                          .pixels = c.image_size * c.image_size,
                           .clamps = clamps});
 }
 
@@ -3461,17 +3441,14 @@ static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
 
 // What the student should answer of B samples instead of what it has answered.
 static void load_matching_target(Model* m, int B, int first) {
-    const Config& c = m->config;
     run(MatchingTarget<floatX>{.target = m->target,
+                               .loss = batch_loss(m, m->config.batch_size),
+                               .first = first,
+                               .B = B,
                                .out = unet_output(m),
                                .pictures = images_from(m->matching.pictures, m, first),
                                .teacher = images_from(m->matching.teacher_x0, m, first),
-                               .fake = images_from(m->matching.fake_x0, m, first),
-                               .schedule = m->schedule,
-                               .timesteps = m->timesteps + first,
-                               .B = B,
-                               .channels = c.in_channels,
-                               .pixels = c.image_size * c.image_size});
+                               .fake = images_from(m->matching.fake_x0, m, first)});
 }
 
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
@@ -3577,11 +3554,17 @@ static void match_distributions(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     DistributionMatching& matching = m->matching;
-    int begin = first_microbatch(m), end = begin + microbatches_of(m);
-    run(DrawMatchingTimesteps{m->timesteps, matching.timesteps, &m->state->step, c.batch_size, c.diffusion_steps,
-                              t->second_timestep, c.seed});
-    for (int i = begin; i < end; i++) {
-        auto [first, B] = microbatch_at(m, i);
+    run(BeginMatching{.fake = matching.state,
+                      .timesteps = m->timesteps,
+                      .noised = matching.timesteps,
+                      .step = &m->state->step,
+                      .first = steps_on_paths(c),
+                      .hyper = hyper_of(c, LESSON_FAKE),
+                      .batch = c.batch_size,
+                      .diffusion_steps = c.diffusion_steps,
+                      .second = t->second_timestep,
+                      .seed = c.seed});
+    for (auto [first, B] : own_microbatches(m)) {
         load_images(t, B, first);
         unet_forward(m, B, first);
         predict_x0(m, matching.pictures, m->images, B, first, false);
@@ -3589,14 +3572,11 @@ static void match_distributions(Trainer* t) {
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake);
     batch_gradient(t, LESSON_FAKE);
-    run(BeginFakeUpdate{matching.state, &m->state->step, steps_on_paths(c), hyper_of(c, LESSON_FAKE)});
-    OptimiserMemory fake = {.master = matching.fake, .adam_m = matching.adam_m, .adam_v = matching.adam_v,
-                            .gradients = m->gradients};
+    OptimiserMemory fake = {.master = matching.fake, .adam_m = matching.adam_m, .adam_v = matching.adam_v};
     update_weights(m, fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (int i = begin; i < end; i++) {
-        auto [first, B] = microbatch_at(m, i);
+    for (auto [first, B] : own_microbatches(m)) {
         load_drawn_pictures(m, B, first);
         unet_forward(m, B, first);
         predict_x0_of_drawn(m, matching.teacher_x0, B, first);
@@ -3641,8 +3621,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (int i = 0; i < microbatches_of(m); i++) {
-        auto [first, B] = microbatch_at(m, first_microbatch(m) + i);
+    for (auto [first, B] : own_microbatches(m)) {
         run(StartPaths{m->specs, t->source, B, first, count});
         SampleBatch<floatX> batch = samples_of(m, B, 1);
         begin_samples(m, batch);

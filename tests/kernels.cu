@@ -958,27 +958,23 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
     check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
         on.run(PredictX0<typename decltype(on)::T>{.predicted = on(pictures),
+                                                   .loss = {on(losses), on(t), on(chain), B, H * W, channels, 1000},
+                                                   .first = 0,
+                                                   .B = B,
                                                    .images = on(images),
                                                    .out = on(out),
                                                    .target = on(target),
-                                                   .schedule = on(chain),
-                                                   .timesteps = on(t),
-                                                   .B = B,
-                                                   .channels = channels,
-                                                   .pixels = H * W,
                                                    .clamps = predict == PREDICT_V});
     });
     check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         on.run(MatchingTarget<typename decltype(on)::T>{.target = on(target),
+                                                        .loss = {on(losses), on(t), on(chain), B, H * W, channels, 1000},
+                                                        .first = 0,
+                                                        .B = B,
                                                         .out = on(out),
                                                         .pictures = on(pictures),
                                                         .teacher = on(teacher),
-                                                        .fake = on(fake),
-                                                        .schedule = on(chain),
-                                                        .timesteps = on(t),
-                                                        .B = B,
-                                                        .channels = channels,
-                                                        .pixels = H * W});
+                                                        .fake = on(fake)});
     });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
@@ -1096,15 +1092,22 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     check("start paths", shape, {{&specs, WRITTEN, "specs", EXACT}},
           [&](auto on) { on.run(StartPaths{on(specs), paths(on), batch, 3, 70000}); });
     Pair<int> noised(some_timesteps(batch));
-    check("timesteps of matching", shape,
-          {{&timesteps, WRITTEN, "timesteps", EXACT}, {&noised, WRITTEN, "noised", EXACT}}, [&](auto on) {
-              on.run(DrawMatchingTimesteps{on(timesteps), on(noised), &on(state)->step, batch, 1000, 299, 99});
-          });
-    std::vector<Output> updates = {{&fakes, KEPT, "accepted", EXACT, ACCEPTED, FIELDS}};
+    std::vector<Output> matching = {{&timesteps, WRITTEN, "timesteps", EXACT},
+                                    {&noised, WRITTEN, "noised", EXACT},
+                                    {&fakes, KEPT, "accepted", EXACT, ACCEPTED, FIELDS}};
     for (int field = LR; field <= EMA_WEIGHTS + 1; field++)
-        updates.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
-    check("begin the fake's update", shape, updates, [&](auto on) {
-        on.run(BeginFakeUpdate{on(fakes), &on(state)->step, step / 2, config.optimiser});
+        matching.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
+    check("begin matching", shape, matching, [&](auto on) {
+        on.run(BeginMatching{.fake = on(fakes),
+                             .timesteps = on(timesteps),
+                             .noised = on(noised),
+                             .step = &on(state)->step,
+                             .first = step / 2,
+                             .hyper = config.optimiser,
+                             .batch = batch,
+                             .diffusion_steps = 1000,
+                             .second = 299,
+                             .seed = 99});
     });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},

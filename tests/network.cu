@@ -1079,12 +1079,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        upsample_forward(to, from);
-        upsample_backward(gradient, upstream, accumulate);
+        resample_forward(to, from);
+        resample_backward(gradient, upstream, accumulate);
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        downsample_forward(to, from);
-        downsample_backward(gradient, upstream, accumulate);
+        resample_forward(to, from);
+        resample_backward(gradient, upstream, accumulate);
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
