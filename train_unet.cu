@@ -186,6 +186,8 @@ static int microbatch_of(const Config& c) {
 
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
+static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
+
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // Guided, the network has each picture twice: with its class and without.
 static int samples_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
@@ -353,7 +355,6 @@ struct Event {
     int number = 0;  // 0: there is nothing to wait for
 };
 static Event newest_event;
-static Event event_before(Event event) { return {event.number - 1}; }
 
 // Gives launches to the side stream. They wait for everything launched so far, and run beside what the main
 // stream is given next, until that is to wait for their event. On a CPU they are done at once.
@@ -1831,7 +1832,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         // Of this block's weight gradients all but the newest; if it started none, that of the block before.
-        wait_for(event_before(newest_event));
+        wait_for({newest_event.number - 1});
         wait_for(of_block_before);
     }
     wait_for(newest_event);
@@ -2005,13 +2006,12 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
 
 static std::vector<Timestep> make_timesteps(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
-    auto beta_at = [&](int t) {
-        return transition_variance(t ? schedule[t - 1] : NoiseLevel{1, 0}, schedule[t]);
-    };
+    auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
+    auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
     std::vector<Timestep> timesteps;
     for (int t = 0; t < c.diffusion_steps; t++) {
-        NoiseLevel level = schedule[t];
-        double variance = level.sigma * level.sigma, alpha_before = t ? schedule[t - 1].alpha : 1;
+        NoiseLevel level = level_at(t);
+        double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
 
@@ -2031,7 +2031,7 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
                              .weight = (float)weight,
                              .posterior_log_variance_clipped = (float)log(posterior_variance),
                              .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                             .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error),
+                             .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
                              .noise_fraction = (float)noise_fraction(level),
                              .x0_error = (float)x0_error});
     }
@@ -2876,7 +2876,7 @@ static void shard_parameters(Model* m) {
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
-    size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
+    size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
     size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
@@ -2940,7 +2940,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
-    return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
+    return std::min({GRID_ROWS, PIXELS / (int)pixels_of(c), BIAS_SUMS / widest});
 }
 
 static bool fits_memory(const Model& m) {
@@ -3079,7 +3079,7 @@ static BatchLoss batch_loss(const Model* m, int B) {
             .timesteps = m->timesteps,
             .schedule = m->schedule,
             .B = B,
-            .pixels = c.image_size * c.image_size,
+            .pixels = (int)pixels_of(c),
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
@@ -3386,7 +3386,7 @@ static float* part_of(float* array, const Model* m, int first, size_t floats) {
 // Where the points lie that serve the B samples of the batch from `first` on: (path_steps + 1, B, H, W, PIXEL).
 static float* path_points(const Model* m, int first) {
     const Config& c = m->config;
-    return part_of(m->points, m, first, (size_t)(c.path_steps + 1) * c.image_size * c.image_size * PIXEL);
+    return part_of(m->points, m, first, (c.path_steps + 1) * pixels_of(c) * PIXEL);
 }
 
 // What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
@@ -3412,7 +3412,7 @@ static void load_images(Trainer* t, int B, int first) {
 // Where the samples from `first` on lie among the images of this rank, (images of this rank, C, H, W).
 static float* images_from(float* images, const Model* m, int first) {
     const Config& c = m->config;
-    return part_of(images, m, first, (size_t)c.in_channels * c.image_size * c.image_size);
+    return part_of(images, m, first, c.in_channels * pixels_of(c));
 }
 
 // What the network reads and should answer of B of the pictures that the student drew.
@@ -3511,11 +3511,11 @@ static void reduce_gradient(Model* m) {
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
     size_t images = microbatches_of(m) * m->plan.batch;
-    int pixels = m->config.image_size * m->config.image_size;
+    int parts = loss_parts((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * loss_parts(pixels));
+            if (losses) gather(losses, images * parts);
         if (m->pairs.weights) gather(m->pairs.weights, images);
         gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
@@ -3718,7 +3718,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
 static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
+    size_t elements = c.in_channels * pixels_of(c);
     std::vector<float> images(B * elements);
     std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
@@ -3828,7 +3828,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
-    size_t elements = (size_t)PIXEL * c.image_size * c.image_size;
+    size_t elements = PIXEL * pixels_of(c);
     size_t most = samples_at_a_time(c, m->plan.batch);
     std::vector<SamplerStep> steps = make_sampler(c);
     use_weights(m, chosen_weights(m));
@@ -4038,9 +4038,9 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 // ---- how long a step takes --------------------------------------------------------------------------------
 // A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
 static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) {
-    int B = config.batch_size, H = config.image_size;
+    int B = config.batch_size;
     t->images.count = B;
-    t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
+    t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     t->model = plan_model(config, microbatch_of(config), true);
     check_memory(t->model);
@@ -4107,9 +4107,9 @@ static const char* const LAUNCHERS[][3] = {
 
 // The number in a variable of the environment; -1 where there is none.
 static int environment_number(const char* name) {
-    const char* value = getenv(name);
+    std::string value = environment(name);
     int number, end = 0;
-    return value && sscanf(value, "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
+    return sscanf(value.c_str(), "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
 }
 
 // Becomes the rank that a launcher says this process is, where one has started several.
@@ -4277,17 +4277,11 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
     bool as_array = has_ending(c.output_name, ".npy");
-    std::string rows;
-    Raster picture = {};
-    if (as_array) {
-        write_array(c.output_name, samples, c);
-    } else {
-        picture = draw_grid(samples, grid.columns, c);
-        write_png(c.output_name, picture);
-        rows = grid.rows;
-    }
+    Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
+    if (as_array) write_array(c.output_name, samples, c);
+    else write_png(c.output_name, picture);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
+        human_time(seconds).c_str(), seconds / (double)count, as_array ? "" : grid.rows.c_str());
     if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
@@ -4301,7 +4295,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
 static void run_generate(const std::vector<GivenFlag>& given) {
     auto [config, file, taken] = sampling_config(given);
     std::vector<SampleSpec> specs = wanted_samples(config, given);
-    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
+    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names, config.num_classes));
     int count = (int)specs.size();
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
@@ -4385,10 +4379,9 @@ static void plan_rows(Trainer* t, const std::string& data_file, const std::vecto
     if (rows == file_rows) return;
     std::vector<std::string> kept, fresh, dropped;
     for (const std::string& name : rows) {
-        auto at = std::ranges::find(file_rows, name);
-        bool is_kept = at != file_rows.end();
-        t->kept_rows.push_back(is_kept ? (int)(at - file_rows.begin()) : -1);
-        if (name[0] != '\n') (is_kept ? kept : fresh).push_back(name);
+        int row = index_of(file_rows, name);
+        t->kept_rows.push_back(row);
+        if (name[0] != '\n') (row < 0 ? fresh : kept).push_back(name);
     }
     for (const std::string& name : file_rows)
         if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
@@ -4416,11 +4409,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
-    if (lacks_names) {
-        Config named = *c;
-        named.num_classes = known;
-        file_names = shown_names(named, {});
-    }
+    if (lacks_names) file_names = shown_names(*c, {}, known);
     if (!lacks_names && was_typed(given, "class_names"))
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
                                 c->class_names, file_names.empty() ? c->data_file : path));

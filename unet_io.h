@@ -898,7 +898,8 @@ static void check_config(const Config& c) {
             "others by --guide_weights",
             c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
+        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw weights",
+             c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
         fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
              c.diffusion_steps);
@@ -1183,11 +1184,8 @@ static void read_history(WeightsFile* file, const std::string& state) {
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
-// Whether it is a weights file of this network of one of the formats before today's.
-static bool has_earlier_format(const Reader& in) {
-    int version = in.header[FIELD_VERSION];
-    return in.header[FIELD_MAGIC] == network.magic && version >= 1 && version < WEIGHTS_VERSION;
-}
+// What a weights file of one of the formats before today's is refused with.
+struct EarlierFormat : Failure {};
 
 // Refuses what is no weights file of this program's network and of today's format.
 static void check_format(const Reader& in) {
@@ -1202,9 +1200,10 @@ static void check_format(const Reader& in) {
     if (in.size < HEADER_BYTES || magic != network.magic)
         fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
-    if (has_earlier_format(in))
-        fail("%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
-             "and keeps all that it holds", name, version, word.c_str(), word.c_str());
+    if (version >= 1 && version < WEIGHTS_VERSION)
+        throw EarlierFormat({1, printable(text("%s has version %d of the format; python generate.py --import %s --export %s "
+                                               "makes it today's and keeps all that it holds",
+                                               name, version, word.c_str(), word.c_str()))});
     if (version != WEIGHTS_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", name, version,
              WEIGHTS_VERSION);
@@ -1274,16 +1273,13 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
-        std::string path = checkpoint_path(folder, step);
-        bool is_earlier = false;
-        WeightsFile file;
-        std::string why = failure_of([&] {
-            is_earlier = has_earlier_format(Reader(path));
-            file = open_weights(path);
-        });
-        if (why.empty()) return file;
-        if (is_earlier) fail("%s", why.c_str());
-        note("passed over: " + why);
+        try {
+            return open_weights(checkpoint_path(folder, step));
+        } catch (const EarlierFormat&) {
+            throw;
+        } catch (const Failure& failure) {
+            note("passed over: " + failure.sentence);
+        }
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -1336,23 +1332,21 @@ static std::string big_endian(uint32_t value) {
 // nearest to left + above - corner. Beyond the edges all bytes are 0.
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
     size_t channels = picture.channels, pitch = picture.width * channels;
-    std::vector<uint8_t> filtered, nothing(pitch, 0);
+    std::vector<uint8_t> filtered, line(channels + pitch), above;  // with a pixel before the first
     filtered.reserve((1 + pitch) * picture.height);
     for (int y = 0; y < picture.height; y++) {
-        const uint8_t* line = &picture.bytes[y * pitch];
-        const uint8_t* above = y ? line - pitch : nothing.data();
+        above = line;
+        std::copy_n(&picture.bytes[y * pitch], pitch, &line[channels]);
         filtered.push_back(4);
         for (size_t i = 0; i < pitch; i++) {
-            int left = i < channels ? 0 : line[i - channels];
-            int up = above[i];
-            int corner = i < channels ? 0 : above[i - channels];
+            int left = line[i], up = above[channels + i], corner = above[i];
             int to_left = abs(up - corner);
             int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
 
             int nearest = to_up <= to_corner ? up : corner;
             if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered.push_back((uint8_t)(line[i] - nearest));
+            filtered.push_back((uint8_t)(line[channels + i] - nearest));
         }
     }
     return filtered;
@@ -1708,8 +1702,15 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
+// The class whose name is a number, perhaps with zeros before it; -1: there is none.
+static int class_called(uint32_t number, std::vector<std::string> names) {
+    int exact = index_of(names, text("%u", number));
+    for (std::string& name : names) name.erase(0, std::min(name.find_first_not_of('0'), name.size() - 1));
+    return exact < 0 ? index_of(names, text("%u", number)) : exact;
+}
+
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
-// Where names are numbers, 0-4 are the classes called 0 to 4.
+// Where names are numbers, 0-4 are the classes called 0 to 4, or 00 to 04.
 static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
     std::vector<uint32_t> classes;
     std::string rest = list + ",";
@@ -1732,7 +1733,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
         std::vector<uint32_t> numbers;
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
         for (uint32_t number : numbers) {
-            found = index_of(names, text("%u", number));
+            found = class_called(number, names);
             if (found < 0) break;
             classes.push_back((uint32_t)found);
         }
@@ -1744,12 +1745,12 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
 }
 
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
-static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
+static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
     std::vector<std::string> names = split(read_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
-    size_t classes = own.empty() ? c.num_classes : own.size();
+    if (!own.empty()) classes = own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
              classes);
