@@ -350,10 +350,9 @@ template <typename T> static void upload(T* to, const std::vector<T>& values) {
 static void mark_step_end(int slot);
 static void wait_for_step(int slot);
 
-// An event of the side stream, which runs its work in order: whoever waits for one has waited for all before it.
-struct Event {
-    int number = 0;  // 0: there is nothing to wait for
-};
+// An event of the side stream, by its number; 0: there is nothing to wait for. The stream runs its work in order: whoever waits
+// for one event has waited for all before it.
+typedef int Event;
 static Event newest_event;
 
 // Gives launches to the side stream. They wait for everything launched so far, and run beside what the main
@@ -1054,9 +1053,8 @@ struct ConsistencyPairs {
 
 // What distribution matching learns with: see section 6. The student is the network that is tuned.
 struct DistributionMatching {
-    float* fake;              // parameters of the network that learns what the student draws, as the teacher's
-    float *adam_m, *adam_v;   // their moments
-    struct StepState* state;  // of their update
+    OptimiserMemory fake;     // of the network that learns what the student draws; it has no averages
+    struct StepState* state;  // of its update
     int* timesteps;           // (batch_size): to which the student's pictures are noised
     float* pictures;          // (images of this rank, C, H, W): what the student draws
     float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
@@ -1073,7 +1071,7 @@ struct Model : OptimiserMemory {
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
     char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
     Arena scratch, late;      // the parts of it that the block under way may take from
-    Event embedding_ready;    // block 0's output is there
+    Event embedding_ready = 0;  // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
@@ -1097,7 +1095,7 @@ struct Model : OptimiserMemory {
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
+    Strings class_names = {};  // of its first classes, by number; none: they are not known
     std::string data_checksum = "";             // of the images that it is trained on
 };
 
@@ -1362,7 +1360,7 @@ struct ResBlock : Module {
         reserve_forward();
         Tensor residual = adds_x ? x.first : out.without_moments();
 
-        Event skipped;
+        Event skipped = 0;
         if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
         Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
@@ -1832,7 +1830,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         // Of this block's weight gradients all but the newest; if it started none, that of the block before.
-        wait_for({newest_event.number - 1});
+        wait_for(newest_event - 1);
         wait_for(of_block_before);
     }
     wait_for(newest_event);
@@ -2283,13 +2281,12 @@ HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_s
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
 template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
-    float* target;             // (B, H, W, PIXEL)
-    const float* points;       // (path_steps + 1, B, H, W, PIXEL)
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
+    float* target;  // (B, H, W, PIXEL)
+    BatchLoss loss;
+    int first;            // sample of the batch
+    const float* points;  // (path_steps + 1, B, H, W, PIXEL)
     const int64_t* step;
     int path_steps;
-    int first;  // sample of the batch
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
@@ -2298,7 +2295,7 @@ template <typename T> struct LoadPathPoints {
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = schedule[timesteps[b]];
+        const Timestep at = loss.schedule[loss.timesteps[first + b]];
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2904,7 +2901,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(B * pixels * PIXEL, m->pairs.errors);
         }
         if (c.matching_fraction > 0) {
-            place(m->shard, m->matching.fake, m->matching.adam_m, m->matching.adam_v);
+            place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
             place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
@@ -3035,7 +3032,7 @@ static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    for (float* network : {m->teacher, m->matching.fake})
+    for (float* network : {m->teacher, m->matching.fake.master})
         if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
@@ -3072,13 +3069,13 @@ static void initialise_weights(Model* m, uint32_t seed) {
     start_from_master(m);
 }
 
-// The model's images as a batch of B samples, of which each counts for what its timestep does.
-static BatchLoss batch_loss(const Model* m, int B) {
+// A step's batch, of which each sample counts for what its timestep does.
+static BatchLoss batch_loss(const Model* m) {
     const Config& c = m->config;
     return {.parts = m->losses,
             .timesteps = m->timesteps,
             .schedule = m->schedule,
-            .B = B,
+            .B = c.batch_size,
             .pixels = (int)pixels_of(c),
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
@@ -3270,8 +3267,8 @@ struct Trainer {
     std::vector<long> checkpoints;     // that lay there when the run was configured
     WeightsFile start = {};            // without a path: the run starts from fresh weights
     std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
-    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> notes;    // what was assumed of the classes
+    Strings changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    Strings notes;    // what was assumed of the classes
 
     // what the device reads and writes in a step
     BatchSource source;
@@ -3282,7 +3279,6 @@ struct Trainer {
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
-    int second_timestep = 0;                      // or the only one: see BeginMatching
     CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
@@ -3316,7 +3312,6 @@ static void prepare_steps(Trainer* t) {
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     if (c.path_steps) t->path = make_path(c);
-    if (c.matching_fraction > 0) t->second_timestep = consistency_timesteps(c, c.consistency_steps)[0];
     t->source = {.bytes = for_device(data.bytes),
                  .floats = for_device(data.floats),
                  .order = t->order.get(),
@@ -3357,8 +3352,7 @@ static void see_earlier(Model* m, int B, int first) {
     add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
     unet_forward(m, B, first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    BatchLoss loss = batch_loss(m, m->config.batch_size);
-    run(EarlierErrors<floatX>{m->pairs, loss, first, B, unet_output(m), m->target});
+    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), first, B, unet_output(m), m->target});
 }
 
 // Micro-batch i of the batch: its B samples, from `first` on.
@@ -3393,12 +3387,11 @@ static float* path_points(const Model* m, int first) {
 static void load_path_points(Model* m, int B, int first) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
                                .target = m->target,
+                               .loss = batch_loss(m),
+                               .first = first,
                                .points = path_points(m, first),
-                               .schedule = m->schedule,
-                               .timesteps = m->timesteps + first,
                                .step = &m->state->step,
-                               .path_steps = m->config.path_steps,
-                               .first = first});
+                               .path_steps = m->config.path_steps});
 }
 
 // What the network reads and should answer of B samples of the batch, from `first` on: their images, noised.
@@ -3424,7 +3417,7 @@ static void load_drawn_pictures(Model* m, int B, int first) {
 // predicted (images of this rank, C, H, W): what the network has seen in B noised images (B, C, H, W).
 static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
-                          .loss = batch_loss(m, m->config.batch_size),
+                          .loss = batch_loss(m),
                           .first = first,
                           .B = B,
                           .images = images,
@@ -3442,7 +3435,7 @@ static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
 // What the student should answer of B samples instead of what it has answered.
 static void load_matching_target(Model* m, int B, int first) {
     run(MatchingTarget<floatX>{.target = m->target,
-                               .loss = batch_loss(m, m->config.batch_size),
+                               .loss = batch_loss(m),
                                .first = first,
                                .B = B,
                                .out = unet_output(m),
@@ -3457,7 +3450,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
     const Config& c = m->config;
     auto [first, B] = microbatch_at(m, i);
 
-    BatchLoss loss = batch_loss(m, c.batch_size);
+    BatchLoss loss = batch_loss(m);
     m->dropout_step = &m->state->step;
     if (lesson == LESSON_PATHS) load_path_points(m, B, first);
     else if (lesson == LESSON_FAKE) load_drawn_pictures(m, B, first);
@@ -3562,7 +3555,7 @@ static void match_distributions(Trainer* t) {
                       .hyper = hyper_of(c, LESSON_FAKE),
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
-                      .second = t->second_timestep,
+                      .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
     for (auto [first, B] : own_microbatches(m)) {
         load_images(t, B, first);
@@ -3570,10 +3563,9 @@ static void match_distributions(Trainer* t) {
         predict_x0(m, matching.pictures, m->images, B, first, false);
     }
     std::swap(m->timesteps, matching.timesteps);
-    use_weights(m, matching.fake);
+    use_weights(m, matching.fake.master);
     batch_gradient(t, LESSON_FAKE);
-    OptimiserMemory fake = {.master = matching.fake, .adam_m = matching.adam_m, .adam_v = matching.adam_v};
-    update_weights(m, fake, nullptr, matching.state);
+    update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
     for (auto [first, B] : own_microbatches(m)) {
@@ -3588,7 +3580,7 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    BatchLoss loss = batch_loss(m, m->config.batch_size);
+    BatchLoss loss = batch_loss(m);
     size_t shard = m->rank * m->shard;
     Hyper hyper = hyper_of(m->config, lesson);
 
@@ -3731,7 +3723,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
 
     add_noise(m, m->images, B, first, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
-    BatchLoss loss = batch_loss(m, B);
+    BatchLoss loss = batch_loss(m);
+    loss.B = B;
     run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
@@ -3759,12 +3752,6 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
-static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
-    std::vector<SampleSpec> specs;
-    for (uint32_t seed : seeds) specs.push_back({seed, 0});
-    return specs;
-}
-
 // The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
@@ -3772,12 +3759,14 @@ struct SampleGrid {
     std::string rows;
 };
 
-// Gives each sample of a grid its class: the first the first of --class or of all. They are grouped by class where
-// equally many are of each. names: the classes'.
-static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, const std::vector<std::string>& names) {
+// Samples of these seeds, of which each has its class: the first the first of --class or of all. They are grouped by class
+// where equally many are of each. names: the classes'.
+static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
-    size_t count = specs.size(), num_classes = classes.size();
-    for (size_t i = 0; i < count && num_classes; i++) specs[i].label = (int)classes[i * num_classes / count];
+    size_t count = seeds.size(), num_classes = classes.size();
+    std::vector<SampleSpec> specs;
+    for (uint32_t seed : seeds)
+        specs.push_back({seed, num_classes ? (int)classes[specs.size() * num_classes / count] : 0});
 
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
@@ -3856,8 +3845,9 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 
 // The parameters that a run has, each with its section's name.
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
-    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v, m.teacher,
-                           m.matching.fake, m.matching.adam_m, m.matching.adam_v};
+    const OptimiserMemory& fake = m.matching.fake;
+    float* parameters[] = {m.master, m.ema[0],  m.ema[1],    m.ema[2],    m.ema[3],   m.adam_m,
+                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};
     std::vector<std::pair<const char*, float*>> arrays;
     for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
@@ -4023,9 +4013,10 @@ static void print_run(const Model& m) {
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
 // defaults, which config.txt lists too, and a preset's are meant for any --image_size.
-static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
+static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
-    if (!is_asked(g) || g->origin.starts_with("--")) return;
+    if (!g || g->origin.starts_with("--")) return;
+    if (!g->origin.empty() && g->value == g->flag->standard) return;
 
     std::set<int> sizes;  // the levels'
     for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
@@ -4216,19 +4207,19 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Which pictures --num_samples and --seed, or --seeds, ask for.
-static std::vector<SampleSpec> wanted_samples(const Config& c, const std::vector<GivenFlag>& given) {
+// The seeds of the pictures that --num_samples and --seed, or --seeds, ask for.
+static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& given) {
     if (!*c.seeds) {
         if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
                  counted(c.num_samples, "picture").c_str(), UINT32_MAX);
-        return specs_of(consecutive(c.seed, c.num_samples));
+        return consecutive(c.seed, c.num_samples);
     }
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
              counted((long)seeds.size(), "picture").c_str());
-    return specs_of(seeds);
+    return seeds;
 }
 
 static std::string sampler_text(const Config& c) {
@@ -4243,7 +4234,7 @@ static std::string sampler_text(const Config& c) {
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
-static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::vector<GivenFlag>& given) {
+static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
@@ -4292,11 +4283,11 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     say("%s: each picture on its own", c.output_dir);
 }
 
-static void run_generate(const std::vector<GivenFlag>& given) {
+static void run_generate(const GivenFlags& given) {
     auto [config, file, taken] = sampling_config(given);
-    std::vector<SampleSpec> specs = wanted_samples(config, given);
-    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names, config.num_classes));
-    int count = (int)specs.size();
+    std::vector<uint32_t> wanted = wanted_seeds(config, given);
+    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
+    int count = (int)wanted.size();
     int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
     config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
     Model m = plan_model(config, config.batch_size, false);
@@ -4311,7 +4302,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = config.seeds;
-    if (seeds.empty()) seeds = text("%u to %u", specs[0].seed, specs.back().seed);
+    if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
 
@@ -4331,7 +4322,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
-static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
+static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     if (out_dir && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
@@ -4366,7 +4357,7 @@ static void share_batch(Config* c) {
 // A name for every row of a model's table of classes: a class without a name has its number, and the last row,
 // which stands for no class, has a name of its own. These begin with a line feed, as no class's name does.
 static const char NO_CLASS[] = "\nnone";
-static std::vector<std::string> row_names(const Config& c, std::vector<std::string> names) {
+static Strings row_names(const Config& c, Strings names) {
     if (!c.class_cond) return {};
     for (int row = (int)names.size(); row < c.num_classes; row++) names.push_back(text("\n%d", row));
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
@@ -4374,10 +4365,9 @@ static std::vector<std::string> row_names(const Config& c, std::vector<std::stri
 }
 
 // Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
-static void plan_rows(Trainer* t, const std::string& data_file, const std::vector<std::string>& rows,
-                      const std::vector<std::string>& file_rows) {
+static void plan_rows(Trainer* t, const std::string& data_file, const Strings& rows, const Strings& file_rows) {
     if (rows == file_rows) return;
-    std::vector<std::string> kept, fresh, dropped;
+    Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
         int row = index_of(file_rows, name);
         t->kept_rows.push_back(row);
@@ -4386,7 +4376,7 @@ static void plan_rows(Trainer* t, const std::string& data_file, const std::vecto
     for (const std::string& name : file_rows)
         if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
 
-    auto are = [](const std::vector<std::string>& names, const char* what) {
+    auto are = [](const Strings& names, const char* what) {
         return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
     };
     std::string line = t->start.path + " is trained on for the classes of " + data_file + ": ";
@@ -4401,11 +4391,11 @@ static void plan_rows(Trainer* t, const std::string& data_file, const std::vecto
 
 // The names of a run's classes, by which all files are matched: those of the weights that it continues, or of
 // its images; and their number.
-static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::vector<GivenFlag>& given) {
+static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
     const char* path = file.path.c_str();
     int known = file.config.class_cond ? file.config.num_classes : 0;
-    std::vector<std::string> names, file_names = file.class_names;
+    Strings names, file_names = file.class_names;
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
@@ -4436,7 +4426,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
 }
 
 // A run's configuration and plan from its flags, and the file that it starts from, if there is one.
-static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
+static void plan_run(Trainer* t, const GivenFlags& given) {
     Config config = given_config(given);
     if (config.resume_given) {
         resume_run(t, &config, given);
@@ -4446,7 +4436,7 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     } else if (config.consistency) {
         fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }
-    std::vector<std::string> class_names;
+    Strings class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
     config.optimiser.ema_warmup = !config.consistency;
@@ -4511,7 +4501,7 @@ static void note_other_images(Trainer* t) {
 // Matches the classes of an image file with the model's, and says what was assumed of them.
 static void check_classes(Trainer* t, Dataset* data, const char* path) {
     const Config& c = t->model.config;
-    const std::vector<std::string>& names = t->model.class_names;
+    const Strings& names = t->model.class_names;
     if (!c.class_cond) return;
     if (data->labels.empty() || (int)names.size() > c.num_classes)
         fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
@@ -4600,7 +4590,7 @@ static void save_samples(Trainer* t) {
 
     std::vector<float> samples;
     double start = seconds_now();
-    SampleGrid grid = plan_grid(c, specs_of(consecutive(c.seed, c.num_samples)), t->model.class_names);
+    SampleGrid grid = plan_grid(c, consecutive(c.seed, c.num_samples), t->model.class_names);
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
@@ -4868,7 +4858,7 @@ static int guarded(auto program) {
 }
 
 #ifndef TESTING
-static void run_training(const std::vector<GivenFlag>& given) {
+static void run_training(const GivenFlags& given) {
     Trainer trainer;
     const Config& config = trainer.model.config;
     plan_run(&trainer, given);
@@ -4900,7 +4890,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 
 #ifndef PROFILING  // dev/bench/profile.cu has its own
 static void run_program(int argc, char** argv) {
-    std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
+    GivenFlags given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
     bool draws = config.generate || *config.seeds;
@@ -5040,15 +5030,14 @@ static void flush_deferred() {
     launches();
     stream = &main_stream;
 
-    CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
+    CUDA_CHECK(cudaEventRecord(side_ends[newest_event % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
     flush_deferred();
     CUDA_CHECK(cudaEventRecord(side_begins, main_stream.handle));
     deferred = launches;
-    newest_event.number++;
-    return newest_event;
+    return ++newest_event;
 }
 static Event on_side_stream(auto launches) {
     Event event = on_side_stream_deferred(launches);
@@ -5056,9 +5045,9 @@ static Event on_side_stream(auto launches) {
     return event;
 }
 static void wait_for(Event event) {
-    if (event.number <= waited_for.number) return;
-    if (event.number == newest_event.number) flush_deferred();
-    CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
+    if (event <= waited_for) return;
+    if (event == newest_event) flush_deferred();
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event % SIDE_EVENTS], 0));
     waited_for = event;
 }
 

@@ -67,8 +67,10 @@ static std::string float_text(float value) {
 // A number as JSON, which knows no NaN.
 static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
-static std::vector<std::string> split(const std::string& whole, char mark) {
-    std::vector<std::string> parts(1);
+typedef std::vector<std::string> Strings;
+
+static Strings split(const std::string& whole, char mark) {
+    Strings parts(1);
     for (char c : whole)
         if (c == mark) parts.emplace_back();
         else parts.back() += c;
@@ -76,13 +78,13 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
 }
 
 // Where a name is in a list; -1: it is not.
-static int index_of(const std::vector<std::string>& names, const std::string& name) {
+static int index_of(const Strings& names, const std::string& name) {
     auto at = std::ranges::find(names, name);
     return at == names.end() ? -1 : (int)(at - names.begin());
 }
 
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
-static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
+static std::string listed(const Strings& names, size_t most = 8) {
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
         if (i) sentence += i + 1 == names.size() ? " and " : ", ";
@@ -230,8 +232,8 @@ static std::string read_text(const std::string& path) {
     return in.take<std::string>(in.size);
 }
 
-static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
-    std::vector<std::string> names;
+static Strings list_folder(const std::string& path, std::error_code* error) {
+    Strings names;
     for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
         names.push_back(at->path().filename().string());
     return names;
@@ -627,7 +629,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
     }
 
     size_t most = flag.size / sizeof(float);
-    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
+    Strings parts = most > 1 ? split(value, ',') : Strings{value};
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
 
@@ -706,29 +708,27 @@ struct GivenFlag {
     const Flag* flag;
     std::string value, origin;
 };
+typedef std::vector<GivenFlag> GivenFlags;
 
-static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const std::string& name) {
+static const GivenFlag* was_given(const GivenFlags& given, const std::string& name) {
     auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
     return last == given.rend() ? nullptr : &*last;
 }
 
 // The same, where it was typed, and does not come from a preset or a file.
-static const GivenFlag* was_typed(const std::vector<GivenFlag>& given, const char* name) {
+static const GivenFlag* was_typed(const GivenFlags& given, const char* name) {
     const GivenFlag* last = was_given(given, name);
     return last && last->origin.empty() ? last : nullptr;
 }
 
-// Whether it was given by more than a file that lists its default.
-static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
-
-static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
+static void apply_flags(Config* config, const GivenFlags& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
 // A model of --consistency draws by the sampler of this name, unless another is given.
-static void choose_sampler(Config* config, const std::vector<GivenFlag>& given) {
+static void choose_sampler(Config* config, const GivenFlags& given) {
     if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
@@ -744,8 +744,8 @@ static void refuse_moved(const std::string& name) {
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
 // `path`.
-static std::vector<GivenFlag> parse_config(const std::string& lines, const std::string& path) {
-    std::vector<GivenFlag> given;
+static GivenFlags parse_config(const std::string& lines, const std::string& path) {
+    GivenFlags given;
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(lines, '\n')) {
@@ -770,7 +770,7 @@ static std::vector<GivenFlag> parse_config(const std::string& lines, const std::
     return given;
 }
 
-static std::vector<GivenFlag> read_config_file(const std::string& path) {
+static GivenFlags read_config_file(const std::string& path) {
     Reader in(path);
     std::string contents = in.take<std::string>(in.size);
     if (contents.find('\0') != std::string::npos)
@@ -798,9 +798,8 @@ static std::string config_text(const Config& config) {
 }
 
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
-static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
-                                          const std::string& origin = "") {
-    std::vector<GivenFlag> given;
+static GivenFlags parse_flags(const Strings& words, const std::string& origin = "") {
+    GivenFlags given;
     for (size_t i = 0; i < words.size(); i++) {
         std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
@@ -938,7 +937,7 @@ struct Dataset {
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
     std::vector<int> labels = {};               // (N), where there are classes
-    std::vector<std::string> class_names = {};  // which they number; some may have no image
+    Strings class_names = {};  // which they number; some may have no image
     std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
 };
 
@@ -961,14 +960,13 @@ static void shrink(Dataset* data, int width, int factor) {
 }
 
 // The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
-static std::vector<std::string> parse_class_names(const std::string& lines, const char* file, size_t least,
-                                                  size_t most) {
+static Strings parse_class_names(const std::string& lines, const char* file, size_t least, size_t most) {
     size_t count = std::ranges::count(lines, '\n');
     if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
         fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
     if (lines.find('\0') != lines.npos || !is_utf8(lines))
         fail("%s is damaged: its names of classes are no text in UTF-8", file);
-    std::vector<std::string> names = split(lines, '\n');
+    Strings names = split(lines, '\n');
     names.pop_back();  // what follows the last line feed
     std::set<std::string> seen;
     for (const std::string& name : names)
@@ -1005,7 +1003,7 @@ static ImageHeader image_header(const Reader& in) {
 }
 
 // The names of the classes of an image file; none where it has no labels.
-static std::vector<std::string> read_class_names(const std::string& path) {
+static Strings read_class_names(const std::string& path) {
     Reader in(path);
     ImageHeader h = image_header(in);
     in.seek(in.size - h.name_bytes);
@@ -1055,13 +1053,12 @@ static Dataset read_images(const std::string& path, const Config& c) {
 
 // Numbers the labels of images as the model does, whose classes have these names. A class that it does not
 // know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
-static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
-                                 bool trains) {
-    const std::vector<std::string> theirs = std::exchange(data->class_names, names);
+static std::string match_classes(Dataset* data, const char* file, const Strings& names, bool trains) {
+    const Strings theirs = std::exchange(data->class_names, names);
     std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
 
-    std::vector<std::string> unknown, lacking;
+    Strings unknown, lacking;
     std::string line;
     for (int i = 0; i < (int)theirs.size(); i++) {
         to[i] = index_of(names, theirs[i]);
@@ -1127,7 +1124,7 @@ struct WeightsFile {
     float smoothed = 0;
     History history = History();
     std::map<std::string, Section> sections = {};  // by name
-    std::vector<std::string> class_names = {};     // of its first classes, by number; none: not known
+    Strings class_names = {};     // of its first classes, by number; none: not known
     std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
@@ -1145,7 +1142,7 @@ static std::string stored_config(const Config& config) {
 }
 
 static void read_stored_config(Config* config, const std::string& lines) {
-    std::vector<GivenFlag> stored = parse_config(lines, "config");
+    GivenFlags stored = parse_config(lines, "config");
     for (const GivenFlag& g : stored) {
         if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
         set_flag(config, *g.flag, g.value);
@@ -1639,8 +1636,7 @@ static void show_grid(const std::string& path, const Raster& grid) {
 // The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
 // starts from a file's weights may have other classes.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
-static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
-                           Taking taking) {
+static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
         if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
@@ -1658,7 +1654,7 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
 
 // Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
 // steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
-static std::string take_sampling(Config* config, const std::vector<GivenFlag>& given, const Config& run) {
+static std::string take_sampling(Config* config, const GivenFlags& given, const Config& run) {
     std::string taken;
     for (const Flag& flag : FLAGS) {
         bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
@@ -1671,7 +1667,7 @@ static std::string take_sampling(Config* config, const std::vector<GivenFlag>& g
     return taken;
 }
 
-static Config given_config(const std::vector<GivenFlag>& given) {
+static Config given_config(const GivenFlags& given) {
     Config config = default_config();
     apply_flags(&config, given);
     choose_sampler(&config, given);
@@ -1703,7 +1699,7 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
 }
 
 // The class whose name is a number, perhaps with zeros before it; -1: there is none.
-static int class_called(uint32_t number, std::vector<std::string> names) {
+static int class_called(uint32_t number, Strings names) {
     int exact = index_of(names, text("%u", number));
     for (std::string& name : names) name.erase(0, std::min(name.find_first_not_of('0'), name.size() - 1));
     return exact < 0 ? index_of(names, text("%u", number)) : exact;
@@ -1711,7 +1707,7 @@ static int class_called(uint32_t number, std::vector<std::string> names) {
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
 // Where names are numbers, 0-4 are the classes called 0 to 4, or 00 to 04.
-static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+static std::vector<uint32_t> parse_classes(const std::string& list, const Strings& names) {
     std::vector<uint32_t> classes;
     std::string rest = list + ",";
     while (!rest.empty()) {
@@ -1745,9 +1741,9 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
 }
 
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
-static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own, size_t classes) {
+static Strings shown_names(const Config& c, const Strings& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
-    std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    Strings names = split(read_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
     if (!own.empty()) classes = own.size();
@@ -1759,7 +1755,7 @@ static std::vector<std::string> shown_names(const Config& c, const std::vector<s
 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
 // the network is told none. Classes without names are called by their numbers.
-static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::string> names) {
+static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
     if (!c.class_cond) return {};
@@ -1770,8 +1766,7 @@ static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::st
 }
 
 // What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
-static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
-                             int each, int columns) {
+static std::string rows_text(const Strings& names, const std::vector<uint32_t>& classes, int each, int columns) {
     if (names.empty() || columns % each) return "";
     std::string kind = "rows", joined;
     if (columns > each) kind = text("%d in a row", columns / each);
@@ -1792,7 +1787,7 @@ struct Metrics {
               std::map<long, double>* validated) {
         path = name;
         std::string kept;
-        std::vector<std::string> lines = split(there, '\n');
+        Strings lines = split(there, '\n');
         lines.pop_back();  // what follows the last line feed was cut short
         for (const std::string& line : lines) {
             long step;
