@@ -189,8 +189,8 @@ static int list_length(const auto& list) { return (int)(std::find(list, std::end
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice: with its class and without.
-static int samples_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
+// How often a sampler's step has the network see a picture: guided, with its class and without.
+static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -323,7 +323,7 @@ static std::string backend_name();  // the device and its precision
 // Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
-// Such a piece of memory, freed when its owner goes.
+// The same as memory that is freed when its owner goes.
 template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
@@ -935,7 +935,7 @@ template <typename T> struct Dropout {
     HOST_DEVICE void operator()(size_t item) const {
         uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
                  key = STREAM_DROPOUT | block << 8;
-        Philox words = philox(seed, key, (uint32_t)(item % quads), first + b, (uint32_t)*step);
+        Philox words = philox(seed, key, item % quads, first + b, *step);
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
@@ -2972,7 +2972,7 @@ static void check_memory(const Model& m) {
     std::string in_parts;
     if (m.plan.training && would_fit(c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
-    if (!m.plan.training) fits = std::max(1, samples_at_a_time(c, fits));
+    if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
     fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
 }
 
@@ -3054,11 +3054,11 @@ static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t 
 
     std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
     for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
-        uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
+        uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
         values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
     }
     for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
-        random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
+        random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3108,8 +3108,8 @@ struct BatchSource {
 // What path number b of the batch starts from: of those that serve steps [count * path_steps, (count + 1) * path_steps).
 // Its class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, (uint32_t)b, (uint32_t)count); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, (uint32_t)b, (uint32_t)count);
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, count); };
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, count);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
@@ -3163,11 +3163,11 @@ struct BeginMatching {
             fake->accepted = 1;
         }
         const uint32_t stream = STREAM_MATCHING_TIMESTEP;
-        bool is_second = random_word(seed, stream, 0, (uint32_t)b, (uint32_t)*step) >> 31;
+        bool is_second = random_word(seed, stream, 0, b, *step) >> 31;
         timesteps[b] = is_second ? second : diffusion_steps - 1;
 
         int least = diffusion_steps / 50;
-        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, (uint32_t)b, (uint32_t)*step);
+        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, b, *step);
     }
 };
 
@@ -3426,7 +3426,7 @@ static void predict_x0(Model* m, float* predicted, const float* images, int B, i
                           .clamps = clamps});
 }
 
-// Likewise in those of the pictures that the student drew.
+// The same of the pictures that the student drew, clamped as drawing clamps.
 static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
     bool clamps = m->config.threshold == THRESHOLD_CLAMP;
     predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
@@ -3782,7 +3782,7 @@ static long count_broken(const std::vector<float>& samples, size_t count) {
     return broken;
 }
 
-// How far the calls of the network are: every half second on a terminal, otherwise every ten, and at the end.
+// Tells how many of the network's calls are done: every half second on a terminal, otherwise every ten seconds, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
@@ -3818,7 +3818,7 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
                    bool show_progress) {
     const Config& c = m->config;
     size_t elements = PIXEL * pixels_of(c);
-    size_t most = samples_at_a_time(c, m->plan.batch);
+    size_t most = m->plan.batch / rows_a_sample(c);
     std::vector<SamplerStep> steps = make_sampler(c);
     use_weights(m, chosen_weights(m));
     samples->resize(specs.size() * elements);
@@ -4288,8 +4288,8 @@ static void run_generate(const GivenFlags& given) {
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
     SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
     int count = (int)wanted.size();
-    int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
-    config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
+    int rows = rows_a_sample(config);
+    config.batch_size = rows * std::min({config.batch_size, count, most_images(config) / rows});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
@@ -4442,7 +4442,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     config.optimiser.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
-    if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
+    if (config.num_samples && microbatch_of(config) < rows_a_sample(config))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
@@ -4701,8 +4701,7 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     static const double peak = backend_peak() * world.size;
     double tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
 
-    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss,
-                            (double)t->smoothed);
+    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss, t->smoothed);
     line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, result.update.lr);
     line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", ms, images_per_s);
     if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
