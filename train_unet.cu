@@ -405,8 +405,8 @@ static Shared* const shared =
 static std::atomic<int>& stop_asked = shared->stop;
 #endif
 
-// Sends to another rank and receives from it, which makes the same call the other way round: in the order of
-// the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
+// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
+// call the other way round. backend_together does several exchanges at once.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
@@ -1627,8 +1627,8 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 
 static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
 
-// The step at which what block i's forward keeps is read last. Block 0 runs on the side stream, which is still at
-// work when the main stream is at the next blocks.
+// The step at which what block i keeps of its forward is read for the last time. Block 0 runs on the side stream, which is still
+// at work when the main stream is at the next blocks.
 static int last_use_of_kept(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
 
 // The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
@@ -2124,7 +2124,7 @@ struct ValueAndSlope {
     float value, slope;  // the slope by the logarithm of the variance, or by z
 };
 
-// Of two Gaussians: the mean of the second is off by `error`, its logarithm of the variance is larger by
+// The divergence of a Gaussian from a second one, whose mean is off by `error` and whose logarithm of the variance is larger by
 // `above`.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
@@ -3267,8 +3267,8 @@ struct Trainer {
     std::vector<long> checkpoints;     // that lay there when the run was configured
     WeightsFile start = {};            // without a path: the run starts from fresh weights
     std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
-    Strings changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    Strings notes;    // what was assumed of the classes
+    Strings changes;                   // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    Strings notes;                     // what was assumed of the classes
 
     // what the device reads and writes in a step
     BatchSource source;
@@ -3363,8 +3363,7 @@ static MicroBatch microbatch_at(const Model* m, int i) {
     int first = i * m->plan.batch;
     return {first, std::min(m->plan.batch, m->config.batch_size - first)};
 }
-
-// Those of this rank: the number of the first, and all.
+// The micro-batches of this rank, and the number of their first.
 static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }
 static std::vector<MicroBatch> own_microbatches(const Model* m) {
     std::vector<MicroBatch> own;
@@ -3372,7 +3371,7 @@ static std::vector<MicroBatch> own_microbatches(const Model* m) {
     return own;
 }
 
-// Where the part of an array begins that has `floats` of every image of this rank: that of the samples from `first` on.
+// The samples from `first` on, in an array that has so many floats for each image of this rank.
 static float* part_of(float* array, const Model* m, int first, size_t floats) {
     return array + (first - first_microbatch(m) * m->plan.batch) * floats;
 }
@@ -3414,7 +3413,7 @@ static void load_drawn_pictures(Model* m, int B, int first) {
     add_noise(m, pictures, B, first, m->timesteps + first, STREAM_MATCHING_NOISE);
 }
 
-// predicted (images of this rank, C, H, W): what the network has seen in B noised images (B, C, H, W).
+// predicted (images of this rank, C, H, W) gets the x0 that the network has seen in B images (B, C, H, W), noised.
 static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
                           .loss = batch_loss(m),
@@ -3432,7 +3431,7 @@ static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
     predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
 }
 
-// What the student should answer of B samples instead of what it has answered.
+// m->target becomes what the student should have answered of B samples, from `first` on.
 static void load_matching_target(Model* m, int B, int first) {
     run(MatchingTarget<floatX>{.target = m->target,
                                .loss = batch_loss(m),
@@ -4513,11 +4512,13 @@ static void check_classes(Trainer* t, Dataset* data, const char* path) {
 static void read_datasets(Trainer* t) {
     const Config& c = t->model.config;
     t->images = read_images(c.data_file, c);
-    if (*c.val_file) t->validation = read_images(c.val_file, c);
     t->model.data_checksum = t->images.checksum;
     note_other_images(t);
     check_classes(t, &t->images, c.data_file);
-    if (*c.val_file) check_classes(t, &t->validation, c.val_file);
+    if (*c.val_file) {
+        t->validation = read_images(c.val_file, c);
+        check_classes(t, &t->validation, c.val_file);
+    }
     wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
 }
 

@@ -532,8 +532,8 @@ static std::vector<Preset> PRESETS = {
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict flow --noise_schedule flow "
-     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
-     "--sample_every 500"},
+     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 "
+     "--ema_rate 0.995 --steps 4000 --sample_every 500"},
     {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
     {"fashion32", OF_EDM "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
                          "--cond_drop_prob 0.1 --batch_size 128 --lr 1e-3 --lr_schedule cosine --warmup_steps 500 "
@@ -670,7 +670,7 @@ static Config default_config() {
 // ---- flags as they are typed ------------------------------------------------------------------------------
 #ifndef NETWORK_ONLY
 // The flags that most runs need: `--help` tells these, `--help all` every one.
-static const char* const USUAL_FLAGS[] = {
+static const Strings USUAL_FLAGS = {
     "preset",       "data_file",  "val_file", "model_weights",  "out_dir", "image_size",   "num_channels",
     "channel_mult", "class_cond", "predict",  "noise_schedule", "flip",    "batch_size",
     "steps",        "lr",         "ema_rate", "seed",           "class",   "guidance_scale", "generate",
@@ -688,7 +688,7 @@ static void print_help(bool all) {
         network.program, network.name, all ? "" : " These are the usual ones:");
     int group = -1;
     for (const Flag& flag : FLAGS) {
-        if (!all && !std::ranges::count(USUAL_FLAGS, std::string(flag.name))) continue;
+        if (!all && index_of(USUAL_FLAGS, flag.name) < 0) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
@@ -733,12 +733,12 @@ static void choose_sampler(Config* config, const GivenFlags& given) {
 }
 
 // What only generate.py does.
-static const char* const MOVED_FLAGS[] = {
+static const Strings MOVED_FLAGS = {
     "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
     "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
 
 static void refuse_moved(const std::string& name) {
-    if (std::ranges::count(MOVED_FLAGS, name))
+    if (index_of(MOVED_FLAGS, name) >= 0)
         fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
 }
 
@@ -936,9 +936,9 @@ struct Dataset {
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
-    std::vector<int> labels = {};               // (N), where there are classes
-    Strings class_names = {};  // which they number; some may have no image
-    std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
+    std::vector<int> labels = {};  // (N), where there are classes
+    Strings class_names = {};      // which they number; some may have no image
+    std::string checksum = "";     // the file's, in hexadecimal digits; old ones have none
 };
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
@@ -969,10 +969,10 @@ static Strings parse_class_names(const std::string& lines, const char* file, siz
     Strings names = split(lines, '\n');
     names.pop_back();  // what follows the last line feed
     std::set<std::string> seen;
-    for (const std::string& name : names)
-        if (name.empty() || !seen.insert(name).second)
-            fail("%s is damaged: it has %s", file,
-                 name.empty() ? "a class without a name" : ("two classes called " + listed({name})).c_str());
+    for (const std::string& name : names) {
+        if (name.empty()) fail("%s is damaged: it has a class without a name", file);
+        if (!seen.insert(name).second) fail("%s is damaged: it has two classes called %s", file, name.c_str());
+    }
     return names;
 }
 
@@ -1124,7 +1124,7 @@ struct WeightsFile {
     float smoothed = 0;
     History history = History();
     std::map<std::string, Section> sections = {};  // by name
-    Strings class_names = {};     // of its first classes, by number; none: not known
+    Strings class_names = {};                      // of its first classes, by number; none: not known
     std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
