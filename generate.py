@@ -97,10 +97,11 @@ def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
     At each place the longest name counts, so that a comma may be part of one. Where names are numbers, 0-4 are the
-    classes called 0 to 4.
+    classes called 0 to 4, or 00 to 04.
     """
     names = names or list(map(str, range(num_classes)))
     text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
+    numbered = {name.lstrip("0") or "0": places[name] for name in reversed(places)} | places
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]
@@ -116,10 +117,10 @@ def parse_classes(text, names, num_classes):
             called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
             called = []
-        if not called or not places.keys() >= set(called):
+        if not called or not numbered.keys() >= set(called):
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
-        classes += [places[name] for name in called]
+        classes += [numbered[name] for name in called]
     return classes
 
 

@@ -186,9 +186,11 @@ static int microbatch_of(const Config& c) {
 
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
+static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
+
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// Guided, the network has each picture twice: with its class and without.
-static int samples_at_a_time(const Config& c, int batch) { return is_guided(c) ? batch / 2 : batch; }
+// How often a sampler's step has the network see a picture: guided, with its class and without.
+static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
@@ -321,7 +323,7 @@ static std::string backend_name();  // the device and its precision
 // Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
-// Such a piece of memory, freed when its owner goes.
+// The same as memory that is freed when its owner goes.
 template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
@@ -348,12 +350,10 @@ template <typename T> static void upload(T* to, const std::vector<T>& values) {
 static void mark_step_end(int slot);
 static void wait_for_step(int slot);
 
-// An event of the side stream, which runs its work in order: whoever waits for one has waited for all before it.
-struct Event {
-    int number = 0;  // 0: there is nothing to wait for
-};
+// An event of the side stream, by its number; 0: there is nothing to wait for. The stream runs its work in order: whoever waits
+// for one event has waited for all before it.
+typedef int Event;
 static Event newest_event;
-static Event event_before(Event event) { return {event.number - 1}; }
 
 // Gives launches to the side stream. They wait for everything launched so far, and run beside what the main
 // stream is given next, until that is to wait for their event. On a CPU they are done at once.
@@ -405,8 +405,8 @@ static Shared* const shared =
 static std::atomic<int>& stop_asked = shared->stop;
 #endif
 
-// Sends to another rank and receives from it, which makes the same call the other way round: in the order of
-// the calls, like everything on the device, where these bytes are. Together: several exchanges at once.
+// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
+// call the other way round. backend_together does several exchanges at once.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
@@ -935,7 +935,7 @@ template <typename T> struct Dropout {
     HOST_DEVICE void operator()(size_t item) const {
         uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
                  key = STREAM_DROPOUT | block << 8;
-        Philox words = philox(seed, key, (uint32_t)(item % quads), first + b, (uint32_t)*step);
+        Philox words = philox(seed, key, item % quads, first + b, *step);
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
@@ -978,15 +978,12 @@ template <typename T> struct Resample {
     }
 };
 
-static void upsample_forward(Tensor out, Tensor x) { run(Resample<floatX>{.out = out, .x = x}); }
-static void upsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
-    run(Resample<floatX>{.out = dx, .x = dout, .accumulate = accumulate});
+// Up- or down-sampling, whichever the sizes say.
+static void resample_forward(Tensor out, Tensor x) {
+    run(Resample<floatX>{.out = out, .x = x, .factor = out.H > x.H ? 1 : 0.25f});
 }
-static void downsample_forward(Tensor out, Tensor x) {
-    run(Resample<floatX>{.out = out, .x = x, .factor = 0.25f});
-}
-static void downsample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
-    run(Resample<floatX>{.out = dx, .x = dout, .factor = 0.25f, .accumulate = accumulate});
+static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
+    run(Resample<floatX>{.out = dx, .x = dout, .factor = dout.H > dx.H ? 1 : 0.25f, .accumulate = accumulate});
 }
 
 // ==== 4  BLOCKS ============================================================================================
@@ -1013,7 +1010,7 @@ struct Block {
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
     // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
-    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and three of (B, E).
+    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four of (B, E).
     Buffer hidden = {};
     Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
     Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
@@ -1043,7 +1040,7 @@ struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
-    float* gradients;
+    float* gradients = nullptr;
 };
 
 // The earlier noised images of consistency tuning with pairs: see section 6.
@@ -1056,9 +1053,8 @@ struct ConsistencyPairs {
 
 // What distribution matching learns with: see section 6. The student is the network that is tuned.
 struct DistributionMatching {
-    float* fake;              // parameters of the network that learns what the student draws, as the teacher's
-    float *adam_m, *adam_v;   // their moments
-    struct StepState* state;  // of their update
+    OptimiserMemory fake;     // of the network that learns what the student draws; it has no averages
+    struct StepState* state;  // of its update
     int* timesteps;           // (batch_size): to which the student's pictures are noised
     float* pictures;          // (images of this rank, C, H, W): what the student draws
     float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
@@ -1073,10 +1069,9 @@ struct Model : OptimiserMemory {
     floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
     float* dw;                // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
-    char* arena;              // activations, their gradients, scratch: where the plan says
+    char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
     Arena scratch, late;      // the parts of it that the block under way may take from
-    bool counts = false;      // there is no memory yet: a block's arenas only count, see measure_buffers
-    Event embedding_ready;    // block 0's output is there
+    Event embedding_ready = 0;  // block 0's output is there
     floatX* input;            // (B, H, W, PIXEL): the noised images
     float* target;            // (B, H, W, PIXEL)
     float* images;            // (B, C, H, W): clean, planar, as in the files
@@ -1100,7 +1095,7 @@ struct Model : OptimiserMemory {
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    std::vector<std::string> class_names = {};  // of its first classes, by number; none: they are not known
+    Strings class_names = {};  // of its first classes, by number; none: they are not known
     std::string data_checksum = "";             // of the images that it is trained on
 };
 
@@ -1138,7 +1133,7 @@ static void add_layer(Plan* plan, const Block& block, const std::string& layer, 
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
 static Arena arena_of(const Model* m, const Buffer& b) {
-    if (m->counts) return {};
+    if (!m->arena) return {};  // which only counts
     return {m->arena + b.offset, b.bytes, 0};
 }
 
@@ -1232,16 +1227,6 @@ struct Module {
     static Event beside(auto layer, auto... arguments) {
         return on_side_stream_deferred([=] { layer(arguments...); });
     }
-
-    // Up- or down-sampling, whichever the block does.
-    void resize(Tensor out, Tensor x) const {
-        if (block.out_H > block.H) upsample_forward(out, x);
-        else downsample_forward(out, x);
-    }
-    void resize_backward(Tensor dx, Tensor dout, bool accumulate = false) const {
-        if (block.out_H > block.H) upsample_backward(dx, dout, accumulate);
-        else downsample_backward(dx, dout, accumulate);
-    }
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
@@ -1260,6 +1245,7 @@ struct EmbedBlock : Module {
     int E = m->plan.tensors[block.param].shape[0];
     Tensor sinusoids = take_from(&kept_hidden, 1, block.C);
     Tensor hidden = take_from(&kept_hidden, 1, E);
+    Tensor silu_hidden = take_from(&kept_hidden, 1, E);
     Tensor linear2 = take_from(&kept_hidden, 1, E);
     Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
@@ -1273,7 +1259,6 @@ struct EmbedBlock : Module {
     }
 
     void forward() {
-        Tensor silu_hidden = embedding;  // the embedding overwrites it in the end
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
         // The side stream does it while the image goes through the first convolution.
@@ -1288,24 +1273,22 @@ struct EmbedBlock : Module {
         });
     }
 
-    Tensor active = {}, dlinear2 = {}, dhidden = {};
+    Tensor dlinear2 = {}, dhidden = {};
     void reserve_backward() {
-        active = take_tensor(1, E);
         dlinear2 = take_tensor(1, E);
         dhidden = take_tensor(1, E);
     }
     void backward() {
         reserve_backward();
-        Tensor dembedding = dhidden, dactive = dhidden;  // dhidden's memory holds one after the other
+        Tensor dembedding = dhidden, dsilu_hidden = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
         beside(linear_backward_weight, projections, dout, embedding);
         linear_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
         if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
-        run(SiluForward<floatX>{.out = active, .x = hidden});
-        beside(linear_backward_weight, linear2_layer, dlinear2, active);
-        linear_backward_input(dactive, dlinear2, linear2_layer);
-        run(SiluBackward<floatX>{.dx = dhidden, .dout = dactive, .x = hidden});
+        beside(linear_backward_weight, linear2_layer, dlinear2, silu_hidden);
+        linear_backward_input(dsilu_hidden, dlinear2, linear2_layer);
+        run(SiluBackward<floatX>{.dx = dhidden, .dout = dsilu_hidden, .x = hidden});
         beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
@@ -1377,11 +1360,11 @@ struct ResBlock : Module {
         reserve_forward();
         Tensor residual = adds_x ? x.first : out.without_moments();
 
-        Event skipped;
+        Event skipped = 0;
         if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
         Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
-        if (resizes) resize(residual, x.first);
+        if (resizes) resample_forward(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
 
@@ -1392,7 +1375,7 @@ struct ResBlock : Module {
     }
     Tensor resized_norm1() const {
         groupnorm_forward(before, norm1);
-        resize(normed1, before);
+        resample_forward(normed1, before);
         return normed1;
     }
     Tensor dropped_norm2() const {
@@ -1407,7 +1390,7 @@ struct ResBlock : Module {
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
     // h         h, dh                                   conv1's weight gradient, as `late` is
     // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
-    // before    d(norm1's output), norm1's output       resize (normed1 itself where nothing is resized)
+    // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
         norm1.sums = norm2.sums = take_sums<NormSums>(std::max(block.H, block.out_H), std::max(x.C(), block.O));
@@ -1440,13 +1423,13 @@ struct ResBlock : Module {
 
         conv3x3_backward_input(dnormed1, dh, conv1, {.norm = resizes ? Norm() : norm1});
         if (resizes) {
-            resize_backward(dx.first, dout, block.accumulate);
-            resize_backward(dbefore, dnormed1);
+            resample_backward(dx.first, dout, block.accumulate);
+            resample_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
-        if (resizes) resize(normed1, before);
+        if (resizes) resample_forward(normed1, before);
         beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
     }
 };
@@ -1524,7 +1507,7 @@ struct ResampleBlock : Module {
     void forward() {
         reserve_forward();
         if (convolves && up) {
-            upsample_forward(large, x.first);
+            resample_forward(large, x.first);
             conv3x3_forward(out, large, conv);  // which leaves the output's moments
             return;
         }
@@ -1532,7 +1515,7 @@ struct ResampleBlock : Module {
             conv3x3_forward(large, x, conv);
             run(Resample<floatX>{.out = out, .x = large, .first_only = true});
         } else {
-            resize(out, x.first);
+            resample_forward(out, x.first);
         }
         channel_moments(out);
     }
@@ -1544,13 +1527,13 @@ struct ResampleBlock : Module {
     }
     void backward() {
         reserve_backward();
-        if (!convolves) return resize_backward(dx.first, dout, block.accumulate);
+        if (!convolves) return resample_backward(dx.first, dout, block.accumulate);
         Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
-            upsample_forward(large, x.first);
+            resample_forward(large, x.first);
             weights_done = beside(conv3x3_backward_weight, conv, dout, large, Rows());
             conv3x3_backward_input(dlarge, dout, conv);
-            upsample_backward(dx.first, dlarge, block.accumulate);
+            resample_backward(dx.first, dlarge, block.accumulate);
         } else {
             run(Resample<floatX>{.out = dlarge, .x = dout, .first_only = true});
             weights_done = beside(conv3x3_backward_weight, conv, dlarge, x.first, Rows());
@@ -1644,8 +1627,8 @@ static std::vector<Buffer*> buffers_of(Block* b) {
 
 static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
 
-// The step at which what block i's forward keeps is read last. Block 0 runs on the side stream, which is still at
-// work when the main stream is at the next blocks.
+// The step at which what block i keeps of its forward is read for the last time. Block 0 runs on the side stream, which is still
+// at work when the main stream is at the next blocks.
 static int last_use_of_kept(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
 
 // The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
@@ -1706,7 +1689,6 @@ static void measure_buffers(Plan* plan, const Config& c) {
     Model m = Model();
     m.config = c;
     m.plan = *plan;
-    m.counts = true;
     for (Block& block : plan->blocks)
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
@@ -1848,7 +1830,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         // Of this block's weight gradients all but the newest; if it started none, that of the block before.
-        wait_for(event_before(newest_event));
+        wait_for(newest_event - 1);
         wait_for(of_block_before);
     }
     wait_for(newest_event);
@@ -2022,13 +2004,12 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
 
 static std::vector<Timestep> make_timesteps(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
-    auto beta_at = [&](int t) {
-        return transition_variance(t ? schedule[t - 1] : NoiseLevel{1, 0}, schedule[t]);
-    };
+    auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
+    auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
     std::vector<Timestep> timesteps;
     for (int t = 0; t < c.diffusion_steps; t++) {
-        NoiseLevel level = schedule[t];
-        double variance = level.sigma * level.sigma, alpha_before = t ? schedule[t - 1].alpha : 1;
+        NoiseLevel level = level_at(t);
+        double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
 
@@ -2048,7 +2029,7 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
                              .weight = (float)weight,
                              .posterior_log_variance_clipped = (float)log(posterior_variance),
                              .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                             .mean_error = (float)(beta_at(t) * alpha_before / variance * x0_error),
+                             .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
                              .noise_fraction = (float)noise_fraction(level),
                              .x0_error = (float)x0_error});
     }
@@ -2143,7 +2124,7 @@ struct ValueAndSlope {
     float value, slope;  // the slope by the logarithm of the variance, or by z
 };
 
-// Of two Gaussians: the mean of the second is off by `error`, its logarithm of the variance is larger by
+// The divergence of a Gaussian from a second one, whose mean is off by `error` and whose logarithm of the variance is larger by
 // `above`.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
@@ -2300,13 +2281,12 @@ HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_s
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
 template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
-    float* target;             // (B, H, W, PIXEL)
-    const float* points;       // (path_steps + 1, B, H, W, PIXEL)
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
+    float* target;  // (B, H, W, PIXEL)
+    BatchLoss loss;
+    int first;            // sample of the batch
+    const float* points;  // (path_steps + 1, B, H, W, PIXEL)
     const int64_t* step;
     int path_steps;
-    int first;  // sample of the batch
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
@@ -2315,7 +2295,7 @@ template <typename T> struct LoadPathPoints {
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = schedule[timesteps[b]];
+        const Timestep at = loss.schedule[loss.timesteps[first + b]];
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2335,43 +2315,23 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// Of every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are
-// the same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last
-// of all. An item is a sample.
-struct DrawMatchingTimesteps {
-    int *timesteps, *noised;  // (batch)
-    const int64_t* step;
-    int batch, diffusion_steps, second;
-    uint32_t seed;
-
-    size_t items() const { return batch; }
-    HOST_DEVICE void operator()(size_t b) const {
-        const uint32_t stream = STREAM_MATCHING_TIMESTEP;
-        bool is_second = random_word(seed, stream, 0, (uint32_t)b, (uint32_t)*step) >> 31;
-        timesteps[b] = is_second ? second : diffusion_steps - 1;
-
-        int least = diffusion_steps / 50;
-        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, (uint32_t)b, (uint32_t)*step);
-    }
-};
-
-// The x0 that a network sees in noised images: the images, and the errors that follow from those of its predictions. An item
-// is an element.
+// The x0 that a network sees in B noised images, samples of the batch from `first` on: the images, and the errors that follow
+// from those of its predictions. An item is an element.
 template <typename T> struct PredictX0 {
-    float* predicted;          // (B, C, H, W)
-    const float* images;       // (B, C, H, W)
-    const T* out;              // (B, H, W, PIXEL): the network's answer
-    const float* target;       // (B, H, W, PIXEL): the right one
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
-    int B, channels, pixels;   // pixels = H W
-    bool clamps;               // to [-1, 1]
+    float* predicted;  // (B, C, H, W)
+    BatchLoss loss;
+    int first, B;
+    const float* images;  // (B, C, H, W)
+    const T* out;         // (B, H, W, PIXEL): the network's answer
+    const float* target;  // (B, H, W, PIXEL): the right one
+    bool clamps;          // to [-1, 1]
 
-    size_t items() const { return (size_t)B * channels * pixels; }
+    size_t items() const { return (size_t)B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
-        size_t b = i / ((size_t)channels * pixels), c = i / pixels % channels;
-        size_t at = (b * pixels + i % pixels) * PIXEL + c;
-        float x0 = fmaf(schedule[timesteps[b]].x0_error, (float)out[at] - target[at], images[i]);
+        size_t channel = i / loss.pixels, b = channel / loss.channels;
+        size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
+        float x0_error = loss.schedule[loss.timesteps[first + b]].x0_error;
+        float x0 = fmaf(x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
@@ -2379,29 +2339,28 @@ template <typename T> struct PredictX0 {
 // What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
 // by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
 // it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
-// other. A team does a sample.
+// other. A team does a sample, of B from `first` on.
 template <typename T> struct MatchingTarget {
-    float* target;                           // (B, H, W, PIXEL)
+    float* target;  // (B, H, W, PIXEL)
+    BatchLoss loss;
+    int first, B;
     const T* out;                            // (B, H, W, PIXEL): the student's predictions
     const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
-    const Timestep* schedule;                // (diffusion_steps)
-    const int* timesteps;                    // (B): that the student drew from
-    int B, channels, pixels;                 // pixels = H W
 
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return B; }
     HOST_DEVICE void operator()(Team team) const {
-        size_t b = team.index, elements = (size_t)channels * pixels, begin = b * elements;
+        size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
         float mean = fmaxf((float)(team_sum(distance) / elements), 1e-3f);
-        float scale = schedule[timesteps[b]].x0_error / mean;
+        float scale = loss.schedule[loss.timesteps[first + b]].x0_error / mean;
 
-        for (size_t i = team.thread; i < (size_t)pixels * PIXEL; i += team.threads) {
+        for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
             size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
             float change = 0;
-            if (c < (size_t)channels) {
+            if (c < (size_t)loss.channels) {
                 size_t element = begin + c * pixels + i / PIXEL;
                 change = scale * (teacher[element] - fake[element]);
             }
@@ -2914,7 +2873,7 @@ static void shard_parameters(Model* m) {
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
-    size_t P = plan.num_floats, B = plan.batch, pixels = (size_t)c.image_size * c.image_size;
+    size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
     size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
@@ -2942,7 +2901,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(B * pixels * PIXEL, m->pairs.errors);
         }
         if (c.matching_fraction > 0) {
-            place(m->shard, m->matching.fake, m->matching.adam_m, m->matching.adam_v);
+            place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
             place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
@@ -2978,7 +2937,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
-    return std::min({GRID_ROWS, PIXELS / (c.image_size * c.image_size), BIAS_SUMS / widest});
+    return std::min({GRID_ROWS, PIXELS / (int)pixels_of(c), BIAS_SUMS / widest});
 }
 
 static bool fits_memory(const Model& m) {
@@ -3013,7 +2972,7 @@ static void check_memory(const Model& m) {
     std::string in_parts;
     if (m.plan.training && would_fit(c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
-    if (!m.plan.training) fits = std::max(1, samples_at_a_time(c, fits));
+    if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
     fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
 }
 
@@ -3073,7 +3032,7 @@ static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    for (float* network : {m->teacher, m->matching.fake})
+    for (float* network : {m->teacher, m->matching.fake.master})
         if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
@@ -3095,11 +3054,11 @@ static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t 
 
     std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
     for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
-        uint32_t word = random_word(seed, STREAM_INIT, (uint32_t)e, (uint32_t)index, 0);
+        uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
         values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
     }
     for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
-        random_normals(&values[e], seed, STREAM_INIT, (uint32_t)(e / 4), (uint32_t)index, 0);
+        random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3110,14 +3069,14 @@ static void initialise_weights(Model* m, uint32_t seed) {
     start_from_master(m);
 }
 
-// The model's images as a batch of B samples, of which each counts for what its timestep does.
-static BatchLoss batch_loss(const Model* m, int B) {
+// A step's batch, of which each sample counts for what its timestep does.
+static BatchLoss batch_loss(const Model* m) {
     const Config& c = m->config;
     return {.parts = m->losses,
             .timesteps = m->timesteps,
             .schedule = m->schedule,
-            .B = B,
-            .pixels = c.image_size * c.image_size,
+            .B = c.batch_size,
+            .pixels = (int)pixels_of(c),
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
@@ -3149,8 +3108,8 @@ struct BatchSource {
 // What path number b of the batch starts from: of those that serve steps [count * path_steps, (count + 1) * path_steps).
 // Its class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, (uint32_t)b, (uint32_t)count); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, (uint32_t)b, (uint32_t)count);
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, count); };
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, count);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
@@ -3184,17 +3143,31 @@ struct BeginStep {
     }
 };
 
-// The update of the fake in a step that matches distributions, of which `first` is the run's first. It has one item.
-struct BeginFakeUpdate {
-    StepState* state;     // the fake's
-    const int64_t* step;  // of the run
+// A step that matches distributions begins, of which `first` is the run's first. It computes the fake's update, and draws of
+// every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are the
+// same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last of all.
+// An item is a sample.
+struct BeginMatching {
+    StepState* fake;
+    int *timesteps, *noised;  // (batch)
+    const int64_t* step;      // of the run
     int64_t first;
-    Hyper hyper;
+    Hyper hyper;  // the fake's
+    int batch, diffusion_steps, second;
+    uint32_t seed;
 
-    size_t items() const { return 1; }
-    HOST_DEVICE void operator()(size_t) const {
-        state->update = adamw_at(hyper, *step, *step - first);
-        state->accepted = 1;
+    size_t items() const { return batch; }
+    HOST_DEVICE void operator()(size_t b) const {
+        if (b == 0) {
+            fake->update = adamw_at(hyper, *step, *step - first);
+            fake->accepted = 1;
+        }
+        const uint32_t stream = STREAM_MATCHING_TIMESTEP;
+        bool is_second = random_word(seed, stream, 0, b, *step) >> 31;
+        timesteps[b] = is_second ? second : diffusion_steps - 1;
+
+        int least = diffusion_steps / 50;
+        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, b, *step);
     }
 };
 
@@ -3294,8 +3267,8 @@ struct Trainer {
     std::vector<long> checkpoints;     // that lay there when the run was configured
     WeightsFile start = {};            // without a path: the run starts from fresh weights
     std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
-    std::vector<std::string> changes;  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    std::vector<std::string> notes;    // what was assumed of the classes
+    Strings changes;                   // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    Strings notes;                     // what was assumed of the classes
 
     // what the device reads and writes in a step
     BatchSource source;
@@ -3306,7 +3279,6 @@ struct Trainer {
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
-    int second_timestep = 0;                      // or the only one: see DrawMatchingTimesteps
     CallGraphs path_graphs;
     int64_t paths = -1;  // which paths the device has: see path_start
 
@@ -3340,7 +3312,6 @@ static void prepare_steps(Trainer* t) {
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     if (c.path_steps) t->path = make_path(c);
-    if (c.matching_fraction > 0) t->second_timestep = consistency_timesteps(c, c.consistency_steps)[0];
     t->source = {.bytes = for_device(data.bytes),
                  .floats = for_device(data.floats),
                  .order = t->order.get(),
@@ -3381,8 +3352,7 @@ static void see_earlier(Model* m, int B, int first) {
     add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
     unet_forward(m, B, first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    BatchLoss loss = batch_loss(m, m->config.batch_size);
-    run(EarlierErrors<floatX>{m->pairs, loss, first, B, unet_output(m), m->target});
+    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), first, B, unet_output(m), m->target});
 }
 
 // Micro-batch i of the batch: its B samples, from `first` on.
@@ -3393,9 +3363,15 @@ static MicroBatch microbatch_at(const Model* m, int i) {
     int first = i * m->plan.batch;
     return {first, std::min(m->plan.batch, m->config.batch_size - first)};
 }
-static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }  // of this rank
+// The micro-batches of this rank, and the number of their first.
+static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }
+static std::vector<MicroBatch> own_microbatches(const Model* m) {
+    std::vector<MicroBatch> own;
+    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, first_microbatch(m) + i));
+    return own;
+}
 
-// Where the part of an array begins that has `floats` of every image of this rank: that of the samples from `first` on.
+// The samples from `first` on, in an array that has so many floats for each image of this rank.
 static float* part_of(float* array, const Model* m, int first, size_t floats) {
     return array + (first - first_microbatch(m) * m->plan.batch) * floats;
 }
@@ -3403,19 +3379,18 @@ static float* part_of(float* array, const Model* m, int first, size_t floats) {
 // Where the points lie that serve the B samples of the batch from `first` on: (path_steps + 1, B, H, W, PIXEL).
 static float* path_points(const Model* m, int first) {
     const Config& c = m->config;
-    return part_of(m->points, m, first, (size_t)(c.path_steps + 1) * c.image_size * c.image_size * PIXEL);
+    return part_of(m->points, m, first, (c.path_steps + 1) * pixels_of(c) * PIXEL);
 }
 
 // What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
 static void load_path_points(Model* m, int B, int first) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
                                .target = m->target,
+                               .loss = batch_loss(m),
+                               .first = first,
                                .points = path_points(m, first),
-                               .schedule = m->schedule,
-                               .timesteps = m->timesteps + first,
                                .step = &m->state->step,
-                               .path_steps = m->config.path_steps,
-                               .first = first});
+                               .path_steps = m->config.path_steps});
 }
 
 // What the network reads and should answer of B samples of the batch, from `first` on: their images, noised.
@@ -3429,7 +3404,7 @@ static void load_images(Trainer* t, int B, int first) {
 // Where the samples from `first` on lie among the images of this rank, (images of this rank, C, H, W).
 static float* images_from(float* images, const Model* m, int first) {
     const Config& c = m->config;
-    return part_of(images, m, first, (size_t)c.in_channels * c.image_size * c.image_size);
+    return part_of(images, m, first, c.in_channels * pixels_of(c));
 }
 
 // What the network reads and should answer of B of the pictures that the student drew.
@@ -3438,40 +3413,34 @@ static void load_drawn_pictures(Model* m, int B, int first) {
     add_noise(m, pictures, B, first, m->timesteps + first, STREAM_MATCHING_NOISE);
 }
 
-// predicted (images of this rank, C, H, W): what the network has seen in B noised images (B, C, H, W).
+// predicted (images of this rank, C, H, W) gets the x0 that the network has seen in B images (B, C, H, W), noised.
 static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
-    const Config& c = m->config;
     run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
+                          .loss = batch_loss(m),
+                          .first = first,
+                          .B = B,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
-                          .schedule = m->schedule,
-                          .timesteps = m->timesteps + first,
-                          .B = B,
-                          .channels = c.in_channels,
-                          .pixels = c.image_size * c.image_size,
                           .clamps = clamps});
 }
 
-// Likewise in those of the pictures that the student drew.
+// The same of the pictures that the student drew, clamped as drawing clamps.
 static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
     bool clamps = m->config.threshold == THRESHOLD_CLAMP;
     predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
 }
 
-// What the student should answer of B samples instead of what it has answered.
+// m->target becomes what the student should have answered of B samples, from `first` on.
 static void load_matching_target(Model* m, int B, int first) {
-    const Config& c = m->config;
     run(MatchingTarget<floatX>{.target = m->target,
+                               .loss = batch_loss(m),
+                               .first = first,
+                               .B = B,
                                .out = unet_output(m),
                                .pictures = images_from(m->matching.pictures, m, first),
                                .teacher = images_from(m->matching.teacher_x0, m, first),
-                               .fake = images_from(m->matching.fake_x0, m, first),
-                               .schedule = m->schedule,
-                               .timesteps = m->timesteps + first,
-                               .B = B,
-                               .channels = c.in_channels,
-                               .pixels = c.image_size * c.image_size});
+                               .fake = images_from(m->matching.fake_x0, m, first)});
 }
 
 // dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
@@ -3480,7 +3449,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
     const Config& c = m->config;
     auto [first, B] = microbatch_at(m, i);
 
-    BatchLoss loss = batch_loss(m, c.batch_size);
+    BatchLoss loss = batch_loss(m);
     m->dropout_step = &m->state->step;
     if (lesson == LESSON_PATHS) load_path_points(m, B, first);
     else if (lesson == LESSON_FAKE) load_drawn_pictures(m, B, first);
@@ -3534,11 +3503,11 @@ static void reduce_gradient(Model* m) {
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
     size_t images = microbatches_of(m) * m->plan.batch;
-    int pixels = m->config.image_size * m->config.image_size;
+    int parts = loss_parts((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * loss_parts(pixels));
+            if (losses) gather(losses, images * parts);
         if (m->pairs.weights) gather(m->pairs.weights, images);
         gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
@@ -3577,26 +3546,28 @@ static void match_distributions(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     DistributionMatching& matching = m->matching;
-    int begin = first_microbatch(m), end = begin + microbatches_of(m);
-    run(DrawMatchingTimesteps{m->timesteps, matching.timesteps, &m->state->step, c.batch_size, c.diffusion_steps,
-                              t->second_timestep, c.seed});
-    for (int i = begin; i < end; i++) {
-        auto [first, B] = microbatch_at(m, i);
+    run(BeginMatching{.fake = matching.state,
+                      .timesteps = m->timesteps,
+                      .noised = matching.timesteps,
+                      .step = &m->state->step,
+                      .first = steps_on_paths(c),
+                      .hyper = hyper_of(c, LESSON_FAKE),
+                      .batch = c.batch_size,
+                      .diffusion_steps = c.diffusion_steps,
+                      .second = consistency_timesteps(c, c.consistency_steps)[0],
+                      .seed = c.seed});
+    for (auto [first, B] : own_microbatches(m)) {
         load_images(t, B, first);
         unet_forward(m, B, first);
         predict_x0(m, matching.pictures, m->images, B, first, false);
     }
     std::swap(m->timesteps, matching.timesteps);
-    use_weights(m, matching.fake);
+    use_weights(m, matching.fake.master);
     batch_gradient(t, LESSON_FAKE);
-    run(BeginFakeUpdate{matching.state, &m->state->step, steps_on_paths(c), hyper_of(c, LESSON_FAKE)});
-    OptimiserMemory fake = {.master = matching.fake, .adam_m = matching.adam_m, .adam_v = matching.adam_v,
-                            .gradients = m->gradients};
-    update_weights(m, fake, nullptr, matching.state);
+    update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (int i = begin; i < end; i++) {
-        auto [first, B] = microbatch_at(m, i);
+    for (auto [first, B] : own_microbatches(m)) {
         load_drawn_pictures(m, B, first);
         unet_forward(m, B, first);
         predict_x0_of_drawn(m, matching.teacher_x0, B, first);
@@ -3608,7 +3579,7 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    BatchLoss loss = batch_loss(m, m->config.batch_size);
+    BatchLoss loss = batch_loss(m);
     size_t shard = m->rank * m->shard;
     Hyper hyper = hyper_of(m->config, lesson);
 
@@ -3641,8 +3612,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (int i = 0; i < microbatches_of(m); i++) {
-        auto [first, B] = microbatch_at(m, first_microbatch(m) + i);
+    for (auto [first, B] : own_microbatches(m)) {
         run(StartPaths{m->specs, t->source, B, first, count});
         SampleBatch<floatX> batch = samples_of(m, B, 1);
         begin_samples(m, batch);
@@ -3739,7 +3709,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
 static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
-    size_t elements = (size_t)c.in_channels * c.image_size * c.image_size;
+    size_t elements = c.in_channels * pixels_of(c);
     std::vector<float> images(B * elements);
     std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
@@ -3752,7 +3722,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
 
     add_noise(m, m->images, B, first, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
-    BatchLoss loss = batch_loss(m, B);
+    BatchLoss loss = batch_loss(m);
+    loss.B = B;
     run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
@@ -3780,12 +3751,6 @@ static double validation_loss(Trainer* t) {
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
-static std::vector<SampleSpec> specs_of(const std::vector<uint32_t>& seeds) {
-    std::vector<SampleSpec> specs;
-    for (uint32_t seed : seeds) specs.push_back({seed, 0});
-    return specs;
-}
-
 // The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
@@ -3793,12 +3758,14 @@ struct SampleGrid {
     std::string rows;
 };
 
-// Gives each sample of a grid its class: the first the first of --class or of all. They are grouped by class where
-// equally many are of each. names: the classes'.
-static SampleGrid plan_grid(const Config& c, std::vector<SampleSpec> specs, const std::vector<std::string>& names) {
+// Samples of these seeds, of which each has its class: the first the first of --class or of all. They are grouped by class
+// where equally many are of each. names: the classes'.
+static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
-    size_t count = specs.size(), num_classes = classes.size();
-    for (size_t i = 0; i < count && num_classes; i++) specs[i].label = (int)classes[i * num_classes / count];
+    size_t count = seeds.size(), num_classes = classes.size();
+    std::vector<SampleSpec> specs;
+    for (uint32_t seed : seeds)
+        specs.push_back({seed, num_classes ? (int)classes[specs.size() * num_classes / count] : 0});
 
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
@@ -3814,7 +3781,7 @@ static long count_broken(const std::vector<float>& samples, size_t count) {
     return broken;
 }
 
-// How far the calls of the network are: every half second on a terminal, otherwise every ten, and at the end.
+// Tells how many of the network's calls are done: every half second on a terminal, otherwise every ten seconds, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
@@ -3849,8 +3816,8 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
-    size_t elements = (size_t)PIXEL * c.image_size * c.image_size;
-    size_t most = samples_at_a_time(c, m->plan.batch);
+    size_t elements = PIXEL * pixels_of(c);
+    size_t most = m->plan.batch / rows_a_sample(c);
     std::vector<SamplerStep> steps = make_sampler(c);
     use_weights(m, chosen_weights(m));
     samples->resize(specs.size() * elements);
@@ -3877,8 +3844,9 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 
 // The parameters that a run has, each with its section's name.
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
-    float* parameters[] = {m.master, m.ema[0], m.ema[1], m.ema[2], m.ema[3], m.adam_m, m.adam_v, m.teacher,
-                           m.matching.fake, m.matching.adam_m, m.matching.adam_v};
+    const OptimiserMemory& fake = m.matching.fake;
+    float* parameters[] = {m.master, m.ema[0],  m.ema[1],    m.ema[2],    m.ema[3],   m.adam_m,
+                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};
     std::vector<std::pair<const char*, float*>> arrays;
     for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
@@ -4044,9 +4012,10 @@ static void print_run(const Model& m) {
 
 // Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
 // defaults, which config.txt lists too, and a preset's are meant for any --image_size.
-static void note_attention(const Config& c, const std::vector<GivenFlag>& given) {
+static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
-    if (!is_asked(g) || g->origin.starts_with("--")) return;
+    if (!g || g->origin.starts_with("--")) return;
+    if (!g->origin.empty() && g->value == g->flag->standard) return;
 
     std::set<int> sizes;  // the levels'
     for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
@@ -4059,9 +4028,9 @@ static void note_attention(const Config& c, const std::vector<GivenFlag>& given)
 // ---- how long a step takes --------------------------------------------------------------------------------
 // A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
 static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) {
-    int B = config.batch_size, H = config.image_size;
+    int B = config.batch_size;
     t->images.count = B;
-    t->images.bytes.assign((size_t)B * config.in_channels * H * H, 127);
+    t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
     t->model = plan_model(config, microbatch_of(config), true);
     check_memory(t->model);
@@ -4128,9 +4097,9 @@ static const char* const LAUNCHERS[][3] = {
 
 // The number in a variable of the environment; -1 where there is none.
 static int environment_number(const char* name) {
-    const char* value = getenv(name);
+    std::string value = environment(name);
     int number, end = 0;
-    return value && sscanf(value, "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
+    return sscanf(value.c_str(), "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
 }
 
 // Becomes the rank that a launcher says this process is, where one has started several.
@@ -4237,19 +4206,19 @@ static void leave_ranks() {
 }
 
 // ---- from flags to a run ----------------------------------------------------------------------------------
-// Which pictures --num_samples and --seed, or --seeds, ask for.
-static std::vector<SampleSpec> wanted_samples(const Config& c, const std::vector<GivenFlag>& given) {
+// The seeds of the pictures that --num_samples and --seed, or --seeds, ask for.
+static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& given) {
     if (!*c.seeds) {
         if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
                  counted(c.num_samples, "picture").c_str(), UINT32_MAX);
-        return specs_of(consecutive(c.seed, c.num_samples));
+        return consecutive(c.seed, c.num_samples);
     }
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
              counted((long)seeds.size(), "picture").c_str());
-    return specs_of(seeds);
+    return seeds;
 }
 
 static std::string sampler_text(const Config& c) {
@@ -4264,7 +4233,7 @@ static std::string sampler_text(const Config& c) {
 }
 
 // What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
-static std::tuple<Config, WeightsFile, std::string> sampling_config(const std::vector<GivenFlag>& given) {
+static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
@@ -4298,17 +4267,11 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
     bool as_array = has_ending(c.output_name, ".npy");
-    std::string rows;
-    Raster picture = {};
-    if (as_array) {
-        write_array(c.output_name, samples, c);
-    } else {
-        picture = draw_grid(samples, grid.columns, c);
-        write_png(c.output_name, picture);
-        rows = grid.rows;
-    }
+    Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
+    if (as_array) write_array(c.output_name, samples, c);
+    else write_png(c.output_name, picture);
     say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / (double)count, rows.c_str());
+        human_time(seconds).c_str(), seconds / (double)count, as_array ? "" : grid.rows.c_str());
     if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
@@ -4319,13 +4282,13 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     say("%s: each picture on its own", c.output_dir);
 }
 
-static void run_generate(const std::vector<GivenFlag>& given) {
+static void run_generate(const GivenFlags& given) {
     auto [config, file, taken] = sampling_config(given);
-    std::vector<SampleSpec> specs = wanted_samples(config, given);
-    SampleGrid grid = plan_grid(config, specs, shown_names(config, file.class_names));
-    int count = (int)specs.size();
-    int calls = is_guided(config) ? 2 : 1;  // of the network for a picture
-    config.batch_size = calls * std::min({config.batch_size, count, most_images(config) / calls});
+    std::vector<uint32_t> wanted = wanted_seeds(config, given);
+    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
+    int count = (int)wanted.size();
+    int rows = rows_a_sample(config);
+    config.batch_size = rows * std::min({config.batch_size, count, most_images(config) / rows});
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
@@ -4338,7 +4301,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
     allocate_model(&m);
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = config.seeds;
-    if (seeds.empty()) seeds = text("%u to %u", specs[0].seed, specs.back().seed);
+    if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
         chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
 
@@ -4358,7 +4321,7 @@ static void run_generate(const std::vector<GivenFlag>& given) {
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
-static void resume_run(Trainer* t, Config* config, std::vector<GivenFlag> given) {
+static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     if (out_dir && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
@@ -4393,7 +4356,7 @@ static void share_batch(Config* c) {
 // A name for every row of a model's table of classes: a class without a name has its number, and the last row,
 // which stands for no class, has a name of its own. These begin with a line feed, as no class's name does.
 static const char NO_CLASS[] = "\nnone";
-static std::vector<std::string> row_names(const Config& c, std::vector<std::string> names) {
+static Strings row_names(const Config& c, Strings names) {
     if (!c.class_cond) return {};
     for (int row = (int)names.size(); row < c.num_classes; row++) names.push_back(text("\n%d", row));
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
@@ -4401,20 +4364,18 @@ static std::vector<std::string> row_names(const Config& c, std::vector<std::stri
 }
 
 // Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
-static void plan_rows(Trainer* t, const std::string& data_file, const std::vector<std::string>& rows,
-                      const std::vector<std::string>& file_rows) {
+static void plan_rows(Trainer* t, const std::string& data_file, const Strings& rows, const Strings& file_rows) {
     if (rows == file_rows) return;
-    std::vector<std::string> kept, fresh, dropped;
+    Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
-        auto at = std::ranges::find(file_rows, name);
-        bool is_kept = at != file_rows.end();
-        t->kept_rows.push_back(is_kept ? (int)(at - file_rows.begin()) : -1);
-        if (name[0] != '\n') (is_kept ? kept : fresh).push_back(name);
+        int row = index_of(file_rows, name);
+        t->kept_rows.push_back(row);
+        if (name[0] != '\n') (row < 0 ? fresh : kept).push_back(name);
     }
     for (const std::string& name : file_rows)
         if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
 
-    auto are = [](const std::vector<std::string>& names, const char* what) {
+    auto are = [](const Strings& names, const char* what) {
         return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
     };
     std::string line = t->start.path + " is trained on for the classes of " + data_file + ": ";
@@ -4429,19 +4390,15 @@ static void plan_rows(Trainer* t, const std::string& data_file, const std::vecto
 
 // The names of a run's classes, by which all files are matched: those of the weights that it continues, or of
 // its images; and their number.
-static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::vector<GivenFlag>& given) {
+static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
     const char* path = file.path.c_str();
     int known = file.config.class_cond ? file.config.num_classes : 0;
-    std::vector<std::string> names, file_names = file.class_names;
+    Strings names, file_names = file.class_names;
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
-    if (lacks_names) {
-        Config named = *c;
-        named.num_classes = known;
-        file_names = shown_names(named, {});
-    }
+    if (lacks_names) file_names = shown_names(*c, {}, known);
     if (!lacks_names && was_typed(given, "class_names"))
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
                                 c->class_names, file_names.empty() ? c->data_file : path));
@@ -4468,7 +4425,7 @@ static std::vector<std::string> plan_classes(Trainer* t, Config* c, const std::v
 }
 
 // A run's configuration and plan from its flags, and the file that it starts from, if there is one.
-static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
+static void plan_run(Trainer* t, const GivenFlags& given) {
     Config config = given_config(given);
     if (config.resume_given) {
         resume_run(t, &config, given);
@@ -4478,13 +4435,13 @@ static void plan_run(Trainer* t, const std::vector<GivenFlag>& given) {
     } else if (config.consistency) {
         fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }
-    std::vector<std::string> class_names;
+    Strings class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
     config.optimiser.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
-    if (config.num_samples && !samples_at_a_time(config, microbatch_of(config)))
+    if (config.num_samples && microbatch_of(config) < rows_a_sample(config))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
@@ -4543,7 +4500,7 @@ static void note_other_images(Trainer* t) {
 // Matches the classes of an image file with the model's, and says what was assumed of them.
 static void check_classes(Trainer* t, Dataset* data, const char* path) {
     const Config& c = t->model.config;
-    const std::vector<std::string>& names = t->model.class_names;
+    const Strings& names = t->model.class_names;
     if (!c.class_cond) return;
     if (data->labels.empty() || (int)names.size() > c.num_classes)
         fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
@@ -4555,11 +4512,13 @@ static void check_classes(Trainer* t, Dataset* data, const char* path) {
 static void read_datasets(Trainer* t) {
     const Config& c = t->model.config;
     t->images = read_images(c.data_file, c);
-    if (*c.val_file) t->validation = read_images(c.val_file, c);
     t->model.data_checksum = t->images.checksum;
     note_other_images(t);
     check_classes(t, &t->images, c.data_file);
-    if (*c.val_file) check_classes(t, &t->validation, c.val_file);
+    if (*c.val_file) {
+        t->validation = read_images(c.val_file, c);
+        check_classes(t, &t->validation, c.val_file);
+    }
     wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
 }
 
@@ -4632,7 +4591,7 @@ static void save_samples(Trainer* t) {
 
     std::vector<float> samples;
     double start = seconds_now();
-    SampleGrid grid = plan_grid(c, specs_of(consecutive(c.seed, c.num_samples)), t->model.class_names);
+    SampleGrid grid = plan_grid(c, consecutive(c.seed, c.num_samples), t->model.class_names);
     if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
@@ -4743,8 +4702,7 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     static const double peak = backend_peak() * world.size;
     double tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations
 
-    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss,
-                            (double)t->smoothed);
+    std::string line = text("{\"step\": %ld, \"loss\": %.9g, \"smoothed\": %.9g", t->step, result.loss, t->smoothed);
     line += text(", \"grad_norm\": %.6g, \"lr\": %.6g", result.norm, result.update.lr);
     line += text(", \"ms\": %.3f, \"images_per_s\": %.2f", ms, images_per_s);
     if (world.size > 1) line += text(", \"images_per_s_per_rank\": %.2f", images_per_s / world.size);
@@ -4900,7 +4858,7 @@ static int guarded(auto program) {
 }
 
 #ifndef TESTING
-static void run_training(const std::vector<GivenFlag>& given) {
+static void run_training(const GivenFlags& given) {
     Trainer trainer;
     const Config& config = trainer.model.config;
     plan_run(&trainer, given);
@@ -4932,7 +4890,7 @@ static void run_training(const std::vector<GivenFlag>& given) {
 
 #ifndef PROFILING  // dev/bench/profile.cu has its own
 static void run_program(int argc, char** argv) {
-    std::vector<GivenFlag> given = parse_flags({argv + 1, argv + argc});
+    GivenFlags given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
     bool draws = config.generate || *config.seeds;
@@ -5072,15 +5030,14 @@ static void flush_deferred() {
     launches();
     stream = &main_stream;
 
-    CUDA_CHECK(cudaEventRecord(side_ends[newest_event.number % SIDE_EVENTS], side_stream.handle));
+    CUDA_CHECK(cudaEventRecord(side_ends[newest_event % SIDE_EVENTS], side_stream.handle));
 }
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
     flush_deferred();
     CUDA_CHECK(cudaEventRecord(side_begins, main_stream.handle));
     deferred = launches;
-    newest_event.number++;
-    return newest_event;
+    return ++newest_event;
 }
 static Event on_side_stream(auto launches) {
     Event event = on_side_stream_deferred(launches);
@@ -5088,9 +5045,9 @@ static Event on_side_stream(auto launches) {
     return event;
 }
 static void wait_for(Event event) {
-    if (event.number <= waited_for.number) return;
-    if (event.number == newest_event.number) flush_deferred();
-    CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event.number % SIDE_EVENTS], 0));
+    if (event <= waited_for) return;
+    if (event == newest_event) flush_deferred();
+    CUDA_CHECK(cudaStreamWaitEvent(main_stream.handle, side_ends[event % SIDE_EVENTS], 0));
     waited_for = event;
 }
 

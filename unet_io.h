@@ -67,8 +67,10 @@ static std::string float_text(float value) {
 // A number as JSON, which knows no NaN.
 static std::string json_number(double value) { return std::isfinite(value) ? text("%.9g", value) : "null"; }
 
-static std::vector<std::string> split(const std::string& whole, char mark) {
-    std::vector<std::string> parts(1);
+typedef std::vector<std::string> Strings;
+
+static Strings split(const std::string& whole, char mark) {
+    Strings parts(1);
     for (char c : whole)
         if (c == mark) parts.emplace_back();
         else parts.back() += c;
@@ -76,13 +78,13 @@ static std::vector<std::string> split(const std::string& whole, char mark) {
 }
 
 // Where a name is in a list; -1: it is not.
-static int index_of(const std::vector<std::string>& names, const std::string& name) {
+static int index_of(const Strings& names, const std::string& name) {
     auto at = std::ranges::find(names, name);
     return at == names.end() ? -1 : (int)(at - names.begin());
 }
 
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
-static std::string listed(const std::vector<std::string>& names, size_t most = 8) {
+static std::string listed(const Strings& names, size_t most = 8) {
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
         if (i) sentence += i + 1 == names.size() ? " and " : ", ";
@@ -230,8 +232,8 @@ static std::string read_text(const std::string& path) {
     return in.take<std::string>(in.size);
 }
 
-static std::vector<std::string> list_folder(const std::string& path, std::error_code* error) {
-    std::vector<std::string> names;
+static Strings list_folder(const std::string& path, std::error_code* error) {
+    Strings names;
     for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
         names.push_back(at->path().filename().string());
     return names;
@@ -530,8 +532,8 @@ static std::vector<Preset> PRESETS = {
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict flow --noise_schedule flow "
-     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 --ema_rate 0.995 --steps 4000 "
-     "--sample_every 500"},
+     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 "
+     "--ema_rate 0.995 --steps 4000 --sample_every 500"},
     {"small32", IN_MINUTES "--image_size 32 --channel_mult 1,2,2 --batch_size 64"},
     {"fashion32", OF_EDM "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
                          "--cond_drop_prob 0.1 --batch_size 128 --lr 1e-3 --lr_schedule cosine --warmup_steps 500 "
@@ -627,7 +629,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
     }
 
     size_t most = flag.size / sizeof(float);
-    std::vector<std::string> parts = most > 1 ? split(value, ',') : std::vector{value};
+    Strings parts = most > 1 ? split(value, ',') : Strings{value};
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
 
@@ -668,7 +670,7 @@ static Config default_config() {
 // ---- flags as they are typed ------------------------------------------------------------------------------
 #ifndef NETWORK_ONLY
 // The flags that most runs need: `--help` tells these, `--help all` every one.
-static const char* const USUAL_FLAGS[] = {
+static const Strings USUAL_FLAGS = {
     "preset",       "data_file",  "val_file", "model_weights",  "out_dir", "image_size",   "num_channels",
     "channel_mult", "class_cond", "predict",  "noise_schedule", "flip",    "batch_size",
     "steps",        "lr",         "ema_rate", "seed",           "class",   "guidance_scale", "generate",
@@ -686,7 +688,7 @@ static void print_help(bool all) {
         network.program, network.name, all ? "" : " These are the usual ones:");
     int group = -1;
     for (const Flag& flag : FLAGS) {
-        if (!all && !std::ranges::count(USUAL_FLAGS, std::string(flag.name))) continue;
+        if (!all && index_of(USUAL_FLAGS, flag.name) < 0) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
@@ -706,46 +708,44 @@ struct GivenFlag {
     const Flag* flag;
     std::string value, origin;
 };
+typedef std::vector<GivenFlag> GivenFlags;
 
-static const GivenFlag* was_given(const std::vector<GivenFlag>& given, const std::string& name) {
+static const GivenFlag* was_given(const GivenFlags& given, const std::string& name) {
     auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
     return last == given.rend() ? nullptr : &*last;
 }
 
 // The same, where it was typed, and does not come from a preset or a file.
-static const GivenFlag* was_typed(const std::vector<GivenFlag>& given, const char* name) {
+static const GivenFlag* was_typed(const GivenFlags& given, const char* name) {
     const GivenFlag* last = was_given(given, name);
     return last && last->origin.empty() ? last : nullptr;
 }
 
-// Whether it was given by more than a file that lists its default.
-static bool is_asked(const GivenFlag* g) { return g && (g->origin.empty() || g->value != g->flag->standard); }
-
-static void apply_flags(Config* config, const std::vector<GivenFlag>& given) {
+static void apply_flags(Config* config, const GivenFlags& given) {
     for (const GivenFlag& g : given) set_flag(config, *g.flag, g.value);
     config->resume_given = was_given(given, "resume") != nullptr;
     if (*config->resume) strcpy(config->out_dir, config->resume);  // a run stays in its folder
 }
 
 // A model of --consistency draws by the sampler of this name, unless another is given.
-static void choose_sampler(Config* config, const std::vector<GivenFlag>& given) {
+static void choose_sampler(Config* config, const GivenFlags& given) {
     if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
 // What only generate.py does.
-static const char* const MOVED_FLAGS[] = {
+static const Strings MOVED_FLAGS = {
     "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
     "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
 
 static void refuse_moved(const std::string& name) {
-    if (std::ranges::count(MOVED_FLAGS, name))
+    if (index_of(MOVED_FLAGS, name) >= 0)
         fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
 }
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
 // `path`.
-static std::vector<GivenFlag> parse_config(const std::string& lines, const std::string& path) {
-    std::vector<GivenFlag> given;
+static GivenFlags parse_config(const std::string& lines, const std::string& path) {
+    GivenFlags given;
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(lines, '\n')) {
@@ -770,7 +770,7 @@ static std::vector<GivenFlag> parse_config(const std::string& lines, const std::
     return given;
 }
 
-static std::vector<GivenFlag> read_config_file(const std::string& path) {
+static GivenFlags read_config_file(const std::string& path) {
     Reader in(path);
     std::string contents = in.take<std::string>(in.size);
     if (contents.find('\0') != std::string::npos)
@@ -798,9 +798,8 @@ static std::string config_text(const Config& config) {
 }
 
 // Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
-static std::vector<GivenFlag> parse_flags(const std::vector<std::string>& words,
-                                          const std::string& origin = "") {
-    std::vector<GivenFlag> given;
+static GivenFlags parse_flags(const Strings& words, const std::string& origin = "") {
+    GivenFlags given;
     for (size_t i = 0; i < words.size(); i++) {
         std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
@@ -898,7 +897,8 @@ static void check_config(const Config& c) {
             "others by --guide_weights",
             c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d names none of the averaged weights; --ema_rate makes %d", c.use_ema, ema_count(c));
+        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw weights",
+             c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
         fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
              c.diffusion_steps);
@@ -936,9 +936,9 @@ struct Dataset {
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
-    std::vector<int> labels = {};               // (N), where there are classes
-    std::vector<std::string> class_names = {};  // which they number; some may have no image
-    std::string checksum = "";                  // the file's, in hexadecimal digits; old ones have none
+    std::vector<int> labels = {};  // (N), where there are classes
+    Strings class_names = {};      // which they number; some may have no image
+    std::string checksum = "";     // the file's, in hexadecimal digits; old ones have none
 };
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
@@ -960,20 +960,19 @@ static void shrink(Dataset* data, int width, int factor) {
 }
 
 // The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
-static std::vector<std::string> parse_class_names(const std::string& lines, const char* file, size_t least,
-                                                  size_t most) {
+static Strings parse_class_names(const std::string& lines, const char* file, size_t least, size_t most) {
     size_t count = std::ranges::count(lines, '\n');
     if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
         fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
     if (lines.find('\0') != lines.npos || !is_utf8(lines))
         fail("%s is damaged: its names of classes are no text in UTF-8", file);
-    std::vector<std::string> names = split(lines, '\n');
+    Strings names = split(lines, '\n');
     names.pop_back();  // what follows the last line feed
     std::set<std::string> seen;
-    for (const std::string& name : names)
-        if (name.empty() || !seen.insert(name).second)
-            fail("%s is damaged: it has %s", file,
-                 name.empty() ? "a class without a name" : ("two classes called " + listed({name})).c_str());
+    for (const std::string& name : names) {
+        if (name.empty()) fail("%s is damaged: it has a class without a name", file);
+        if (!seen.insert(name).second) fail("%s is damaged: it has two classes called %s", file, name.c_str());
+    }
     return names;
 }
 
@@ -1004,7 +1003,7 @@ static ImageHeader image_header(const Reader& in) {
 }
 
 // The names of the classes of an image file; none where it has no labels.
-static std::vector<std::string> read_class_names(const std::string& path) {
+static Strings read_class_names(const std::string& path) {
     Reader in(path);
     ImageHeader h = image_header(in);
     in.seek(in.size - h.name_bytes);
@@ -1054,13 +1053,12 @@ static Dataset read_images(const std::string& path, const Config& c) {
 
 // Numbers the labels of images as the model does, whose classes have these names. A class that it does not
 // know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
-static std::string match_classes(Dataset* data, const char* file, const std::vector<std::string>& names,
-                                 bool trains) {
-    const std::vector<std::string> theirs = std::exchange(data->class_names, names);
+static std::string match_classes(Dataset* data, const char* file, const Strings& names, bool trains) {
+    const Strings theirs = std::exchange(data->class_names, names);
     std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
 
-    std::vector<std::string> unknown, lacking;
+    Strings unknown, lacking;
     std::string line;
     for (int i = 0; i < (int)theirs.size(); i++) {
         to[i] = index_of(names, theirs[i]);
@@ -1126,7 +1124,7 @@ struct WeightsFile {
     float smoothed = 0;
     History history = History();
     std::map<std::string, Section> sections = {};  // by name
-    std::vector<std::string> class_names = {};     // of its first classes, by number; none: not known
+    Strings class_names = {};                      // of its first classes, by number; none: not known
     std::string data_checksum = "";                // of the images that it was trained on, where known
 };
 
@@ -1144,7 +1142,7 @@ static std::string stored_config(const Config& config) {
 }
 
 static void read_stored_config(Config* config, const std::string& lines) {
-    std::vector<GivenFlag> stored = parse_config(lines, "config");
+    GivenFlags stored = parse_config(lines, "config");
     for (const GivenFlag& g : stored) {
         if (g.flag->on_resume == FORGOTTEN) fail("no checkpoint stores --%s", g.flag->name);
         set_flag(config, *g.flag, g.value);
@@ -1183,11 +1181,8 @@ static void read_history(WeightsFile* file, const std::string& state) {
         fail("%s is damaged: its section state makes no sense", file->path.c_str());
 }
 
-// Whether it is a weights file of this network of one of the formats before today's.
-static bool has_earlier_format(const Reader& in) {
-    int version = in.header[FIELD_VERSION];
-    return in.header[FIELD_MAGIC] == network.magic && version >= 1 && version < WEIGHTS_VERSION;
-}
+// What a weights file of one of the formats before today's is refused with.
+struct EarlierFormat : Failure {};
 
 // Refuses what is no weights file of this program's network and of today's format.
 static void check_format(const Reader& in) {
@@ -1202,9 +1197,10 @@ static void check_format(const Reader& in) {
     if (in.size < HEADER_BYTES || magic != network.magic)
         fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
-    if (has_earlier_format(in))
-        fail("%s has version %d of the format; python generate.py --import %s --export %s makes it today's "
-             "and keeps all that it holds", name, version, word.c_str(), word.c_str());
+    if (version >= 1 && version < WEIGHTS_VERSION)
+        throw EarlierFormat({1, printable(text("%s has version %d of the format; python generate.py --import %s --export %s "
+                                               "makes it today's and keeps all that it holds",
+                                               name, version, word.c_str(), word.c_str()))});
     if (version != WEIGHTS_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", name, version,
              WEIGHTS_VERSION);
@@ -1274,16 +1270,13 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
-        std::string path = checkpoint_path(folder, step);
-        bool is_earlier = false;
-        WeightsFile file;
-        std::string why = failure_of([&] {
-            is_earlier = has_earlier_format(Reader(path));
-            file = open_weights(path);
-        });
-        if (why.empty()) return file;
-        if (is_earlier) fail("%s", why.c_str());
-        note("passed over: " + why);
+        try {
+            return open_weights(checkpoint_path(folder, step));
+        } catch (const EarlierFormat&) {
+            throw;
+        } catch (const Failure& failure) {
+            note("passed over: " + failure.sentence);
+        }
     }
     fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
 }
@@ -1336,23 +1329,21 @@ static std::string big_endian(uint32_t value) {
 // nearest to left + above - corner. Beyond the edges all bytes are 0.
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
     size_t channels = picture.channels, pitch = picture.width * channels;
-    std::vector<uint8_t> filtered, nothing(pitch, 0);
+    std::vector<uint8_t> filtered, line(channels + pitch), above;  // with a pixel before the first
     filtered.reserve((1 + pitch) * picture.height);
     for (int y = 0; y < picture.height; y++) {
-        const uint8_t* line = &picture.bytes[y * pitch];
-        const uint8_t* above = y ? line - pitch : nothing.data();
+        above = line;
+        std::copy_n(&picture.bytes[y * pitch], pitch, &line[channels]);
         filtered.push_back(4);
         for (size_t i = 0; i < pitch; i++) {
-            int left = i < channels ? 0 : line[i - channels];
-            int up = above[i];
-            int corner = i < channels ? 0 : above[i - channels];
+            int left = line[i], up = above[channels + i], corner = above[i];
             int to_left = abs(up - corner);
             int to_up = abs(left - corner);
             int to_corner = abs(left + up - 2 * corner);
 
             int nearest = to_up <= to_corner ? up : corner;
             if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered.push_back((uint8_t)(line[i] - nearest));
+            filtered.push_back((uint8_t)(line[channels + i] - nearest));
         }
     }
     return filtered;
@@ -1645,8 +1636,7 @@ static void show_grid(const std::string& path, const Raster& grid) {
 // The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
 // starts from a file's weights may have other classes.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
-static void take_from_file(Config* config, const std::vector<GivenFlag>& given, const WeightsFile& file,
-                           Taking taking) {
+static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
         if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
@@ -1664,7 +1654,7 @@ static void take_from_file(Config* config, const std::vector<GivenFlag>& given, 
 
 // Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
 // steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
-static std::string take_sampling(Config* config, const std::vector<GivenFlag>& given, const Config& run) {
+static std::string take_sampling(Config* config, const GivenFlags& given, const Config& run) {
     std::string taken;
     for (const Flag& flag : FLAGS) {
         bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
@@ -1677,7 +1667,7 @@ static std::string take_sampling(Config* config, const std::vector<GivenFlag>& g
     return taken;
 }
 
-static Config given_config(const std::vector<GivenFlag>& given) {
+static Config given_config(const GivenFlags& given) {
     Config config = default_config();
     apply_flags(&config, given);
     choose_sampler(&config, given);
@@ -1708,9 +1698,16 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
+// The class whose name is a number, perhaps with zeros before it; -1: there is none.
+static int class_called(uint32_t number, Strings names) {
+    int exact = index_of(names, text("%u", number));
+    for (std::string& name : names) name.erase(0, std::min(name.find_first_not_of('0'), name.size() - 1));
+    return exact < 0 ? index_of(names, text("%u", number)) : exact;
+}
+
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
-// Where names are numbers, 0-4 are the classes called 0 to 4.
-static std::vector<uint32_t> parse_classes(const std::string& list, const std::vector<std::string>& names) {
+// Where names are numbers, 0-4 are the classes called 0 to 4, or 00 to 04.
+static std::vector<uint32_t> parse_classes(const std::string& list, const Strings& names) {
     std::vector<uint32_t> classes;
     std::string rest = list + ",";
     while (!rest.empty()) {
@@ -1732,7 +1729,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
         std::vector<uint32_t> numbers;
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
         for (uint32_t number : numbers) {
-            found = index_of(names, text("%u", number));
+            found = class_called(number, names);
             if (found < 0) break;
             classes.push_back((uint32_t)found);
         }
@@ -1744,12 +1741,12 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const std::v
 }
 
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
-static std::vector<std::string> shown_names(const Config& c, const std::vector<std::string>& own) {
+static Strings shown_names(const Config& c, const Strings& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
-    std::vector<std::string> names = split(read_text(c.class_names), '\n');
+    Strings names = split(read_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
-    size_t classes = own.empty() ? c.num_classes : own.size();
+    if (!own.empty()) classes = own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
              classes);
@@ -1758,7 +1755,7 @@ static std::vector<std::string> shown_names(const Config& c, const std::vector<s
 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
 // the network is told none. Classes without names are called by their numbers.
-static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::string> names) {
+static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
     if ((*c.classes || *c.class_names) && !c.class_cond)
         fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
     if (!c.class_cond) return {};
@@ -1769,8 +1766,7 @@ static std::vector<uint32_t> wanted_classes(const Config& c, std::vector<std::st
 }
 
 // What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
-static std::string rows_text(const std::vector<std::string>& names, const std::vector<uint32_t>& classes,
-                             int each, int columns) {
+static std::string rows_text(const Strings& names, const std::vector<uint32_t>& classes, int each, int columns) {
     if (names.empty() || columns % each) return "";
     std::string kind = "rows", joined;
     if (columns > each) kind = text("%d in a row", columns / each);
@@ -1791,7 +1787,7 @@ struct Metrics {
               std::map<long, double>* validated) {
         path = name;
         std::string kept;
-        std::vector<std::string> lines = split(there, '\n');
+        Strings lines = split(there, '\n');
         lines.pop_back();  // what follows the last line feed was cut short
         for (const std::string& line : lines) {
             long step;

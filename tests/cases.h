@@ -157,12 +157,12 @@ static void do_side_stream(size_t left) {
     for (; side_stream_calls.size() > left; side_stream_calls.pop_front()) side_stream_calls.front()();
 }
 static Event on_side_stream(auto launches) {
-    newest_event.number++;
+    newest_event++;
     side_stream_calls.push_back(launches);
-    uint32_t waiting = (uint32_t)side_stream_calls.size(), draw = (uint32_t)newest_event.number;
+    uint32_t waiting = (uint32_t)side_stream_calls.size(), draw = (uint32_t)newest_event;
     uint32_t some = random_below(waiting + 1, 1, STREAM_PERTURB, draw, 0, 0);
     do_side_stream(side_stream == AT_ONCE ? 0 : side_stream == LATE ? SIZE_MAX : some);
     return newest_event;
 }
-static void wait_for(Event event) { do_side_stream(newest_event.number - event.number); }
+static void wait_for(Event event) { do_side_stream(newest_event - event); }
 #endif

@@ -800,8 +800,8 @@ static void test_embedding(int B, int C) {
         typename decltype(on)::Tensor dx = {on(dout), 1, 1, 1, (int)n}, from = {on(x), 1, 1, 1, (int)n};
         on.run(SiluBackward<typename decltype(on)::T>{.dx = dx, .dout = dx, .x = from});
     });
-    std::vector<SampleSpec> pictures = specs_of(consecutive(0, ceil_div(B, 2)));
-    for (size_t i = 0; i < pictures.size(); i++) pictures[i].label = (int)(i * i % 7);
+    std::vector<SampleSpec> pictures;
+    for (int i = 0; i < ceil_div(B, 2); i++) pictures.push_back({(uint32_t)i, i * i % 7});
     Pair<SampleSpec> begins(pictures);
     std::vector<int> some_labels = some_timesteps(B);
     for (int& label : some_labels) label %= 8;
@@ -868,7 +868,8 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     target.upload();
 
     Output input_output = {&input, KEPT, "input", LIMIT};
-    std::vector<SampleSpec> noises = specs_of(consecutive(41, B));
+    std::vector<SampleSpec> noises;
+    for (uint32_t seed : consecutive(41, B)) noises.push_back({seed, 0});
     noises.back() = {4000000000u, 0};
     Pair<SampleSpec> begins(noises);
     Floats saved(n);
@@ -943,42 +944,38 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(ConsistencyWeights{pairs(on), batch, 0, B});
     });
+    Pair<int> of_batch(some_timesteps(3 * B + 1));
     Floats points(4 * n);  // of paths of three steps
     check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
         on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                  .target = on(target),
+                                 .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
+                                 .first = 2 * B + 1,
                                  .points = on(points),
-                                 .schedule = on(chain),
-                                 .timesteps = on(t),
                                  .step = &on(state)->step,
-                                 .path_steps = 3,
-                                 .first = 2 * B + 1});
+                                 .path_steps = 3});
     });
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
     check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
         on.run(PredictX0<typename decltype(on)::T>{.predicted = on(pictures),
+                                                   .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
+                                                   .first = 2 * B + 1,
+                                                   .B = B,
                                                    .images = on(images),
                                                    .out = on(out),
                                                    .target = on(target),
-                                                   .schedule = on(chain),
-                                                   .timesteps = on(t),
-                                                   .B = B,
-                                                   .channels = channels,
-                                                   .pixels = H * W,
                                                    .clamps = predict == PREDICT_V});
     });
     check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         on.run(MatchingTarget<typename decltype(on)::T>{.target = on(target),
+                                                        .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
+                                                        .first = 2 * B + 1,
+                                                        .B = B,
                                                         .out = on(out),
                                                         .pictures = on(pictures),
                                                         .teacher = on(teacher),
-                                                        .fake = on(fake),
-                                                        .schedule = on(chain),
-                                                        .timesteps = on(t),
-                                                        .B = B,
-                                                        .channels = channels,
-                                                        .pixels = H * W});
+                                                        .fake = on(fake)});
     });
     check("dropout", shape, {{&dout, KEPT, "x", LIMIT}}, [&](auto on) {
         on.run(
@@ -1096,15 +1093,22 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     check("start paths", shape, {{&specs, WRITTEN, "specs", EXACT}},
           [&](auto on) { on.run(StartPaths{on(specs), paths(on), batch, 3, 70000}); });
     Pair<int> noised(some_timesteps(batch));
-    check("timesteps of matching", shape,
-          {{&timesteps, WRITTEN, "timesteps", EXACT}, {&noised, WRITTEN, "noised", EXACT}}, [&](auto on) {
-              on.run(DrawMatchingTimesteps{on(timesteps), on(noised), &on(state)->step, batch, 1000, 299, 99});
-          });
-    std::vector<Output> updates = {{&fakes, KEPT, "accepted", EXACT, ACCEPTED, FIELDS}};
+    std::vector<Output> matching = {{&timesteps, WRITTEN, "timesteps", EXACT},
+                                    {&noised, WRITTEN, "noised", EXACT},
+                                    {&fakes, KEPT, "accepted", EXACT, ACCEPTED, FIELDS}};
     for (int field = LR; field <= EMA_WEIGHTS + 1; field++)
-        updates.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
-    check("begin the fake's update", shape, updates, [&](auto on) {
-        on.run(BeginFakeUpdate{on(fakes), &on(state)->step, step / 2, config.optimiser});
+        matching.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
+    check("begin matching", shape, matching, [&](auto on) {
+        on.run(BeginMatching{.fake = on(fakes),
+                             .timesteps = on(timesteps),
+                             .noised = on(noised),
+                             .step = &on(state)->step,
+                             .first = step / 2,
+                             .hyper = config.optimiser,
+                             .batch = batch,
+                             .diffusion_steps = 1000,
+                             .second = 299,
+                             .seed = 99});
     });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},

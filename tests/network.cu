@@ -937,8 +937,8 @@ static void test_sampling() {
             build_model(&m, config, batch, false);
             perturbed_weights(&m, 2);
             std::vector<float> pictures, one;
-            same &= sample(&m, &pictures, specs_of({100, 5, 102, 7}), false) &&
-                    sample(&m, &one, specs_of({102}), false);
+            same &= sample(&m, &pictures, {{100, 0}, {5, 0}, {102, 0}, {7, 0}}, false) &&
+                    sample(&m, &one, {{102, 0}}, false);
             double error =
                 error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
             if (worsens(error, worst)) worst = error;
@@ -1079,12 +1079,12 @@ static void resample_case(const Case& c, Verdict* v) {
     Tensor from = tensor_of(x, B, H, W, C), gradient = tensor_of(dx, B, H, W, C);
     if (c.is("upsample")) {
         Tensor to = tensor_of(out, B, 2 * H, 2 * W, C), upstream = tensor_of(dout, B, 2 * H, 2 * W, C);
-        upsample_forward(to, from);
-        upsample_backward(gradient, upstream, accumulate);
+        resample_forward(to, from);
+        resample_backward(gradient, upstream, accumulate);
     } else {
         Tensor to = tensor_of(out, B, H / 2, W / 2, C), upstream = tensor_of(dout, B, H / 2, W / 2, C);
-        downsample_forward(to, from);
-        downsample_backward(gradient, upstream, accumulate);
+        resample_forward(to, from);
+        resample_backward(gradient, upstream, accumulate);
     }
     v->compare("out", out, c.at("out")), v->compare("dx", dx, c.at("dx"));
 }
@@ -1339,7 +1339,7 @@ static void twin_case(const Case& c, Verdict* v) {
         int B = 2, H = c.arg(7), image = PIXEL * H * H;
         std::vector<NoiseLevel> schedule = make_schedule(config);
         config.spacing = c.arg(8), config.path_steps = c.arg(11);
-        std::vector<SampleSpec> begins = specs_of({c.word(9), c.word(10)});
+        std::vector<SampleSpec> begins = {{c.word(9), 0}, {c.word(10), 0}};
         std::vector<float> x(B * image), input(x), out(x), saved(x);
         SampleBatch<float> drawing = {.input = tensor_of(input, B, H, H, PIXEL),
                                       .out = out.data(),

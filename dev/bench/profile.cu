@@ -269,7 +269,8 @@ static void prepare_drawing(Model* m, Config config, int B) {
     check_memory(*m);
     allocate_model(m);
     initialise_weights(m, config.seed);
-    auto specs = specs_of(consecutive(config.seed, B));
+    std::vector<SampleSpec> specs;
+    for (uint32_t seed : consecutive(config.seed, B)) specs.push_back({seed, 0});
     backend_upload(m->specs, specs.data(), B * sizeof(SampleSpec));
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
     run(SetModelInputs{m->timesteps, m->labels, m->specs, halfway.timestep, B, B, 0});

@@ -532,8 +532,8 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
     for (Parameter& t : std::span(plan.tensors).subspan(2))
         if (is_matrix(t)) t.init = INIT_NORMAL, t.scale = 0.02f;
     Block embed = {.kind = BLOCK_EMBED, .C = FREQUENCIES, .H = 1, .out_H = 1};
-    embed.hidden.bytes = 3 * bytes_of(B * D) + bytes_of(B * FREQUENCIES);
-    embed.scratch_backward.bytes = 3 * bytes_of(B * D);
+    embed.hidden.bytes = 4 * bytes_of(B * D) + bytes_of(B * FREQUENCIES);
+    embed.scratch_backward.bytes = 2 * bytes_of(B * D);
     add("t_embedder", embed, 2);
     Block patches = {.kind = BLOCK_PATCHES, .C = c.in_channels, .O = D, .H = c.image_size, .out_H = h};
     patches.scratch_forward.bytes = patches.late.bytes = bytes_of(rows * P * P * PIXEL);
