@@ -386,7 +386,7 @@ class Job:
     def tuner(self, weights, folder, calls):
         """The consistency tuning of weights for so many calls a picture."""
         flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
-        for name in ("batch_size", "seed", "flip"):
+        for name in ("batch_size", "seed", "flip", "lr"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
 
@@ -395,11 +395,12 @@ class Job:
 # the tables
 
 def read_results(folder):
-    """What all jobs in the folder have found: a list of dicts. Raises UserError for more than one kind of GPU."""
+    """What all jobs in the folder have found: a list of dicts. Raises UserError for a data set on two kinds of GPU."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    devices = sorted({result["device"] for result in results})
-    if len(devices) > 1:
-        raise UserError(f"{folder} holds results of {' and of '.join(devices)}, which no table can compare")
+    for data in {result["data"] for result in results}:
+        devices = sorted({result["device"] for result in results if result["data"] == data})
+        if len(devices) > 1:
+            raise UserError(f"{folder} holds results of {' and of '.join(devices)} for {data}, which no table can compare")
     return results
 
 
@@ -544,7 +545,8 @@ def main():
         found = render(results, PAGE.read_text())
         write_between(PAGE, {f"records:{data}": f"{line}\n\n{table(rows)}" for data, (line, rows) in found.items()})
         if "fashion" in found:
-            text = f"On {results[0]['device']}:\n\n{summary(found['fashion'][1])}"
+            line, rows = found["fashion"]
+            text = f"{line.partition(',')[0]}:\n\n{summary(rows)}"
             write_between(README, {"records:summary": text})
     else:
         smoke(args.folder / "smoke")
