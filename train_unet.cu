@@ -761,7 +761,11 @@ HOST_DEVICE static inline Sum team_sum(Sum value) {
     return value;
 }
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
-template <typename T, int N> struct alignas(N * sizeof(T)) Vector { T of[N]; };
+template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
+    T elements[N];
+    HOST_DEVICE T& operator[](int i) { return elements[i]; }
+    HOST_DEVICE const T& operator[](int i) const { return elements[i]; }
+};
 template <int N, typename T> HOST_DEVICE static inline Vector<T, N> load(const T* from) {
     return *(const Vector<T, N>*)from;
 }
@@ -939,7 +943,7 @@ template <typename T> struct Dropout {
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
-            values.of[i] = (T)(kept ? (float)values.of[i] / (1 - p) : 0.0f);
+            values[i] = (T)(kept ? (float)values[i] / (1 - p) : 0.0f);
         }
         store(x.data + 4 * item, values);
     }
@@ -970,9 +974,9 @@ template <typename T> struct Resample {
             if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
-            float top = (float)source[0].of[k] + (float)source[1].of[k],
-                  bottom = (float)source[2].of[k] + (float)source[3].of[k];
-            result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
+            float top = (float)source[0][k] + (float)source[1][k],
+                  bottom = (float)source[2][k] + (float)source[3][k];
+            result[k] = (T)((float)result[k] + factor * (top + bottom));
         }
         store(out.data + item * N, result);
     }
@@ -2110,8 +2114,8 @@ template <typename T> struct AddNoise {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                noised[i].of[c] = (T)(at.alpha * x0 + at.sigma * eps);
-                wanted[i].of[c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
+                noised[i][c] = (T)(at.alpha * x0 + at.sigma * eps);
+                wanted[i][c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
             }
         }
         UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
@@ -2755,7 +2759,7 @@ struct SquaredNorm {
         Sum sum = 0;
         for (size_t i = first + 4 * team.thread; i < end; i += 4 * team.threads) {
             Vector<float, 4> v = load<4>(x + i);
-            sum += (v.of[0] * v.of[0] + v.of[1] * v.of[1]) + (v.of[2] * v.of[2] + v.of[3] * v.of[3]);
+            sum += (v[0] * v[0] + v[1] * v[1]) + (v[2] * v[2] + v[3] * v[3]);
         }
         sum = team_sum(sum);
         if (team.thread == 0) parts[team.index] = (float)sum;
@@ -2788,11 +2792,11 @@ template <typename T> struct UpdateWeights {
         Vector<T, 4> working_n;
 
         for (int j = 0; j < 4; j++) {
-            float g = g_n.of[j] * a.clip;
-            m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
-            v_n.of[j] = a.beta2 * v_n.of[j] + (1.0f - a.beta2) * g * g;
-            w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
-            working_n.of[j] = (T)w_n.of[j];
+            float g = g_n[j] * a.clip;
+            m_n[j] = a.beta1 * m_n[j] + (1.0f - a.beta1) * g;
+            v_n[j] = a.beta2 * v_n[j] + (1.0f - a.beta2) * g * g;
+            w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            working_n[j] = (T)w_n[j];
         }
         store(w + i, w_n);
         store(m + i, m_n);
@@ -2801,7 +2805,7 @@ template <typename T> struct UpdateWeights {
 
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
-            for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
+            for (int j = 0; j < 4; j++) ema_n[k][j] += a.ema_weight[k] * (w_n[j] - ema_n[k][j]);
             store(ema[k] + i, ema_n[k]);
         }
     }
@@ -2816,7 +2820,7 @@ struct AddFloats {
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
         Vector<float, 4> total = load<4>(a + 4 * item), more = load<4>(b + 4 * item);
-        for (int j = 0; j < 4; j++) total.of[j] += more.of[j];
+        for (int j = 0; j < 4; j++) total[j] += more[j];
         store(sum + 4 * item, total);
     }
 };
@@ -5106,7 +5110,20 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
 enum { MEETING_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
-static std::string nccl_address();
+
+// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
+// the one after the launcher's own.
+static std::string nccl_address() {
+    if (world.forked) {
+        pid_t rank_0 = world.rank ? getppid() : getpid();
+        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
+    }
+    const char* host = getenv("MASTER_ADDR");
+    int port = environment_number("MASTER_PORT");
+    if (port < 1 || port >= 65535)
+        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
+    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
+}
 
 // Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
 static void watch_nccl() {
@@ -5124,20 +5141,6 @@ static void watch_nccl() {
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
         usleep(20000);
     }
-}
-
-// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
-// the one after the launcher's own.
-static std::string nccl_address() {
-    if (world.forked) {
-        pid_t rank_0 = world.rank ? getppid() : getpid();
-        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
-    }
-    const char* host = getenv("MASTER_ADDR");
-    int port = environment_number("MASTER_PORT");
-    if (port < 1 || port >= 65535)
-        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
-    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
 static void backend_connect() {}
@@ -5252,15 +5255,9 @@ __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
 // The elements of 16 bytes as floats.
-struct Unpacked : Vector<float, VEC> {
-    __device__ float& operator[](int e) { return of[e]; }
-};
+typedef Vector<float, VEC> Unpacked;
 __device__ inline void operator+=(Unpacked& a, Unpacked b) {
     for (int e = 0; e < VEC; e++) a[e] += b[e];
-}
-__device__ inline Unpacked operator+(Unpacked a, Unpacked b) {
-    a += b;
-    return a;
 }
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
@@ -5499,10 +5496,10 @@ struct NormGradient {
     }
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
-            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
+            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
         for (int e = 0; e < VEC; e++) {
             sum[e] += d[e];
-            product[e] += d[e] * (x[e] - statistics.of[e].mean);
+            product[e] += d[e] * (x[e] - statistics[e].mean);
         }
     }
 };
@@ -5687,7 +5684,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * half.of[e].scale + half.of[e].shift;
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * half[e].scale + half[e].shift;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y);
@@ -5828,26 +5825,23 @@ enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
-template <typename X> struct AttentionHead {
-    X* data;
+struct AttentionHead {
+    floatX* data;
     int stride, T, d;
-    __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
+    __device__ floatX* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
 // The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
 struct Attention {
-    floatX* dqkv;        // null in forward,
-    const floatX* dout;  // like this
-    floatX* out;
+    floatX *dqkv, *dout;  // null in forward
+    floatX *out, *qkv;
     float* lse;
-    const floatX* qkv;
     int T, C, d;
     float scale;
-    // A head's q, k or v, and the output or its gradient.
-    __device__ AttentionHead<const floatX> of_qkv(int which) const { return {qkv + which * C, 3 * C, T, d}; }
-    __device__ AttentionHead<const floatX> of_out(const floatX* data) const { return {data, C, T, d}; }
-    __device__ AttentionHead<floatX> of_dqkv(int which) const { return {dqkv + which * C, 3 * C, T, d}; }
+    // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
+    __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
@@ -5882,8 +5876,7 @@ template <int D> struct AttentionTile : Attention {
     };
 
     // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
-    template <int COUNT>
-    __device__ static void load_rows(Row* tile, AttentionHead<const floatX> source, int t0) {
+    template <int COUNT> __device__ static void load_rows(Row (&tile)[COUNT], AttentionHead source, int t0) {
         UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
             int i = n * THREADS + threadIdx.x;
             int row = i / (D / VEC), c = i % (D / VEC) * VEC;
@@ -5954,7 +5947,7 @@ template <int D> struct AttentionTile : Attention {
     }
     // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
     // lane's first row in a fragment, .y that of its second.
-    __device__ static void store_rows(AttentionHead<floatX> target, int t0, Row* scratch,
+    __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
         int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
         __syncwarp();
@@ -5978,10 +5971,10 @@ template <int D> struct AttentionTile : Attention {
         auto& s = shared_memory<Forward>();
         const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
-        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
-        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
-        load_rows<COLUMNS>(s.k[0], k, 0);
-        load_rows<COLUMNS>(s.v[0], v, 0);
+        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
+        load_rows(s.q, input(qkv, ATTENTION_Q), t0);
+        load_rows(s.k[0], k, 0);
+        load_rows(s.v[0], v, 0);
         __pipeline_commit();
 
         const float unit = scale * LOG2_E;  // from a score to an exponent of 2
@@ -5990,8 +5983,8 @@ template <int D> struct AttentionTile : Attention {
         for (int j = 0; j * COLUMNS < T; j++) {
             const int stage = j % 2;
             if ((j + 1) * COLUMNS < T) {
-                load_rows<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
-                load_rows<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
+                load_rows(s.k[!stage], k, (j + 1) * COLUMNS);
+                load_rows(s.v[!stage], v, (j + 1) * COLUMNS);
             }
             __pipeline_commit();
             __pipeline_wait_prior(1);
@@ -6037,7 +6030,8 @@ template <int D> struct AttentionTile : Attention {
     // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
     // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
     template <int COUNT>
-    __device__ void find_delta(float* delta, float* exponent, const Row* dout, const Row* out, int t0) const {
+    __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
+                               const Row (&out)[COUNT], int t0) const {
         const int threads = THREADS / COUNT;  // that share a row
         int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
         float sum = 0;
@@ -6065,14 +6059,14 @@ template <int D> struct AttentionTile : Attention {
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
         const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto q_rows = of_qkv(ATTENTION_Q), dout_rows = of_out(dout), out_rows = of_out(out);
-        load_rows<ROWS>(s.k, of_qkv(ATTENTION_K), t0);
-        load_rows<ROWS>(s.v, of_qkv(ATTENTION_V), t0);
+        const auto q_rows = input(qkv, ATTENTION_Q), dout_rows = output(dout), out_rows = output(out);
+        load_rows(s.k, input(qkv, ATTENTION_K), t0);
+        load_rows(s.v, input(qkv, ATTENTION_V), t0);
         auto load = [&](int tile) {
             if (tile < tiles) {
-                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
+                load_rows(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
+                load_rows(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
+                load_rows(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
             }
             __pipeline_commit();
         };
@@ -6083,7 +6077,7 @@ template <int D> struct AttentionTile : Attention {
             load(tile + 1);
             __pipeline_wait_prior(1);
             __syncthreads();
-            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
+            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
             __syncthreads();
 
             // Transposed: a column a query.
@@ -6096,22 +6090,22 @@ template <int D> struct AttentionTile : Attention {
             add_weighted(dv, p, s.dout[stage]);
             __syncthreads();  // the stage is free
         }
-        store_rows(of_dqkv(ATTENTION_K), t0, s.k, dk, {scale, scale});
-        store_rows(of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+        store_rows(input(dqkv, ATTENTION_K), t0, s.k, dk, {scale, scale});
+        store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
     // dq of the block's queries, t0 and on: the keys pass by.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
         const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
-        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
-        load_rows<ROWS>(s.dout, of_out(dout), t0);
-        load_rows<ROWS>(s.out, of_out(out), t0);
+        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
+        load_rows(s.q, input(qkv, ATTENTION_Q), t0);
+        load_rows(s.dout, output(dout), t0);
+        load_rows(s.out, output(out), t0);
         auto load = [&](int tile) {
             if (tile < tiles) {
-                load_rows<BACKWARD_COLUMNS>(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
+                load_rows(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
+                load_rows(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
             }
             __pipeline_commit();
         };
@@ -6122,7 +6116,7 @@ template <int D> struct AttentionTile : Attention {
             load(tile + 1);
             __pipeline_wait_prior(1);
             __syncthreads();
-            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, t0);
+            if (tile == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
@@ -6135,7 +6129,7 @@ template <int D> struct AttentionTile : Attention {
             add_weighted(dq, ds, s.k[stage]);
             __syncthreads();  // the stage is free
         }
-        store_rows(of_dqkv(ATTENTION_Q), t0, s.q, dq, {scale, scale});
+        store_rows(input(dqkv, ATTENTION_Q), t0, s.q, dq, {scale, scale});
     }
 };
 
@@ -6179,7 +6173,7 @@ static void with_padded_head(int d, auto launch) {
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    Attention a = {nullptr, nullptr, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Forward), Tile{a});
@@ -6189,7 +6183,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                                int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    Attention a = {dqkv.data, dout.data, out.data, (float*)lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Backward), Tile{a});
@@ -6430,14 +6424,14 @@ struct GemmBlock : Gemm {
                             auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
                             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                                 UNROLLED_FOR (int e = 0; e < 4; e++)
-                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i][q] * b[e];
                         }
                 else
                     UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
                         auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                             UNROLLED_FOR (int q = 0; q < 4; q++)
-                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
+                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i][q] * b[q];
                     }
             }
         }
@@ -6468,9 +6462,9 @@ struct GemmBlock : Gemm {
             int m[PASSES];           // the pixels, -1: outside
             uint4 operands[PASSES];  // the residual, or the norm's x
             Unpacked values[PASSES];
-            const Concat& operand = has_norm ? norm.x : residual;
-            const Tensor& of = operand.of(n);
-            const floatX* from = n < N() && of.data ? of.data + operand.within(n) : nullptr;
+            const Concat& source = has_norm ? norm.x : residual;
+            const Tensor& of = source.of(n);
+            const floatX* from = n < N() && of.data ? of.data + source.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
                 m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
@@ -6497,8 +6491,13 @@ struct GemmBlock : Gemm {
             const Tensor& target = out.of(n);
             floatX* to = target.data + out.within(n);
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                if (has_norm) gradient.apply(values[i], unpack(operands[i]), norm.silu, sum, product);
-                else values[i] += added + unpack(operands[i]);
+                Unpacked operand = unpack(operands[i]);
+                if (has_norm) {
+                    gradient.apply(values[i], operand, norm.silu, sum, product);
+                } else {
+                    operand += added;
+                    values[i] += operand;
+                }
                 if (m[i] >= 0) *(uint4*)rows_from(to, m[i], target.C) = pack(values[i]);
             }
             if (!sums) continue;
@@ -6955,12 +6954,12 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
-                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
+                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
                 int row = TAPS > 1 ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
                     auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
-                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
             }
         }
@@ -7562,7 +7561,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                         uint4* row = (uint4*)(rows + i * STEP * 128);
                         Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
-                            y[e] = silu_of_half(y[e] * half.of[e].scale + half.of[e].shift);
+                            y[e] = silu_of_half(y[e] * half[e].scale + half[e].shift);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
                     }
                 fence_shared();
