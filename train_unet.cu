@@ -5808,12 +5808,11 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    auto kernel = groupnorm_backward_kernel<false, false>;
-    if (residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
-    else if (residual) kernel = groupnorm_backward_kernel<true, false>;
-    else if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
-    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B,
-           NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
+    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
+        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
+    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
+           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -6023,7 +6022,7 @@ template <int D> struct AttentionTile : Attention {
             if (lane % 4 == 0 && t < T)
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
-        store_rows({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
+        store_rows(output(out + (size_t)b * T * C + head * d), t0, s.q, sum,
                    {1 / denominator[0], 1 / denominator[1]});
     }
 
@@ -6251,7 +6250,7 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Patch {
     int B, H, W;        // the tensor
-    int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
+    int images, height, width;  // a tile; of 3x3 portable ones the width is 8 or 16, and the height 8
     int tiles_y, tiles_x, tiles;
     // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
@@ -6266,14 +6265,14 @@ struct Patch {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
         return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
     }
-    // The first pixel of a tile's halo.
+    // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
         const int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
-        return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
+        return {b * images, (line - b * tiles_y) * height, (tile - line * tiles_x) * width};
     }
     // A pixel's index in (B, H, W), or -1 outside.
     __device__ int pixel(Pixel origin, uchar4 offset) const {
-        int b = origin.b + offset.z, y = origin.y + offset.y, x = origin.x + offset.x;
+        int b = origin.b + offset.z, y = origin.y + offset.y - 1, x = origin.x + offset.x - 1;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
@@ -6281,11 +6280,11 @@ struct Patch {
 struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
-// The tiles of x. Hopper's are higher than 8 pixels: for these the Patch only counts them.
+// The tiles of x.
 static Patch make_patch(const Tensor& x, Box tile) {
     const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
     const int sets = ceil_div(x.B, tile.images);
-    return {x.B, x.H, x.W, tile.images, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
+    return {x.B, x.H, x.W, tile.images, tile.height, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
 }
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
@@ -6314,6 +6313,10 @@ struct Gemm {
     // A chunk is BK of K's channels, which all lie in one tensor of x.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
+    // The first of these. Where the channels of x.first end within a chunk, the next begins before a multiple of BK.
+    __device__ int first_channel(int chunk) const {
+        return chunk * BK + (chunk < chunks1() ? 0 : x.first.C - chunks1() * BK);
+    }
 };
 
 // out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
@@ -6453,7 +6456,7 @@ struct GemmBlock : Gemm {
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-        const bool has_norm = TRANSPOSED && norm.half_scale_shift && sums;
+        const bool has_norm = TRANSPOSED && norm.half_scale_shift;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
         Unpacked sum = {}, product = {};
@@ -6551,7 +6554,7 @@ struct GemmBlock : Gemm {
 
         // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
         // them is the chunk's first.
-        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= chunks1(); };
+        auto second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
         auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
         auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
         const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
@@ -6578,11 +6581,10 @@ struct GemmBlock : Gemm {
                                i * ROWS < left);
             };
 
-            if constexpr (TRANSPOSED) {
+            if constexpr (TRANSPOSED) {  // x is dout, one tensor
                 const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
-                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-                const floatX* from = rows_from(w + n, column * TAPS + TAPS - 1 - tap, O);
-                load_rows(from, O, n < O && c < C ? C - c : 0);
+                const floatX* from = rows_from(w + n, c * TAPS + TAPS - 1 - tap, O);
+                load_rows(from, O, n < O && c < K ? K - c : 0);
             } else {
                 const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
                 const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
@@ -6652,8 +6654,9 @@ struct GemmBlock : Gemm {
 // ---- which kernel does a GEMM
 
 // PORTABLE: by the pixels and channels of a block's tile. HOPPER, of section 12: tiles of 64 channels by 128 pixels, which
-// may be two small images, or by 256, which two warpgroups compute in ping-pong; NORMED also norms the input on the way.
-// Their order counts: HOPPER_128 is the first of section 12.
+// may be two small images, or by 256, which two warpgroups compute in ping-pong. ONE_CHUNK has room for the weights of a
+// whole chunk, and NORMED also norms the input on the way. Their order counts: HOPPER_128 is the first of section 12, and
+// HOPPER_256 the first of the large ones.
 enum GemmKernel {
     PORTABLE_128x128,
     PORTABLE_128x64,
@@ -6675,6 +6678,12 @@ enum { HAS_HOPPER = true };
 enum { HAS_HOPPER = false };
 #endif
 
+// The pixels of a tile of Hopper's kernels.
+static constexpr Box hopper_tile(int taps, GemmKernel kernel) {
+    if (taps == 1) return {128, 1, 1};
+    if (kernel == HOPPER_TWO_IMAGES) return {8, 8, 2};
+    return {kernel == HOPPER_128 ? 8 : 16, 16, 1};
+}
 // Hopper's kernels write 64 channels at once, all to one tensor.
 static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile
@@ -6713,7 +6722,7 @@ template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gem
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * make_patch(x, {16, 16, 1}).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    return 2 * make_patch(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
 // The convolution norms what it reads itself where that is whole tiles, and whole chunks.
 static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
@@ -6731,9 +6740,9 @@ template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
     // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
-    const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
-    const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
+    const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
+    const int blocks = make_patch(shaped(x, TAPS), hopper_tile(TAPS, kernel)).tiles * ceil_div(g.N(), 64);
+    return {kernel, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
@@ -6802,12 +6811,15 @@ struct WeightGradient {
     float* partial = nullptr;        // (splits, O, taps, C), where splits > 1
     float* bias_partials = nullptr;  // (splits + sets, images of a set, O)
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
+    // A tile of dw has 64 output channels, and 64 input channels of one tensor of x.
+    __host__ __device__ int c_tiles() const { return ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64); }
+    int tiles() const { return ceil_div(dout.C, 64) * c_tiles(); }
     // Split s has the tiles [first_tile(s), first_tile(s + 1)).
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
     // What a split adds to the bias of output o for an image of a set.
-    __device__ float bias_partial(int split, int set, int image, int o) const {
+    __device__ float& bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
 
@@ -6982,11 +6994,11 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         auto& shared = shared_memory<Shared>();
         constexpr int D_SWEEPS = PIXELS / SWEEP;
         int tid = threadIdx.x;
-        int tiles1 = ceil_div(x.first.C, 64), c_tiles = tiles1 + ceil_div(x.second.C, 64);
-        int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
+        int tiles1 = ceil_div(x.first.C, 64);
+        int c_tile = blockIdx.x % c_tiles(), o0 = blockIdx.x / c_tiles() * 64;
         bool second = c_tile >= tiles1;
         const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
-        int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
         const int M = dout.rows(), O = dout.C, set_tiles = patch.set_tiles();
         int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
         const bool sums_bias = bias_partials && c_tile == 0;
@@ -7027,8 +7039,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         int set = first / set_tiles;
         auto flush_sums = [&] {
             product.flush_sums([&](int image, int o, float sum) {
-                size_t row = (size_t)(blockIdx.y + set) * patch.images + image;
-                if (image < patch.images && o0 + o < O) bias_partials[row * O + o0 + o] = sum;
+                if (image < patch.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
         for (int s = 0; s < STAGES - 1; s++) {
@@ -7058,6 +7069,10 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             size_t row = (size_t)(o0 + o) * TAPS + tap;
             *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;
         });
+    }
+
+    static void launch_tiles(const WeightGradient& g) {
+        launch(weight_gradient_kernel<WeightBlock>, dim3(g.tiles(), g.splits), THREADS, sizeof(Shared), WeightBlock{g});
     }
 };
 
@@ -7117,7 +7132,6 @@ template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
-    const int O = dout.C;
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -7128,16 +7142,12 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     g.patch = make_patch(dout, TAPS, Block::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
     const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
-    const int most = std::min(g.patch.tiles, most_blocks / tiles);
+    const int most = std::min(g.patch.tiles, most_blocks / g.tiles());
     const int factor = sizeof(floatX) == 2 ? 480 : 830;
-    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
+    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / dout.C / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
-    launch_weight_sums(g, [&](const WeightGradient& g) {
-        launch(weight_gradient_kernel<Block>, dim3(tiles, g.splits), Block::THREADS,
-               sizeof(typename Block::Shared), Block{g});
-    });
+    launch_weight_sums(g, Block::launch_tiles);
 }
 
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
@@ -7389,14 +7399,10 @@ struct ConcatMaps {
 };
 
 struct HopperGemm : Gemm {
-    ConcatMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
+    ConcatMaps x_map, out_map;
     ConcatMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
     CUtensorMap w_map = {};
 };
-
-// The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
-// images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
-enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
 
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -7419,10 +7425,10 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
 // cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
 // does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
 // that the ring holds all of come in once for all of a block's tiles.
-template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = false> struct HopperGemmBlock {
-    // NORMS: x is normed on the way, by a fourth warpgroup. A tile has 64 channels, and the pixels of its shape.
-    static constexpr bool PAIRS = SHAPE == TWO_IMAGES;
-    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
+template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
+    static constexpr bool PAIRS = KERNEL == HOPPER_TWO_IMAGES;
+    static constexpr bool NORMS = KERNEL == HOPPER_256_NORMED;  // x on the way, by a fourth warpgroup
+    static constexpr int SUBTILES = KERNEL >= HOPPER_256 ? 2 : 1;  // of 128 pixels, side by side
     static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
@@ -7436,35 +7442,35 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
     static constexpr int THREADS = READERS + feeders();
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
     // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
-    static constexpr int READER_REGISTERS = NORMS ? 200 : 232, LOADER_REGISTERS = NORMS ? 24 : 40,
+    static constexpr int READER_REGISTERS = NORMS ? 200 : 240, LOADER_REGISTERS = 24,
                          NORM_REGISTERS = 88;
     static_assert(NORMS ? 2 * READER_REGISTERS + LOADER_REGISTERS + NORM_REGISTERS == 4 * 128
                         : 2 * READER_REGISTERS + LOADER_REGISTERS == 3 * 168);
     static constexpr int HALO = TAPS > 1;
-    static constexpr Box SUBTILE = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {SUBTILE.width * SUBTILES, SUBTILE.height, SUBTILE.images};
+    static constexpr Box PIXELS = hopper_tile(TAPS, KERNEL);
+    static constexpr Box SUBTILE = {PIXELS.width / SUBTILES, PIXELS.height, PIXELS.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * HALO, PIXELS.height + 2 * HALO, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
-    // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a
-    // time.
-    static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
-    static constexpr int patch_buffers() {  // what shared memory holds beside the weights
-        if (TAPS == 1) return STAGES;
+    // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
+    static constexpr int SWEEP = 16, SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
+    // The buffers of the rings, as many as shared memory holds.
+    static constexpr int stages() {
+        if (TAPS == 1) return 4;
+        if (KERNEL == HOPPER_128) return 8;
+        return KERNEL == HOPPER_256_ONE_CHUNK ? 9 : 7;
+    }
+    static constexpr int patches() {
+        if (TAPS == 1) return 4;
         if (SUBTILES == 1) return 2;
-        return STAGES < 9 ? 4 : 3;
+        return KERNEL == HOPPER_256_ONE_CHUNK ? 3 : 4;
     }
-    static constexpr int PATCHES = patch_buffers();
-    __device__ static Pixel origin(const Patch& p, int tile) {
-        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
-        return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
-                tile % p.tiles_x * PIXELS.width};
-    }
+    static constexpr int STAGES = stages(), PATCHES = patches();
     // The first pixel of sub-tile k, in a tile that begins at `at`.
     __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
     struct Shared {
         union Patch {
-            unsigned char pixels[BUFFER_ROWS * 128];
+            unsigned char pixels[SWEEPS * SWEEP * 128];
             Rows64 outputs[SUBTILES][2];
         } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
         Rows64 w[STAGES];
@@ -7483,21 +7489,22 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
-    __device__ int first_channel(int chunk) const {
-        return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
+    // The first pixel of a tile.
+    __device__ Pixel origin(int tile) const {
+        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
     }
     // Done by one thread: loads patches and operands, or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             for (int chunk = first; chunk <= last; chunk++) {
+                const int channel = g.first_channel(chunk);
                 if (patches) {
-                    load_patch(at, chunk, patch.slot, patch.parity);
+                    load_patch(at, chunk, channel, patch.slot, patch.parity);
                     patch.next();
                 }
-                const int channel = first_channel(chunk);
                 const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
@@ -7510,14 +7517,13 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         }
     }
     // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
-    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int slot, int parity) {
+    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
         auto& to = shared.patches[slot];
         Barrier& full = shared.patch.full[slot];
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
             full.expect(PATCH_ROWS * 128);
-            tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - HALO, at.x - HALO});
+            tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
         } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
@@ -7530,13 +7536,12 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
-        enum { STEP = SWEEP, STEPS = BUFFER_ROWS / STEP };
-        static_assert(!NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
+        static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
 #pragma unroll 1
-        for (int i = 0; i < STEPS; i++) {
-            const int row = first_row + i * STEP, y = row / PATCH.width, x = row % PATCH.width;
+        for (int i = 0; i < SWEEPS; i++) {
+            const int row = first_row + i * SWEEP, y = row / PATCH.width, x = row % PATCH.width;
             left |= (x == 0) << i;
             right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
@@ -7545,20 +7550,20 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
                                      (at.x + PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
-                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + first_channel(chunk) +
+                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) +
                                      vector * VEC);
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
-                    UNROLLED_FOR (int i = 0; i < STEPS; i++) {
-                        uint4* row = (uint4*)(rows + i * STEP * 128);
+                    UNROLLED_FOR (int i = 0; i < SWEEPS; i++) {
+                        uint4* row = (uint4*)(rows + i * SWEEP * 128);
                         Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
                             y[e] = silu_of_half(y[e] * half[e].scale + half[e].shift);
@@ -7676,7 +7681,9 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
         const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
         // By image and row: what is added; the norm's parameters; sums for this norm or the next.
-        float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+        float bias[IMAGES][2] = {};
+        GroupStatistics statistics[IMAGES][2];
+        ScaleShift half[IMAGES][2];
         float sum[IMAGES][2], product[IMAGES][2];
         // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the
         // other.
@@ -7689,12 +7696,8 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
                     if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
                     if (!has_norm) continue;
-                    const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
-                    const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
-                    mean[i][r] = statistics.mean;
-                    rstd[i][r] = statistics.rstd;
-                    scale[i][r] = half.scale;
-                    shift[i][r] = half.shift;
+                    statistics[i][r] = g.norm.statistics[b * g.N() + n];
+                    half[i][r] = g.norm.half_scale_shift[b * g.N() + n];
                 }
         }
 
@@ -7726,7 +7729,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if constexpr (!TRANSPOSED) value += bias[i][r];
                     if constexpr (OPERAND == RESIDUAL) value += operand;
                     if constexpr (OPERAND == NORM_SILU)
-                        value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                        value *= silu_gradient_of_half(operand * half[i][r].scale + half[i][r].shift);
                     if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
                         sum[i][r] += value;
                         product[i][r] += value * operand;
@@ -7777,7 +7780,10 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if (lane % 4 || i >= images || n >= g.N()) continue;
                     if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
                     if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
-                    if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                    if (has_norm) {
+                        const GroupStatistics of = statistics[i][r];
+                        product[i][r] = (product[i][r] - of.mean * sum[i][r]) * of.rstd;
+                    }
                     g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
                 }
         }
@@ -7807,7 +7813,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         int parity = warpgroup == 0;  // of its ping-pong barrier: the first comes at once
         for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
              tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             Epilogue epilogue = {g, at};
             epilogue.load();
             float c[SUBTILES * 64];
@@ -7839,7 +7845,6 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
             return maps;
         };
         HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
-        h.x_map.columns = g.chunks1() * 64;
         const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
@@ -7856,14 +7861,14 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
     if constexpr (TAPS == 1) {
-        HopperGemmBlock<1, TRANSPOSED, ONE_SUBTILE, 4>::launch_tiles(g);
+        HopperGemmBlock<1, TRANSPOSED, HOPPER_128>::launch_tiles(g);
     } else {
         switch (kernel) {
-            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, TWO_IMAGES, 7>::launch_tiles(g); break;
-            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 7>::launch_tiles(g); break;
-            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 9>::launch_tiles(g); break;
-            case HOPPER_256_NORMED: HopperGemmBlock<9, false, TWO_SUBTILES, 7, true>::launch_tiles(g); break;
-            default: HopperGemmBlock<9, TRANSPOSED, ONE_SUBTILE, 8>::launch_tiles(g);  // HOPPER_128
+            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, HOPPER_TWO_IMAGES>::launch_tiles(g); break;
+            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, HOPPER_256>::launch_tiles(g); break;
+            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, HOPPER_256_ONE_CHUNK>::launch_tiles(g); break;
+            case HOPPER_256_NORMED: HopperGemmBlock<9, false, HOPPER_256_NORMED>::launch_tiles(g); break;
+            default: HopperGemmBlock<9, TRANSPOSED, HOPPER_128>::launch_tiles(g);
         }
     }
 }
@@ -7937,16 +7942,16 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy, at.x});
-                tma_load(to.dout, dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
+                tma_load(to.dout, dout_map, full, o0, at);
                 // The next tile; divisions would take this one thread longer than the product.
                 at.x += 8;
-                if (at.x >= patch.W - 1) {
-                    at.x = -1;
+                if (at.x >= patch.W) {
+                    at.x = 0;
                     at.y += 8;
                 }
-                if (at.y >= patch.H - 1) {
-                    at.y = -1;
+                if (at.y >= patch.H) {
+                    at.y = 0;
                     at.b++;
                 }
             }
@@ -7997,7 +8002,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                         const int o = o0 + row + Fragment::row(e);
                         const int image = images + column + Fragment::column(e);
                         if (o < O && image >= first_image && image <= (end - 1) / steps)
-                            bias_partials[(size_t)(split + image) * O + o] = sums[e];
+                            bias_partial(split, image, 0, o) = sums[e];
                     }
             }
         };
@@ -8017,10 +8022,9 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
     }
 
     static void launch_tiles(const WeightGradient& g) {
-        const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / WARPGROUPS);
         HopperWeightBlock block = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
-        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS,
-               sizeof(Shared), block);
+        const int tiles = g.tiles() * (3 / WARPGROUPS);
+        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS, sizeof(Shared), block);
     }
 };
 
@@ -8028,16 +8032,16 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
 // blocks times a block's steps, and then the sum over the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
-    const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
+    const int pixel_tiles = g.patch.tiles;
     int best_warpgroups = 0;
     float least_us = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
+        const int tiles = g.tiles() * (3 / warpgroups);
         const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
             float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
-            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * g.dout.C * g.x.first.C;
             if (us >= least_us) continue;
             least_us = us;
             best_warpgroups = warpgroups;
