@@ -5874,11 +5874,15 @@ template <int D> struct AttentionTile : Attention {
         BackwardQueries queries;
     };
 
+    // Where mma leaves element i of fragment n: the row of the block's, and the column of the fragments'.
+    __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
+    __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
     // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
     template <int COUNT> __device__ static void load_rows(Row (&tile)[COUNT], AttentionHead source, int t0) {
         UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
-            int i = n * THREADS + threadIdx.x;
-            int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            const unsigned i = n * THREADS + threadIdx.x;
+            const int row = i / (D / VEC), c = i % (D / VEC) * VEC;
             copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
         }
     }
@@ -5886,16 +5890,15 @@ template <int D> struct AttentionTile : Attention {
     // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
     template <int N>
     __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 #ifdef PRECISION_FP32
         for (int k = 0; k < D; k += VEC)
             UNROLLED_FOR (int n = 0; n < N; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
-                    Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                    Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                    Unpacked left = unpack(&a[row(i)].at[k]), right = unpack(&b[column(n, i)].at[k]);
                     for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
                 }
 #else
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
         UNROLLED_FOR (int k = 0; k < D; k += 16) {
             uint32_t left[4], right[4];
             load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
@@ -5912,7 +5915,7 @@ template <int D> struct AttentionTile : Attention {
         if (columns >= 8 * N) return;
         UNROLLED_FOR (int n = 0; n < N; n++)
             for (int i = 0; i < 4; i++)
-                if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
+                if (column(n, i) >= columns) scores[n][i] = -INFINITY;
     }
     // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
     template <int N>
@@ -5927,8 +5930,7 @@ template <int D> struct AttentionTile : Attention {
             UNROLLED_FOR (int n = 0; n < D / 8; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
                     float of_16 = 0;
-                    for (int c = 0; c < 16; c++)
-                        of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                    for (int c = 0; c < 16; c++) of_16 += left[i / 2][c] * b[k + c].at[column(n, i)];
                     sum[n][i] += of_16;
                 }
 #else
@@ -5968,7 +5970,7 @@ template <int D> struct AttentionTile : Attention {
     // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
-        const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        const int head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
         const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
@@ -6018,8 +6020,8 @@ template <int D> struct AttentionTile : Attention {
         for (int row = 0; row < 2; row++) {
             for (int offset = 1; offset < 4; offset *= 2)
                 denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
-            const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
-            if (lane % 4 == 0 && t < T)
+            const int t = t0 + AttentionTile::row(2 * row);
+            if (threadIdx.x % 4 == 0 && t < T)
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
         store_rows(output(out + (size_t)b * T * C + head * d), t0, s.q, sum,
@@ -6057,7 +6059,7 @@ template <int D> struct AttentionTile : Attention {
     // dk and dv of the block's keys, t0 and on: the queries pass by.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
-        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const int tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
         const auto q_rows = input(qkv, ATTENTION_Q), dout_rows = output(dout), out_rows = output(out);
         load_rows(s.k, input(qkv, ATTENTION_K), t0);
         load_rows(s.v, input(qkv, ATTENTION_V), t0);
@@ -6083,8 +6085,7 @@ template <int D> struct AttentionTile : Attention {
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
-            softmax_backward(p, ds, s.delta, s.lse,
-                             [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+            softmax_backward(p, ds, s.delta, s.lse, [](int n, int i) { return column(n, i); });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
             __syncthreads();  // the stage is free
@@ -6096,7 +6097,7 @@ template <int D> struct AttentionTile : Attention {
     // dq of the block's queries, t0 and on: the keys pass by.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
-        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
+        const int tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
         const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
         load_rows(s.dout, output(dout), t0);
@@ -6122,9 +6123,7 @@ template <int D> struct AttentionTile : Attention {
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - tile * BACKWARD_COLUMNS);
             add_scores(ds, s.dout, s.v[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [&](int, int i) {
-                return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-            });
+            softmax_backward(p, ds, s.delta, s.lse, [](int, int i) { return row(i); });
             add_weighted(dq, ds, s.k[stage]);
             __syncthreads();  // the stage is free
         }
@@ -6328,7 +6327,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     int m = (int)(i / g.N()), n = (int)(i % g.N());
     Unpacked value = {};
 #pragma unroll 4
-    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
+    for (int s = 0; s < g.splits; s++) value += load<VEC>(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
@@ -6473,12 +6472,12 @@ struct GemmBlock : Gemm {
                 m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
                 if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-                values[i] = *(const Unpacked*)(staging + p * PITCH + column);
+                values[i] = load<VEC>(staging + p * PITCH + column);
             }
             if (splits > 1) {
                 UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                     float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
-                    if (m[i] >= 0) *(Unpacked*)to = values[i];
+                    if (m[i] >= 0) store(to, values[i]);
                 }
                 continue;
             }
@@ -6509,7 +6508,7 @@ struct GemmBlock : Gemm {
             // where that pixel's sums lay.
             const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
             float* pivot = staging + first * PITCH;
-            if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
+            if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
             __syncthreads();
             UNROLLED_FOR (int i = 0; i < PASSES; i++)
                 for (int e = 0; e < VEC && !has_norm; e++) {
@@ -6709,15 +6708,15 @@ static int choose_splits(const Gemm& g, int taps, int blocks, int most, int leas
 }
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, blocks split a tile's chunks.
-template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
+static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     auto tiles = [&](int pixels, int channels) {
-        return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
+        return make_patch(g.x.first, taps, pixels).tiles * ceil_div(g.N(), channels);
     };
-    if (!TRANSPOSED && g.N() <= 16) return {PORTABLE_128x16};  // an image
+    if (!transposed && g.N() <= 16) return {PORTABLE_128x16};  // an image
     const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
     if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
-    return {PORTABLE_64x64, choose_splits(g, TAPS, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
+    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
 }
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
@@ -6732,23 +6731,23 @@ static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Concat(x, second, norm.half_scale_shift) : normed;
 }
-template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
+static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
-    const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
+    const bool small = taps > 1 && x.H <= 8 && x.W <= 8;
     if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_product
-    if (TAPS > 1 && !small && enough_256(x, g.N()))
+    if (taps > 1 && !small && enough_256(x, g.N()))
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
     // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
     const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
-    const int blocks = make_patch(shaped(x, TAPS), hopper_tile(TAPS, kernel)).tiles * ceil_div(g.N(), 64);
-    return {kernel, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
+    const int blocks = make_patch(shaped(x, taps), hopper_tile(taps, kernel)).tiles * ceil_div(g.N(), 64);
+    return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
-template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
-    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper<TAPS>(g);
-    return choose_portable<TAPS, TRANSPOSED>(g);
+static GemmChoice choose(const Gemm& g, int taps, bool transposed) {
+    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper(g, taps);
+    return choose_portable(g, taps, transposed);
 }
 
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
@@ -7126,7 +7125,7 @@ static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, con
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
-    launch_gemm<TAPS, TRANSPOSED>(g, choose<TAPS, TRANSPOSED>(g));
+    launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
