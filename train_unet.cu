@@ -5960,9 +5960,25 @@ template <int D> struct AttentionTile : Attention {
             }
         __syncwarp();
         UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
-            int i = n * 32 + lane;
-            int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            const unsigned i = n * 32 + lane;
+            const int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
             if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
+        }
+    }
+
+    // Goes through the other side, N rows at a time. load(stage, t) begins to copy rows t and on to one of two stages, and
+    // use(stage, t) is called when they have come, while the next are on their way.
+    template <int N> __device__ void for_each_tile(auto load, auto use) const {
+        load(0, 0);
+        __pipeline_commit();
+        for (int t = 0; t < T; t += N) {
+            const int stage = t / N % 2;
+            if (t + N < T) load(!stage, t + N);
+            __pipeline_commit();
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            use(stage, t);
+            __syncthreads();  // the stage is free
         }
     }
 
@@ -5974,26 +5990,18 @@ template <int D> struct AttentionTile : Attention {
         qkv += (size_t)b * T * 3 * C + head * d;
         const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
-        load_rows(s.k[0], k, 0);
-        load_rows(s.v[0], v, 0);
-        __pipeline_commit();
+        auto load = [&](int stage, int t) {
+            load_rows(s.k[stage], k, t);
+            load_rows(s.v[stage], v, t);
+        };
 
         const float unit = scale * LOG2_E;  // from a score to an exponent of 2
         float sum[D / 8][4] = {};
         float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
-        for (int j = 0; j * COLUMNS < T; j++) {
-            const int stage = j % 2;
-            if ((j + 1) * COLUMNS < T) {
-                load_rows(s.k[!stage], k, (j + 1) * COLUMNS);
-                load_rows(s.v[!stage], v, (j + 1) * COLUMNS);
-            }
-            __pipeline_commit();
-            __pipeline_wait_prior(1);
-            __syncthreads();
-
+        for_each_tile<COLUMNS>(load, [&](int stage, int t) {
             float p[COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
-            mask(p, T - j * COLUMNS);
+            mask(p, T - t);
             UNROLLED_FOR (int row = 0; row < 2; row++) {
                 float highest = maximum[row], added = 0;
                 UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
@@ -6014,8 +6022,7 @@ template <int D> struct AttentionTile : Attention {
                     for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
             }
             add_weighted(sum, p, s.v[stage]);
-            __syncthreads();  // the stage is free
-        }
+        });
 
         for (int row = 0; row < 2; row++) {
             for (int offset = 1; offset < 4; offset *= 2)
@@ -6059,26 +6066,17 @@ template <int D> struct AttentionTile : Attention {
     // dk and dv of the block's keys, t0 and on: the queries pass by.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
-        const int tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto q_rows = input(qkv, ATTENTION_Q), dout_rows = output(dout), out_rows = output(out);
         load_rows(s.k, input(qkv, ATTENTION_K), t0);
         load_rows(s.v, input(qkv, ATTENTION_V), t0);
-        auto load = [&](int tile) {
-            if (tile < tiles) {
-                load_rows(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
-                load_rows(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
-                load_rows(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
-            }
-            __pipeline_commit();
+        auto load = [&](int stage, int t) {
+            load_rows(s.q[stage], input(qkv, ATTENTION_Q), t);
+            load_rows(s.dout[stage], output(dout), t);
+            load_rows(s.out[stage], output(out), t);
         };
-        load(0);
+
         float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-        for (int tile = 0; tile < tiles; tile++) {
-            const int stage = tile % 2;
-            load(tile + 1);
-            __pipeline_wait_prior(1);
-            __syncthreads();
-            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
+        for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
+            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], t);
             __syncthreads();
 
             // Transposed: a column a query.
@@ -6088,8 +6086,7 @@ template <int D> struct AttentionTile : Attention {
             softmax_backward(p, ds, s.delta, s.lse, [](int n, int i) { return column(n, i); });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
-            __syncthreads();  // the stage is free
-        }
+        });
         store_rows(input(dqkv, ATTENTION_K), t0, s.k, dk, {scale, scale});
         store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
@@ -6097,36 +6094,26 @@ template <int D> struct AttentionTile : Attention {
     // dq of the block's queries, t0 and on: the keys pass by.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
-        const int tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
         load_rows(s.dout, output(dout), t0);
         load_rows(s.out, output(out), t0);
-        auto load = [&](int tile) {
-            if (tile < tiles) {
-                load_rows(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
-                load_rows(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
-            }
-            __pipeline_commit();
+        auto load = [&](int stage, int t) {
+            load_rows(s.k[stage], input(qkv, ATTENTION_K), t);
+            load_rows(s.v[stage], input(qkv, ATTENTION_V), t);
         };
-        load(0);
+
         float dq[D / 8][4] = {};
-        for (int tile = 0; tile < tiles; tile++) {
-            const int stage = tile % 2;
-            load(tile + 1);
-            __pipeline_wait_prior(1);
-            __syncthreads();
-            if (tile == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
+        for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
+            if (t == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
-            mask(p, T - tile * BACKWARD_COLUMNS);
+            mask(p, T - t);
             add_scores(ds, s.dout, s.v[stage]);
             softmax_backward(p, ds, s.delta, s.lse, [](int, int i) { return row(i); });
             add_weighted(dq, ds, s.k[stage]);
-            __syncthreads();  // the stage is free
-        }
+        });
         store_rows(input(dqkv, ATTENTION_Q), t0, s.q, dq, {scale, scale});
     }
 };
