@@ -5382,9 +5382,10 @@ enum {
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
     NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
     NORM_DEPTH = 4,      // vectors that a thread of the forward pass has under way; 2: 1% slower
 };
-static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
+static_assert((int)NORM_CHANNELS <= NORM_THREADS, "each channel of a block needs a thread");
 
 // Loads from shared memory each time it is called, so that the compiler keeps nothing in registers.
 __device__ inline Unpacked norm_reload(const float* from) {
@@ -5636,7 +5637,7 @@ struct NormWork {
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
-    __shared__ alignas(16) ScaleShift half_scale_shift[NORM_SLAB / sizeof(floatX)];  // of the slab's channels
+    __shared__ alignas(16) ScaleShift half_scale_shift[NORM_CHANNELS];  // of the slab's channels
     const int T = norm.x.first.T();
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
@@ -5733,8 +5734,9 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
-    enum { ALPHA, BETA, SCALE, SHIFT };
-    __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
+    __shared__ struct alignas(16) {
+        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS], scale[NORM_CHANNELS], shift[NORM_CHANNELS];
+    } slab;  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
     const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
     if ((int)blockIdx.x < weight_blocks)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
@@ -5769,27 +5771,27 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (work.t < T) load();
     });
-    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
+    // All in registers: 2% slower on an H100.
     if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
         float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
-        of_channels[ALPHA][threadIdx.x] = alpha;
-        of_channels[BETA][threadIdx.x] = rstd * sum.x / n - mean * alpha;
-        of_channels[SCALE][threadIdx.x] = whole * half.scale;
-        of_channels[SHIFT][threadIdx.x] = whole * half.shift;
+        slab.alpha[threadIdx.x] = alpha;
+        slab.beta[threadIdx.x] = rstd * sum.x / n - mean * alpha;
+        slab.scale[threadIdx.x] = whole * half.scale;
+        slab.shift[threadIdx.x] = whole * half.shift;
     }
     __syncthreads();
 
     const int c = work.c - work.slab;
-    Unpacked scale = norm_reload(&of_channels[SCALE][c]);
+    Unpacked scale = norm_reload(&slab.scale[c]);
     for (int t = work.t; t < T; t += work.stride) {
         Unpacked x = unpack(x_bits), d = unpack(dy_bits);
-        Unpacked beta = norm_reload(&of_channels[BETA][c]);
+        Unpacked beta = norm_reload(&slab.beta[c]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - beta[e];
-        Unpacked alpha = norm_reload(&of_channels[ALPHA][c]);
+        Unpacked alpha = norm_reload(&slab.alpha[c]);
         for (int e = 0; e < VEC; e++) d[e] -= x[e] * alpha[e];
 
-        Unpacked shift = norm_reload(&of_channels[SHIFT][c]);
+        Unpacked shift = norm_reload(&slab.shift[c]);
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
