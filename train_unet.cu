@@ -5876,7 +5876,7 @@ template <int D> struct AttentionTile : Attention {
         BackwardQueries queries;
     };
 
-    // Where mma leaves element i of fragment n: the row of the block's, and the column of the fragments'.
+    // Where mma leaves element i of fragment n: its row among the block's, and its column among all fragments'.
     __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
     __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -6238,7 +6238,7 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Patch {
     int B, H, W;        // the tensor
-    int images, height, width;  // a tile; of 3x3 portable ones the width is 8 or 16, and the height 8
+    int images, height, width;  // a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
     int tiles_y, tiles_x, tiles;
     // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
@@ -6298,10 +6298,10 @@ struct Gemm {
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
-    // A chunk is BK of K's channels, which all lie in one tensor of x.
+    // A chunk is BK of K's channels, which all lie in one tensor of x; a tensor's last chunk may have fewer.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
-    // The first of these. Where the channels of x.first end within a chunk, the next begins before a multiple of BK.
+    // A chunk's first channel, among those of both tensors. The first chunk of x.second begins where x.first ends.
     __device__ int first_channel(int chunk) const {
         return chunk * BK + (chunk < chunks1() ? 0 : x.first.C - chunks1() * BK);
     }
@@ -7415,9 +7415,9 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
 // that the ring holds all of come in once for all of a block's tiles.
 template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr bool PAIRS = KERNEL == HOPPER_TWO_IMAGES;
-    static constexpr bool NORMS = KERNEL == HOPPER_256_NORMED;  // x on the way, by a fourth warpgroup
-    static constexpr int SUBTILES = KERNEL >= HOPPER_256 ? 2 : 1;  // of 128 pixels, side by side
-    static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
+    static constexpr bool NORMS = KERNEL == HOPPER_256_NORMED;     // a fourth warpgroup norms x on the way
+    static constexpr int SUBTILES = KERNEL >= HOPPER_256 ? 2 : 1;  // sub-tiles of 128 pixels, side by side
+    static constexpr int BLOCKS = 2 / SUBTILES;                    // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
     // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
@@ -7430,10 +7430,9 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int THREADS = READERS + feeders();
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
     // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
-    static constexpr int READER_REGISTERS = NORMS ? 200 : 240, LOADER_REGISTERS = 24,
-                         NORM_REGISTERS = 88;
-    static_assert(NORMS ? 2 * READER_REGISTERS + LOADER_REGISTERS + NORM_REGISTERS == 4 * 128
-                        : 2 * READER_REGISTERS + LOADER_REGISTERS == 3 * 168);
+    static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
+    static constexpr int READER_REGISTERS =
+        (NORMS ? 4 * 128 - LOADER_REGISTERS - NORM_REGISTERS : 3 * 168 - LOADER_REGISTERS) / 2;
     static constexpr int HALO = TAPS > 1;
     static constexpr Box PIXELS = hopper_tile(TAPS, KERNEL);
     static constexpr Box SUBTILE = {PIXELS.width / SUBTILES, PIXELS.height, PIXELS.images};
@@ -7442,18 +7441,20 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
     // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = 16, SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
-    // The buffers of the rings, as many as shared memory holds.
-    static constexpr int stages() {
-        if (TAPS == 1) return 4;
-        if (KERNEL == HOPPER_128) return 8;
-        return KERNEL == HOPPER_256_ONE_CHUNK ? 9 : 7;
+    // The buffers of the rings, of weights and of patches: as many as shared memory holds.
+    struct Rings {
+        int stages, patches;
+    };
+    static constexpr Rings rings() {
+        if (TAPS == 1) return {4, 4};
+        switch (KERNEL) {
+            case HOPPER_128: return {8, 2};
+            case HOPPER_TWO_IMAGES: return {7, 2};
+            case HOPPER_256_ONE_CHUNK: return {9, 3};
+            default: return {7, 4};
+        }
     }
-    static constexpr int patches() {
-        if (TAPS == 1) return 4;
-        if (SUBTILES == 1) return 2;
-        return KERNEL == HOPPER_256_ONE_CHUNK ? 3 : 4;
-    }
-    static constexpr int STAGES = stages(), PATCHES = patches();
+    static constexpr int STAGES = rings().stages, PATCHES = rings().patches;
     // The first pixel of sub-tile k, in a tile that begins at `at`.
     __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
     struct Shared {
