@@ -111,6 +111,8 @@ def parse_classes(text, names, num_classes):
         part = max(here, key=len, default=text[at:].split(",")[0])
         at += len(part) + 1
         if here:
+            if [unet_io.nfc(name) for name in names].count(part) > 1:
+                raise UserError(f"--class {text}: several classes are called {part!r}; --class_names FILE can tell them apart")
             classes.append(places[part])
             continue
         try:

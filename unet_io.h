@@ -1722,6 +1722,9 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         std::string word = trimmed(rest.substr(0, length));
         rest.erase(0, length + 1);
         if (found >= 0) {
+            if (std::ranges::count(names, names[found]) > 1)
+                fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart",
+                           list.c_str(), word.c_str());
             classes.push_back((uint32_t)found);
             continue;
         }

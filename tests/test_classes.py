@@ -585,6 +585,19 @@ def test_names_travel(tmp_path):
             train_unet.load_model(str(tmp_path / "bad.pt"))
 
 
+def test_doubled_names(tmp_path):
+    """Names that several classes share, as ImageNet's cranes do, draw all of them, and --class refuses those alone."""
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    (tmp_path / "names").write_text("crane\nheron\ncrane\n")
+    named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names", "--sample_steps", 1,
+             "--output_name", tmp_path / "x.png"]
+    assert "(rows: crane, heron, crane)" in run(TRAIN, *named, "--generate", 3).stdout
+    run(TRAIN, *named, "--generate", 1, "--class", "heron")
+    refused(TRAIN, *named, "--generate", 1, "--class", "heron,crane", says=["several classes are called 'crane'"], status=2)
+    assert call(generate, *named, "--num_samples", 1, "--class", "heron") == ""
+    assert "several classes are called 'crane'" in call(generate, *named, "--num_samples", 1, "--class", "crane")
+
+
 def test_quality_by_name(tmp_path, monkeypatch, capsys):
     """The accuracy of a classifier is told of the model's numbers, whatever the held-out file's are."""
     named_file(tmp_path / "w.bin", Config(**CLASSES), FRUIT)
