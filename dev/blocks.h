@@ -429,8 +429,8 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     return plan;
 }
 
-// A model of that plan whose buffers are the problem's. Its arena begins at address 0, so that a buffer's
-// offset is its address. The parameters lie one behind the other, in the model's order; the file has them by
+// A model of that plan whose buffers are the problem's: a buffer's offset is the way there from an arena that begins
+// anywhere but at null, which would only count. The parameters lie one behind the other, in the model's order; the file has them by
 // PyTorch's names.
 static Model model_of(Problem& p, BlockKind kind, bool backward) {
     Model m = Model();
@@ -452,7 +452,8 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     m.fp32_params = (float*)p.in<float>("exact weights", parameters);
     if (backward) m.dw = p.out<float>("gradients", gradients);
 
-    auto at = [](Buffer* buffer, const void* address) { buffer->offset = (size_t)address; };
+    m.arena = (char*)ALIGNMENT;
+    auto at = [&](Buffer* buffer, const void* address) { buffer->offset = (size_t)address - (size_t)m.arena; };
     at(&x.out, p.in<floatX>("x"));
     if (kind == BLOCK_RES)
         at(&embedding.out, p.scratch<floatX>("projected", (size_t)m.plan.batch * embedding.O));
