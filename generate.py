@@ -100,7 +100,8 @@ def parse_classes(text, names, num_classes):
     classes called 0 to 4, or 00 to 04.
     """
     names = names or list(map(str, range(num_classes)))
-    text, places = unet_io.nfc(text), {unet_io.nfc(name): number for number, name in enumerate(names)}
+    text, known = unet_io.nfc(text), [unet_io.nfc(name) for name in names]
+    places = {name: number for number, name in enumerate(known)}
     numbered = {name.lstrip("0") or "0": places[name] for name in reversed(places)} | places
     classes, at = [], 0
     while text and at <= len(text):
@@ -111,7 +112,7 @@ def parse_classes(text, names, num_classes):
         part = max(here, key=len, default=text[at:].split(",")[0])
         at += len(part) + 1
         if here:
-            if [unet_io.nfc(name) for name in names].count(part) > 1:
+            if known.count(part) > 1:
                 raise UserError(f"--class {text}: several classes are called {part!r}; --class_names FILE can tell them apart")
             classes.append(places[part])
             continue

@@ -1699,10 +1699,12 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
 }
 
 // The class whose name is a number, perhaps with zeros before it; -1: there is none.
-static int class_called(uint32_t number, Strings names) {
-    int exact = index_of(names, text("%u", number));
-    for (std::string& name : names) name.erase(0, std::min(name.find_first_not_of('0'), name.size() - 1));
-    return exact < 0 ? index_of(names, text("%u", number)) : exact;
+static int class_called(uint32_t number, const Strings& names) {
+    std::string digits = text("%u", number);
+    int found = index_of(names, digits);
+    for (int i = 0; i < (int)names.size() && found < 0; i++)
+        if (names[i].ends_with(digits) && names[i].find_first_not_of('0') >= names[i].size() - digits.size()) found = i;
+    return found;
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.

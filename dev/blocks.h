@@ -430,8 +430,8 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
 }
 
 // A model of that plan whose buffers are the problem's: a buffer's offset is the way there from an arena that begins
-// anywhere but at null, which would only count. The parameters lie one behind the other, in the model's order; the file has them by
-// PyTorch's names.
+// anywhere but at null, which would only count. The parameters lie one behind the other, in the model's order; the
+// file has them by PyTorch's names.
 static Model model_of(Problem& p, BlockKind kind, bool backward) {
     Model m = Model();
     m.config.image_size = p.dim("H"), m.config.norm_groups = p.dim("G");

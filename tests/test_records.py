@@ -141,7 +141,7 @@ def test_jobs(small, capsys):
         if recipe == "ours":
             ours = points
     _, table = records.render(list(results.values()), "")["smoke"]
-    rows = [line.strip("|").split("|") for line in records.summary(table).splitlines()[-2:]]
+    rows = records.summary(table)[-2:]
     for minutes, row in enumerate(rows, 1):
         assert int(row[0]) == minutes and row[1].strip() == f"{results['real']['points'][0]['figures']['Frechet']:.2f}"
         wanted = [ours[key]["figures"]["Frechet"] for key in ((minutes, 3), (1.2 * minutes, 1), (1.2 * minutes, 2))]

@@ -430,7 +430,7 @@ def title_of(recipe, sampler):
 
 
 def rows_of(results):
-    """The table of one data set, its heading first: a row of cells for each length, recipe and sampler, of all seeds."""
+    """The table of one data set, its heading first: a row of cells, of all seeds, for each length, recipe and sampler."""
     points = {}
     for result in results:
         for point in result["points"]:
@@ -444,28 +444,26 @@ def rows_of(results):
             cells = [f"{minutes:g}", title_of(RECIPES[recipe], sampler), f"{steps:,.0f}", str(some[0]["calls"])]
         figures = [spread([point["figures"][name] for point in some if name in point["figures"]]) for name in names]
         rows.append([*cells, *figures, str(len(some))])
-    return [heading, *sorted(rows, key=key_of)]
+    return [heading, *rows]
 
 
 def summary(rows):
-    """The README's table: Fréchet distances after the same minutes, here by calls of the network and in PyTorch at its best."""
+    """The README's table, its heading first: Fréchet distances after equal minutes, here by calls, and in PyTorch at its best."""
     heading, *rows = rows
     place = heading.index(FIGURES["Frechet"])
     distances = {(float(row[0] or 0), row[1], int(row[3] or 0)): float(row[place].split()[0]) for row in rows}
     ours = RECIPES["ours"]
     drawn, best = title_of(ours, ours.samplers[-1]), calls_of(ours.samplers[-1])
     titles = [f"{calls} call{'s' * (calls > 1)}, tuned" for calls in ours.tuned]
-    text = f"| minutes | real images | PyTorch, its best | `./train_unet`, {best} calls | {' | '.join(titles)} |\n"
-    text += "|---:|---:|---:|---:|" + "---:|" * len(titles) + "\n"
+    overview = [["minutes", "real images", "PyTorch, its best", f"`./train_unet`, {best} calls", *titles]]
     for (minutes, title, calls), distance in distances.items():
         if (title, calls) != (drawn, best):
             continue
         theirs = [value for (length, title, _), value in distances.items() if length == minutes and title.startswith("PyTorch")]
         tuned = [distances.get((with_tuning(minutes), title_of(ours, consistency(calls)), calls)) for calls in ours.tuned]
         values = [distances.get((0, RECIPES["real"].title, 0)), min(theirs, default=None), distance, *tuned]
-        cells = ["" if value is None else f"{value:.2f}" for value in values]
-        text += f"| {minutes:g} | {' | '.join(cells)} |\n"
-    return text
+        overview.append([f"{minutes:g}", *("" if value is None else f"{value:.2f}" for value in values)])
+    return overview
 
 
 def table(rows):
@@ -546,8 +544,7 @@ def main():
         write_between(PAGE, {f"records:{data}": f"{line}\n\n{table(rows)}" for data, (line, rows) in found.items()})
         if "fashion" in found:
             line, rows = found["fashion"]
-            text = f"{line.partition(',')[0]}:\n\n{summary(rows)}"
-            write_between(README, {"records:summary": text})
+            write_between(README, {"records:summary": f"{line.partition(', PyTorch')[0]}:\n\n{table(summary(rows))}"})
     else:
         smoke(args.folder / "smoke")
 
