@@ -761,7 +761,11 @@ HOST_DEVICE static inline Sum team_sum(Sum value) {
     return value;
 }
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
-template <typename T, int N> struct alignas(N * sizeof(T)) Vector { T of[N]; };
+template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
+    T elements[N];
+    HOST_DEVICE T& operator[](int i) { return elements[i]; }
+    HOST_DEVICE const T& operator[](int i) const { return elements[i]; }
+};
 template <int N, typename T> HOST_DEVICE static inline Vector<T, N> load(const T* from) {
     return *(const Vector<T, N>*)from;
 }
@@ -939,7 +943,7 @@ template <typename T> struct Dropout {
         Vector<T, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
-            values.of[i] = (T)(kept ? (float)values.of[i] / (1 - p) : 0.0f);
+            values[i] = (T)(kept ? (float)values[i] / (1 - p) : 0.0f);
         }
         store(x.data + 4 * item, values);
     }
@@ -970,9 +974,9 @@ template <typename T> struct Resample {
             if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
-            float top = (float)source[0].of[k] + (float)source[1].of[k],
-                  bottom = (float)source[2].of[k] + (float)source[3].of[k];
-            result.of[k] = (T)((float)result.of[k] + factor * (top + bottom));
+            float top = (float)source[0][k] + (float)source[1][k],
+                  bottom = (float)source[2][k] + (float)source[3][k];
+            result[k] = (T)((float)result[k] + factor * (top + bottom));
         }
         store(out.data + item * N, result);
     }
@@ -2091,8 +2095,8 @@ template <typename T> struct AddNoise {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                noised[i].of[c] = (T)(at.alpha * x0 + at.sigma * eps);
-                wanted[i].of[c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
+                noised[i][c] = (T)(at.alpha * x0 + at.sigma * eps);
+                wanted[i][c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
             }
         }
         UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
@@ -2714,7 +2718,7 @@ struct SquaredNorm {
         Sum sum = 0;
         for (size_t i = first + 4 * team.thread; i < end; i += 4 * team.threads) {
             Vector<float, 4> v = load<4>(x + i);
-            sum += (v.of[0] * v.of[0] + v.of[1] * v.of[1]) + (v.of[2] * v.of[2] + v.of[3] * v.of[3]);
+            sum += (v[0] * v[0] + v[1] * v[1]) + (v[2] * v[2] + v[3] * v[3]);
         }
         sum = team_sum(sum);
         if (team.thread == 0) parts[team.index] = (float)sum;
@@ -2747,11 +2751,11 @@ template <typename T> struct UpdateWeights {
         Vector<T, 4> working_n;
 
         for (int j = 0; j < 4; j++) {
-            float g = g_n.of[j] * a.clip;
-            m_n.of[j] = a.beta1 * m_n.of[j] + (1.0f - a.beta1) * g;
-            v_n.of[j] = a.beta2 * v_n.of[j] + (1.0f - a.beta2) * g * g;
-            w_n.of[j] = w_n.of[j] * decay - step * m_n.of[j] / (sqrtf(v_n.of[j]) / root + a.eps);
-            working_n.of[j] = (T)w_n.of[j];
+            float g = g_n[j] * a.clip;
+            m_n[j] = a.beta1 * m_n[j] + (1.0f - a.beta1) * g;
+            v_n[j] = a.beta2 * v_n[j] + (1.0f - a.beta2) * g * g;
+            w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            working_n[j] = (T)w_n[j];
         }
         store(w + i, w_n);
         store(m + i, m_n);
@@ -2760,7 +2764,7 @@ template <typename T> struct UpdateWeights {
 
         for (int k = 0; k < MAX_EMAS; k++) {
             if (!ema[k]) continue;
-            for (int j = 0; j < 4; j++) ema_n[k].of[j] += a.ema_weight[k] * (w_n.of[j] - ema_n[k].of[j]);
+            for (int j = 0; j < 4; j++) ema_n[k][j] += a.ema_weight[k] * (w_n[j] - ema_n[k][j]);
             store(ema[k] + i, ema_n[k]);
         }
     }
@@ -2775,7 +2779,7 @@ struct AddFloats {
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
         Vector<float, 4> total = load<4>(a + 4 * item), more = load<4>(b + 4 * item);
-        for (int j = 0; j < 4; j++) total.of[j] += more.of[j];
+        for (int j = 0; j < 4; j++) total[j] += more[j];
         store(sum + 4 * item, total);
     }
 };
@@ -5063,7 +5067,20 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
 enum { MEETING_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
-static std::string nccl_address();
+
+// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
+// the one after the launcher's own.
+static std::string nccl_address() {
+    if (world.forked) {
+        pid_t rank_0 = world.rank ? getppid() : getpid();
+        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
+    }
+    const char* host = getenv("MASTER_ADDR");
+    int port = environment_number("MASTER_PORT");
+    if (port < 1 || port >= 65535)
+        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
+    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
+}
 
 // Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
 static void watch_nccl() {
@@ -5081,20 +5098,6 @@ static void watch_nccl() {
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
         usleep(20000);
     }
-}
-
-// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
-// the one after the launcher's own.
-static std::string nccl_address() {
-    if (world.forked) {
-        pid_t rank_0 = world.rank ? getppid() : getpid();
-        return text("127.0.0.1:%d", 20000 + rank_0 % 40000);
-    }
-    const char* host = getenv("MASTER_ADDR");
-    int port = environment_number("MASTER_PORT");
-    if (port < 1 || port >= 65535)
-        fail("the ranks of a launcher meet by MASTER_ADDR and MASTER_PORT: set both in the environment");
-    return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
 static void backend_connect() {}
@@ -5209,15 +5212,9 @@ __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
 // The elements of 16 bytes as floats.
-struct Unpacked : Vector<float, VEC> {
-    __device__ float& operator[](int e) { return of[e]; }
-};
+typedef Vector<float, VEC> Unpacked;
 __device__ inline void operator+=(Unpacked& a, Unpacked b) {
     for (int e = 0; e < VEC; e++) a[e] += b[e];
-}
-__device__ inline Unpacked operator+(Unpacked a, Unpacked b) {
-    a += b;
-    return a;
 }
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
@@ -5342,9 +5339,10 @@ enum {
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
     NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
     NORM_DEPTH = 4,      // vectors that a thread of the forward pass has under way; 2: 1% slower
 };
-static_assert(NORM_SLAB / sizeof(floatX) <= NORM_THREADS, "each channel of a block needs a thread");
+static_assert((int)NORM_CHANNELS <= NORM_THREADS, "each channel of a block needs a thread");
 
 // Loads from shared memory each time it is called, so that the compiler keeps nothing in registers.
 __device__ inline Unpacked norm_reload(const float* from) {
@@ -5456,10 +5454,10 @@ struct NormGradient {
     }
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
-            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half.of[e].scale + half.of[e].shift);
+            for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
         for (int e = 0; e < VEC; e++) {
             sum[e] += d[e];
-            product[e] += d[e] * (x[e] - statistics.of[e].mean);
+            product[e] += d[e] * (x[e] - statistics[e].mean);
         }
     }
 };
@@ -5596,7 +5594,7 @@ struct NormWork {
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
-    __shared__ alignas(16) ScaleShift half_scale_shift[NORM_SLAB / sizeof(floatX)];  // of the slab's channels
+    __shared__ alignas(16) ScaleShift half_scale_shift[NORM_CHANNELS];  // of the slab's channels
     const int T = norm.x.first.T();
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
@@ -5644,7 +5642,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
-            for (int e = 0; e < VEC; e++) y[e] = y[e] * half.of[e].scale + half.of[e].shift;
+            for (int e = 0; e < VEC; e++) y[e] = y[e] * half[e].scale + half[e].shift;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y);
@@ -5693,8 +5691,9 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
-    enum { ALPHA, BETA, SCALE, SHIFT };
-    __shared__ alignas(16) float of_channels[4][NORM_SLAB / sizeof(floatX)];  // of the slab
+    __shared__ struct alignas(16) {
+        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS], scale[NORM_CHANNELS], shift[NORM_CHANNELS];
+    } slab;  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
     const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
     if ((int)blockIdx.x < weight_blocks)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
@@ -5729,27 +5728,27 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (work.t < T) load();
     });
-    // dx = scale dy - (x alpha + beta), normed = x scale + shift. All in registers: 2% slower on an H100.
+    // All in registers: 2% slower on an H100.
     if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
         float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
-        of_channels[ALPHA][threadIdx.x] = alpha;
-        of_channels[BETA][threadIdx.x] = rstd * sum.x / n - mean * alpha;
-        of_channels[SCALE][threadIdx.x] = whole * half.scale;
-        of_channels[SHIFT][threadIdx.x] = whole * half.shift;
+        slab.alpha[threadIdx.x] = alpha;
+        slab.beta[threadIdx.x] = rstd * sum.x / n - mean * alpha;
+        slab.scale[threadIdx.x] = whole * half.scale;
+        slab.shift[threadIdx.x] = whole * half.shift;
     }
     __syncthreads();
 
     const int c = work.c - work.slab;
-    Unpacked scale = norm_reload(&of_channels[SCALE][c]);
+    Unpacked scale = norm_reload(&slab.scale[c]);
     for (int t = work.t; t < T; t += work.stride) {
         Unpacked x = unpack(x_bits), d = unpack(dy_bits);
-        Unpacked beta = norm_reload(&of_channels[BETA][c]);
+        Unpacked beta = norm_reload(&slab.beta[c]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - beta[e];
-        Unpacked alpha = norm_reload(&of_channels[ALPHA][c]);
+        Unpacked alpha = norm_reload(&slab.alpha[c]);
         for (int e = 0; e < VEC; e++) d[e] -= x[e] * alpha[e];
 
-        Unpacked shift = norm_reload(&of_channels[SHIFT][c]);
+        Unpacked shift = norm_reload(&slab.shift[c]);
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
@@ -5768,12 +5767,11 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    auto kernel = groupnorm_backward_kernel<false, false>;
-    if (residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
-    else if (residual) kernel = groupnorm_backward_kernel<true, false>;
-    else if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
-    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B,
-           NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
+    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
+        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
+    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
+           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -5785,26 +5783,23 @@ enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
-template <typename X> struct AttentionHead {
-    X* data;
+struct AttentionHead {
+    floatX* data;
     int stride, T, d;
-    __device__ X* at(int t, int c) const { return data + (size_t)t * stride + c; }
+    __device__ floatX* at(int t, int c) const { return data + (size_t)t * stride + c; }
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
 // The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
 struct Attention {
-    floatX* dqkv;        // null in forward,
-    const floatX* dout;  // like this
-    floatX* out;
+    floatX *dqkv, *dout;  // null in forward
+    floatX *out, *qkv;
     float* lse;
-    const floatX* qkv;
     int T, C, d;
     float scale;
-    // A head's q, k or v, and the output or its gradient.
-    __device__ AttentionHead<const floatX> of_qkv(int which) const { return {qkv + which * C, 3 * C, T, d}; }
-    __device__ AttentionHead<const floatX> of_out(const floatX* data) const { return {data, C, T, d}; }
-    __device__ AttentionHead<floatX> of_dqkv(int which) const { return {dqkv + which * C, 3 * C, T, d}; }
+    // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
+    __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
@@ -5838,12 +5833,15 @@ template <int D> struct AttentionTile : Attention {
         BackwardQueries queries;
     };
 
+    // Where mma leaves element i of fragment n: its row among the block's, and its column among all fragments'.
+    __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
+    __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
     // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
-    template <int COUNT>
-    __device__ static void load_rows(Row* tile, AttentionHead<const floatX> source, int t0) {
+    template <int COUNT> __device__ static void load_rows(Row (&tile)[COUNT], AttentionHead source, int t0) {
         UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
-            int i = n * THREADS + threadIdx.x;
-            int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            const unsigned i = n * THREADS + threadIdx.x;
+            const int row = i / (D / VEC), c = i % (D / VEC) * VEC;
             copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
         }
     }
@@ -5851,16 +5849,15 @@ template <int D> struct AttentionTile : Attention {
     // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
     template <int N>
     __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
 #ifdef PRECISION_FP32
         for (int k = 0; k < D; k += VEC)
             UNROLLED_FOR (int n = 0; n < N; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
-                    Unpacked left = unpack(&a[row0 + lane / 4 + i / 2 * 8].at[k]);
-                    Unpacked right = unpack(&b[n * 8 + lane % 4 * 2 + i % 2].at[k]);
+                    Unpacked left = unpack(&a[row(i)].at[k]), right = unpack(&b[column(n, i)].at[k]);
                     for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
                 }
 #else
+        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
         UNROLLED_FOR (int k = 0; k < D; k += 16) {
             uint32_t left[4], right[4];
             load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
@@ -5877,7 +5874,7 @@ template <int D> struct AttentionTile : Attention {
         if (columns >= 8 * N) return;
         UNROLLED_FOR (int n = 0; n < N; n++)
             for (int i = 0; i < 4; i++)
-                if (n * 8 + threadIdx.x % 4 * 2 + i % 2 >= columns) scores[n][i] = -INFINITY;
+                if (column(n, i) >= columns) scores[n][i] = -INFINITY;
     }
     // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
     template <int N>
@@ -5892,8 +5889,7 @@ template <int D> struct AttentionTile : Attention {
             UNROLLED_FOR (int n = 0; n < D / 8; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
                     float of_16 = 0;
-                    for (int c = 0; c < 16; c++)
-                        of_16 += left[i / 2][c] * b[k + c].at[n * 8 + lane % 4 * 2 + i % 2];
+                    for (int c = 0; c < 16; c++) of_16 += left[i / 2][c] * b[k + c].at[column(n, i)];
                     sum[n][i] += of_16;
                 }
 #else
@@ -5911,7 +5907,7 @@ template <int D> struct AttentionTile : Attention {
     }
     // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
     // lane's first row in a fragment, .y that of its second.
-    __device__ static void store_rows(AttentionHead<floatX> target, int t0, Row* scratch,
+    __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
         int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
         __syncwarp();
@@ -5923,9 +5919,25 @@ template <int D> struct AttentionTile : Attention {
             }
         __syncwarp();
         UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
-            int i = n * 32 + lane;
-            int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            const unsigned i = n * 32 + lane;
+            const int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
             if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
+        }
+    }
+
+    // Goes through the other side, N rows at a time. load(stage, t) begins to copy rows t and on to one of two stages, and
+    // use(stage, t) is called when they have come, while the next are on their way.
+    template <int N> __device__ void for_each_tile(auto load, auto use) const {
+        load(0, 0);
+        __pipeline_commit();
+        for (int t = 0; t < T; t += N) {
+            const int stage = t / N % 2;
+            if (t + N < T) load(!stage, t + N);
+            __pipeline_commit();
+            __pipeline_wait_prior(1);
+            __syncthreads();
+            use(stage, t);
+            __syncthreads();  // the stage is free
         }
     }
 
@@ -5933,30 +5945,22 @@ template <int D> struct AttentionTile : Attention {
     // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
-        const int lane = threadIdx.x % 32, head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        const int head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
-        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
-        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
-        load_rows<COLUMNS>(s.k[0], k, 0);
-        load_rows<COLUMNS>(s.v[0], v, 0);
-        __pipeline_commit();
+        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
+        load_rows(s.q, input(qkv, ATTENTION_Q), t0);
+        auto load = [&](int stage, int t) {
+            load_rows(s.k[stage], k, t);
+            load_rows(s.v[stage], v, t);
+        };
 
         const float unit = scale * LOG2_E;  // from a score to an exponent of 2
         float sum[D / 8][4] = {};
         float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
-        for (int j = 0; j * COLUMNS < T; j++) {
-            const int stage = j % 2;
-            if ((j + 1) * COLUMNS < T) {
-                load_rows<COLUMNS>(s.k[!stage], k, (j + 1) * COLUMNS);
-                load_rows<COLUMNS>(s.v[!stage], v, (j + 1) * COLUMNS);
-            }
-            __pipeline_commit();
-            __pipeline_wait_prior(1);
-            __syncthreads();
-
+        for_each_tile<COLUMNS>(load, [&](int stage, int t) {
             float p[COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
-            mask(p, T - j * COLUMNS);
+            mask(p, T - t);
             UNROLLED_FOR (int row = 0; row < 2; row++) {
                 float highest = maximum[row], added = 0;
                 UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
@@ -5977,24 +5981,24 @@ template <int D> struct AttentionTile : Attention {
                     for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
             }
             add_weighted(sum, p, s.v[stage]);
-            __syncthreads();  // the stage is free
-        }
+        });
 
         for (int row = 0; row < 2; row++) {
             for (int offset = 1; offset < 4; offset *= 2)
                 denominator[row] += __shfl_xor_sync(~0u, denominator[row], offset);
-            const int t = t0 + threadIdx.x / 32 * 16 + lane / 4 + 8 * row;
-            if (lane % 4 == 0 && t < T)
+            const int t = t0 + AttentionTile::row(2 * row);
+            if (threadIdx.x % 4 == 0 && t < T)
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
-        store_rows({out + (size_t)b * T * C + head * d, C, T, d}, t0, s.q, sum,
+        store_rows(output(out + (size_t)b * T * C + head * d), t0, s.q, sum,
                    {1 / denominator[0], 1 / denominator[1]});
     }
 
     // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
     // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
     template <int COUNT>
-    __device__ void find_delta(float* delta, float* exponent, const Row* dout, const Row* out, int t0) const {
+    __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
+                               const Row (&out)[COUNT], int t0) const {
         const int threads = THREADS / COUNT;  // that share a row
         int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
         float sum = 0;
@@ -6021,78 +6025,55 @@ template <int D> struct AttentionTile : Attention {
     // dk and dv of the block's keys, t0 and on: the queries pass by.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
-        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto q_rows = of_qkv(ATTENTION_Q), dout_rows = of_out(dout), out_rows = of_out(out);
-        load_rows<ROWS>(s.k, of_qkv(ATTENTION_K), t0);
-        load_rows<ROWS>(s.v, of_qkv(ATTENTION_V), t0);
-        auto load = [&](int tile) {
-            if (tile < tiles) {
-                load_rows<BACKWARD_COLUMNS>(s.q[tile % 2], q_rows, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.dout[tile % 2], dout_rows, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.out[tile % 2], out_rows, tile * BACKWARD_COLUMNS);
-            }
-            __pipeline_commit();
+        load_rows(s.k, input(qkv, ATTENTION_K), t0);
+        load_rows(s.v, input(qkv, ATTENTION_V), t0);
+        auto load = [&](int stage, int t) {
+            load_rows(s.q[stage], input(qkv, ATTENTION_Q), t);
+            load_rows(s.dout[stage], output(dout), t);
+            load_rows(s.out[stage], output(out), t);
         };
-        load(0);
+
         float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-        for (int tile = 0; tile < tiles; tile++) {
-            const int stage = tile % 2;
-            load(tile + 1);
-            __pipeline_wait_prior(1);
-            __syncthreads();
-            find_delta<BACKWARD_COLUMNS>(s.delta, s.lse, s.dout[stage], s.out[stage], tile * BACKWARD_COLUMNS);
+        for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
+            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], t);
             __syncthreads();
 
             // Transposed: a column a query.
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
-            softmax_backward(p, ds, s.delta, s.lse,
-                             [&](int n, int i) { return n * 8 + lane % 4 * 2 + i % 2; });
+            softmax_backward(p, ds, s.delta, s.lse, [](int n, int i) { return column(n, i); });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
-            __syncthreads();  // the stage is free
-        }
-        store_rows(of_dqkv(ATTENTION_K), t0, s.k, dk, {scale, scale});
-        store_rows(of_dqkv(ATTENTION_V), t0, s.v, dv, {1, 1});
+        });
+        store_rows(input(dqkv, ATTENTION_K), t0, s.k, dk, {scale, scale});
+        store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
     // dq of the block's queries, t0 and on: the keys pass by.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
-        const int lane = threadIdx.x % 32, tiles = (T + BACKWARD_COLUMNS - 1) / BACKWARD_COLUMNS;
-        const auto k = of_qkv(ATTENTION_K), v = of_qkv(ATTENTION_V);
-        load_rows<ROWS>(s.q, of_qkv(ATTENTION_Q), t0);
-        load_rows<ROWS>(s.dout, of_out(dout), t0);
-        load_rows<ROWS>(s.out, of_out(out), t0);
-        auto load = [&](int tile) {
-            if (tile < tiles) {
-                load_rows<BACKWARD_COLUMNS>(s.k[tile % 2], k, tile * BACKWARD_COLUMNS);
-                load_rows<BACKWARD_COLUMNS>(s.v[tile % 2], v, tile * BACKWARD_COLUMNS);
-            }
-            __pipeline_commit();
+        load_rows(s.q, input(qkv, ATTENTION_Q), t0);
+        load_rows(s.dout, output(dout), t0);
+        load_rows(s.out, output(out), t0);
+        auto load = [&](int stage, int t) {
+            load_rows(s.k[stage], input(qkv, ATTENTION_K), t);
+            load_rows(s.v[stage], input(qkv, ATTENTION_V), t);
         };
-        load(0);
+
         float dq[D / 8][4] = {};
-        for (int tile = 0; tile < tiles; tile++) {
-            const int stage = tile % 2;
-            load(tile + 1);
-            __pipeline_wait_prior(1);
-            __syncthreads();
-            if (tile == 0) find_delta<ROWS>(s.delta, s.lse, s.dout, s.out, t0);
+        for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
+            if (t == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
-            mask(p, T - tile * BACKWARD_COLUMNS);
+            mask(p, T - t);
             add_scores(ds, s.dout, s.v[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [&](int, int i) {
-                return threadIdx.x / 32 * 16 + lane / 4 + i / 2 * 8;
-            });
+            softmax_backward(p, ds, s.delta, s.lse, [](int, int i) { return row(i); });
             add_weighted(dq, ds, s.k[stage]);
-            __syncthreads();  // the stage is free
-        }
-        store_rows(of_dqkv(ATTENTION_Q), t0, s.q, dq, {scale, scale});
+        });
+        store_rows(input(dqkv, ATTENTION_Q), t0, s.q, dq, {scale, scale});
     }
 };
 
@@ -6136,7 +6117,7 @@ static void with_padded_head(int d, auto launch) {
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    Attention a = {nullptr, nullptr, out.data, lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Forward), Tile{a});
@@ -6146,7 +6127,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                                int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    Attention a = {dqkv.data, dout.data, out.data, (float*)lse, qkv.data, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Backward), Tile{a});
@@ -6214,7 +6195,7 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Patch {
     int B, H, W;        // the tensor
-    int images, width;  // the tile; 3x3: width is 8 or 16, its height always 8
+    int images, height, width;  // a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
     int tiles_y, tiles_x, tiles;
     // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
@@ -6229,14 +6210,14 @@ struct Patch {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
         return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
     }
-    // The first pixel of a tile's halo.
+    // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
         const int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
-        return {b * images, (line - b * tiles_y) * 8 - 1, (tile - line * tiles_x) * width - 1};
+        return {b * images, (line - b * tiles_y) * height, (tile - line * tiles_x) * width};
     }
     // A pixel's index in (B, H, W), or -1 outside.
     __device__ int pixel(Pixel origin, uchar4 offset) const {
-        int b = origin.b + offset.z, y = origin.y + offset.y, x = origin.x + offset.x;
+        int b = origin.b + offset.z, y = origin.y + offset.y - 1, x = origin.x + offset.x - 1;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
@@ -6244,11 +6225,11 @@ struct Patch {
 struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
-// The tiles of x. Hopper's are higher than 8 pixels: for these the Patch only counts them.
+// The tiles of x.
 static Patch make_patch(const Tensor& x, Box tile) {
     const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
     const int sets = ceil_div(x.B, tile.images);
-    return {x.B, x.H, x.W, tile.images, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
+    return {x.B, x.H, x.W, tile.images, tile.height, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
 }
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Patch make_patch(const Tensor& x, int taps, int pixels) {
@@ -6274,9 +6255,13 @@ struct Gemm {
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
-    // A chunk is BK of K's channels, which all lie in one tensor of x.
+    // A chunk is BK of K's channels, which all lie in one tensor of x; a tensor's last chunk may have fewer.
     __host__ __device__ int chunks1() const { return ceil_div(x.first.C, BK); }
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
+    // A chunk's first channel, among those of both tensors. The first chunk of x.second begins where x.first ends.
+    __device__ int first_channel(int chunk) const {
+        return chunk * BK + (chunk < chunks1() ? 0 : x.first.C - chunks1() * BK);
+    }
 };
 
 // out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
@@ -6288,7 +6273,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     int m = (int)(i / g.N()), n = (int)(i % g.N());
     Unpacked value = {};
 #pragma unroll 4
-    for (int s = 0; s < g.splits; s++) value += *(const Unpacked*)(g.partial + s * count + i);
+    for (int s = 0; s < g.splits; s++) value += load<VEC>(g.partial + s * count + i);
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
@@ -6387,14 +6372,14 @@ struct GemmBlock : Gemm {
                             auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
                             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                                 UNROLLED_FOR (int e = 0; e < 4; e++)
-                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i].of[q] * b.of[e];
+                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i][q] * b[e];
                         }
                 else
                     UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
                         auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
                             UNROLLED_FOR (int q = 0; q < 4; q++)
-                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i].of[q] * b.of[q];
+                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i][q] * b[q];
                     }
             }
         }
@@ -6416,7 +6401,7 @@ struct GemmBlock : Gemm {
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-        const bool has_norm = TRANSPOSED && norm.half_scale_shift && sums;
+        const bool has_norm = TRANSPOSED && norm.half_scale_shift;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
         Unpacked sum = {}, product = {};
@@ -6425,20 +6410,20 @@ struct GemmBlock : Gemm {
             int m[PASSES];           // the pixels, -1: outside
             uint4 operands[PASSES];  // the residual, or the norm's x
             Unpacked values[PASSES];
-            const Concat& operand = has_norm ? norm.x : residual;
-            const Tensor& of = operand.of(n);
-            const floatX* from = n < N() && of.data ? of.data + operand.within(n) : nullptr;
+            const Concat& source = has_norm ? norm.x : residual;
+            const Tensor& of = source.of(n);
+            const floatX* from = n < N() && of.data ? of.data + source.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
                 m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
                 if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
-                values[i] = *(const Unpacked*)(staging + p * PITCH + column);
+                values[i] = load<VEC>(staging + p * PITCH + column);
             }
             if (splits > 1) {
                 UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                     float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
-                    if (m[i] >= 0) *(Unpacked*)to = values[i];
+                    if (m[i] >= 0) store(to, values[i]);
                 }
                 continue;
             }
@@ -6454,8 +6439,13 @@ struct GemmBlock : Gemm {
             const Tensor& target = out.of(n);
             floatX* to = target.data + out.within(n);
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                if (has_norm) gradient.apply(values[i], unpack(operands[i]), norm.silu, sum, product);
-                else values[i] += added + unpack(operands[i]);
+                Unpacked operand = unpack(operands[i]);
+                if (has_norm) {
+                    gradient.apply(values[i], operand, norm.silu, sum, product);
+                } else {
+                    operand += added;
+                    values[i] += operand;
+                }
                 if (m[i] >= 0) *(uint4*)rows_from(to, m[i], target.C) = pack(values[i]);
             }
             if (!sums) continue;
@@ -6464,7 +6454,7 @@ struct GemmBlock : Gemm {
             // where that pixel's sums lay.
             const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
             float* pivot = staging + first * PITCH;
-            if (!has_norm && p0 == first && row == 0) *(Unpacked*)(pivot + column) = values[0];
+            if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
             __syncthreads();
             UNROLLED_FOR (int i = 0; i < PASSES; i++)
                 for (int e = 0; e < VEC && !has_norm; e++) {
@@ -6509,7 +6499,7 @@ struct GemmBlock : Gemm {
 
         // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
         // them is the chunk's first.
-        auto second = [&](int chunk) { return TAPS == 1 && first + chunk >= chunks1(); };
+        auto second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
         auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
         auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
         const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
@@ -6536,11 +6526,10 @@ struct GemmBlock : Gemm {
                                i * ROWS < left);
             };
 
-            if constexpr (TRANSPOSED) {
+            if constexpr (TRANSPOSED) {  // x is dout, one tensor
                 const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
-                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
-                const floatX* from = rows_from(w + n, column * TAPS + TAPS - 1 - tap, O);
-                load_rows(from, O, n < O && c < C ? C - c : 0);
+                const floatX* from = rows_from(w + n, c * TAPS + TAPS - 1 - tap, O);
+                load_rows(from, O, n < O && c < K ? K - c : 0);
             } else {
                 const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
                 const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
@@ -6610,8 +6599,9 @@ struct GemmBlock : Gemm {
 // ---- which kernel does a GEMM
 
 // PORTABLE: by the pixels and channels of a block's tile. HOPPER, of section 12: tiles of 64 channels by 128 pixels, which
-// may be two small images, or by 256, which two warpgroups compute in ping-pong; NORMED also norms the input on the way.
-// Their order counts: HOPPER_128 is the first of section 12.
+// may be two small images, or by 256, which two warpgroups compute in ping-pong. ONE_CHUNK has room for the weights of a
+// whole chunk, and NORMED also norms the input on the way. Their order counts: HOPPER_128 is the first of section 12, and
+// HOPPER_256 the first of the large ones.
 enum GemmKernel {
     PORTABLE_128x128,
     PORTABLE_128x64,
@@ -6633,6 +6623,12 @@ enum { HAS_HOPPER = true };
 enum { HAS_HOPPER = false };
 #endif
 
+// The pixels of a tile of Hopper's kernels.
+static constexpr Box hopper_tile(int taps, GemmKernel kernel) {
+    if (taps == 1) return {128, 1, 1};
+    if (kernel == HOPPER_TWO_IMAGES) return {8, 8, 2};
+    return {kernel == HOPPER_128 ? 8 : 16, 16, 1};
+}
 // Hopper's kernels write 64 channels at once, all to one tensor.
 static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile
@@ -6658,20 +6654,20 @@ static int choose_splits(const Gemm& g, int taps, int blocks, int most, int leas
 }
 // The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
 // without work. Where even the smallest are too few, blocks split a tile's chunks.
-template <int TAPS, bool TRANSPOSED> static GemmChoice choose_portable(const Gemm& g) {
+static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     auto tiles = [&](int pixels, int channels) {
-        return make_patch(g.x.first, TAPS, pixels).tiles * ceil_div(g.N(), channels);
+        return make_patch(g.x.first, taps, pixels).tiles * ceil_div(g.N(), channels);
     };
-    if (!TRANSPOSED && g.N() <= 16) return {PORTABLE_128x16};  // an image
+    if (!transposed && g.N() <= 16) return {PORTABLE_128x16};  // an image
     const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
     if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
-    return {PORTABLE_64x64, choose_splits(g, TAPS, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
+    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
 }
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * make_patch(x, {16, 16, 1}).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    return 2 * make_patch(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
 // The convolution norms what it reads itself where that is whole tiles, and whole chunks.
 static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
@@ -6681,23 +6677,23 @@ static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     groupnorm_forward(on_the_way ? Tensor() : normed, norm);
     return on_the_way ? Concat(x, second, norm.half_scale_shift) : normed;
 }
-template <int TAPS> static GemmChoice choose_hopper(const Gemm& g) {
+static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
-    const bool small = TAPS > 1 && x.H <= 8 && x.W <= 8;
+    const bool small = taps > 1 && x.H <= 8 && x.W <= 8;
     if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_product
-    if (TAPS > 1 && !small && enough_256(x, g.N()))
+    if (taps > 1 && !small && enough_256(x, g.N()))
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
     // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
-    const Box tile = TAPS == 1 ? Box{128, 1, 1} : small ? Box{8, 8, 2} : Box{8, 16, 1};
-    const int blocks = make_patch(shaped(x, TAPS), tile).tiles * ceil_div(g.N(), 64);
-    return {small ? HOPPER_TWO_IMAGES : HOPPER_128, choose_splits(g, TAPS, 2 * blocks, 4, 18)};
+    const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
+    const int blocks = make_patch(shaped(x, taps), hopper_tile(taps, kernel)).tiles * ceil_div(g.N(), 64);
+    return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
 }
 
 // Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
-template <int TAPS, bool TRANSPOSED> static GemmChoice choose(const Gemm& g) {
-    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper<TAPS>(g);
-    return choose_portable<TAPS, TRANSPOSED>(g);
+static GemmChoice choose(const Gemm& g, int taps, bool transposed) {
+    if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper(g, taps);
+    return choose_portable(g, taps, transposed);
 }
 
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel);
@@ -6760,12 +6756,15 @@ struct WeightGradient {
     float* partial = nullptr;        // (splits, O, taps, C), where splits > 1
     float* bias_partials = nullptr;  // (splits + sets, images of a set, O)
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
+    // A tile of dw has 64 output channels, and 64 input channels of one tensor of x.
+    __host__ __device__ int c_tiles() const { return ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64); }
+    int tiles() const { return ceil_div(dout.C, 64) * c_tiles(); }
     // Split s has the tiles [first_tile(s), first_tile(s + 1)).
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
     // What a split adds to the bias of output o for an image of a set.
-    __device__ float bias_partial(int split, int set, int image, int o) const {
+    __device__ float& bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
 
@@ -6912,12 +6911,12 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 Vector<float, 4> dout[2] = {load_shared<4>(at(d_tile, k, o0)),
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
-                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4].of[o % 4];
+                    UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
                 int row = TAPS > 1 ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
                     auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
-                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4].of[o % 4] * x.of[e];
+                        UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
             }
         }
@@ -6940,11 +6939,11 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         auto& shared = shared_memory<Shared>();
         constexpr int D_SWEEPS = PIXELS / SWEEP;
         int tid = threadIdx.x;
-        int tiles1 = ceil_div(x.first.C, 64), c_tiles = tiles1 + ceil_div(x.second.C, 64);
-        int c_tile = blockIdx.x % c_tiles, o0 = blockIdx.x / c_tiles * 64;
+        int tiles1 = ceil_div(x.first.C, 64);
+        int c_tile = blockIdx.x % c_tiles(), o0 = blockIdx.x / c_tiles() * 64;
         bool second = c_tile >= tiles1;
         const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
-        int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
         const int M = dout.rows(), O = dout.C, set_tiles = patch.set_tiles();
         int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
         const bool sums_bias = bias_partials && c_tile == 0;
@@ -6985,8 +6984,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         int set = first / set_tiles;
         auto flush_sums = [&] {
             product.flush_sums([&](int image, int o, float sum) {
-                size_t row = (size_t)(blockIdx.y + set) * patch.images + image;
-                if (image < patch.images && o0 + o < O) bias_partials[row * O + o0 + o] = sum;
+                if (image < patch.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
         for (int s = 0; s < STAGES - 1; s++) {
@@ -7016,6 +7014,10 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             size_t row = (size_t)(o0 + o) * TAPS + tap;
             *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;
         });
+    }
+
+    static void launch_tiles(const WeightGradient& g) {
+        launch(weight_gradient_kernel<WeightBlock>, dim3(g.tiles(), g.splits), THREADS, sizeof(Shared), WeightBlock{g});
     }
 };
 
@@ -7069,13 +7071,12 @@ static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, con
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
-    launch_gemm<TAPS, TRANSPOSED>(g, choose<TAPS, TRANSPOSED>(g));
+    launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
-    const int O = dout.C;
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -7086,16 +7087,12 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
     g.patch = make_patch(dout, TAPS, Block::PIXELS);
     // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
     // shortest where they are equal. The factor was measured on an H100.
-    const int tiles = ceil_div(O, 64) * (ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64));
     const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
-    const int most = std::min(g.patch.tiles, most_blocks / tiles);
+    const int most = std::min(g.patch.tiles, most_blocks / g.tiles());
     const int factor = sizeof(floatX) == 2 ? 480 : 830;
-    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / O / x.C()));
+    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / dout.C / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
-    launch_weight_sums(g, [&](const WeightGradient& g) {
-        launch(weight_gradient_kernel<Block>, dim3(tiles, g.splits), Block::THREADS,
-               sizeof(typename Block::Shared), Block{g});
-    });
+    launch_weight_sums(g, Block::launch_tiles);
 }
 
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
@@ -7347,14 +7344,10 @@ struct ConcatMaps {
 };
 
 struct HopperGemm : Gemm {
-    ConcatMaps x_map, out_map;  // of x, a chunk's channels begin at 64 times its number
+    ConcatMaps x_map, out_map;
     ConcatMaps operand_map = {};  // the residual, or a norm's x, loaded where the outputs go; 0 columns: none
     CUtensorMap w_map = {};
 };
-
-// The pixels of a tile: 16 lines of 8 (for 1x1, where all pixels are one line, 128 in a row); two whole
-// images no larger than 8 x 8; or two sub-tiles of 16 lines of 8, side by side.
-enum TileShape { ONE_SUBTILE, TWO_IMAGES, TWO_SUBTILES };
 
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -7377,11 +7370,11 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
 // cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
 // does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
 // that the ring holds all of come in once for all of a block's tiles.
-template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = false> struct HopperGemmBlock {
-    // NORMS: x is normed on the way, by a fourth warpgroup. A tile has 64 channels, and the pixels of its shape.
-    static constexpr bool PAIRS = SHAPE == TWO_IMAGES;
-    static constexpr int SUBTILES = SHAPE == TWO_SUBTILES ? 2 : 1;
-    static constexpr int BLOCKS = 2 / SUBTILES;  // on a multiprocessor
+template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
+    static constexpr bool PAIRS = KERNEL == HOPPER_TWO_IMAGES;
+    static constexpr bool NORMS = KERNEL == HOPPER_256_NORMED;     // a fourth warpgroup norms x on the way
+    static constexpr int SUBTILES = KERNEL >= HOPPER_256 ? 2 : 1;  // sub-tiles of 128 pixels, side by side
+    static constexpr int BLOCKS = 2 / SUBTILES;                    // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
     // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
@@ -7394,35 +7387,36 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
     static constexpr int THREADS = READERS + feeders();
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
     // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
-    static constexpr int READER_REGISTERS = NORMS ? 200 : 232, LOADER_REGISTERS = NORMS ? 24 : 40,
-                         NORM_REGISTERS = 88;
-    static_assert(NORMS ? 2 * READER_REGISTERS + LOADER_REGISTERS + NORM_REGISTERS == 4 * 128
-                        : 2 * READER_REGISTERS + LOADER_REGISTERS == 3 * 168);
+    static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
+    static constexpr int READER_REGISTERS =
+        (NORMS ? 4 * 128 - LOADER_REGISTERS - NORM_REGISTERS : 3 * 168 - LOADER_REGISTERS) / 2;
     static constexpr int HALO = TAPS > 1;
-    static constexpr Box SUBTILE = TAPS == 1 ? Box{128, 1, 1} : PAIRS ? Box{8, 8, 2} : Box{8, 16, 1};
-    static constexpr Box PIXELS = {SUBTILE.width * SUBTILES, SUBTILE.height, SUBTILE.images};
+    static constexpr Box PIXELS = hopper_tile(TAPS, KERNEL);
+    static constexpr Box SUBTILE = {PIXELS.width / SUBTILES, PIXELS.height, PIXELS.images};
     static constexpr Box PATCH = {PIXELS.width + 2 * HALO, PIXELS.height + 2 * HALO, PIXELS.images};
     static constexpr int PITCH = TAPS == 1 ? 8 : PATCH.width;  // rows from eight pixels to the next eight
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
-    // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a
-    // time.
-    static constexpr int SWEEP = NORMS ? 16 : 8, BUFFER_ROWS = (PATCH_ROWS + SWEEP - 1) / SWEEP * SWEEP;
-    static constexpr int patch_buffers() {  // what shared memory holds beside the weights
-        if (TAPS == 1) return STAGES;
-        if (SUBTILES == 1) return 2;
-        return STAGES < 9 ? 4 : 3;
+    // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
+    static constexpr int SWEEP = 16, SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
+    // The buffers of the rings, of weights and of patches: as many as shared memory holds.
+    struct Rings {
+        int stages, patches;
+    };
+    static constexpr Rings rings() {
+        if (TAPS == 1) return {4, 4};
+        switch (KERNEL) {
+            case HOPPER_128: return {8, 2};
+            case HOPPER_TWO_IMAGES: return {7, 2};
+            case HOPPER_256_ONE_CHUNK: return {9, 3};
+            default: return {7, 4};
+        }
     }
-    static constexpr int PATCHES = patch_buffers();
-    __device__ static Pixel origin(const Patch& p, int tile) {
-        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
-        return {tile / p.set_tiles() * PIXELS.images, tile / p.tiles_x % p.tiles_y * PIXELS.height,
-                tile % p.tiles_x * PIXELS.width};
-    }
+    static constexpr int STAGES = rings().stages, PATCHES = rings().patches;
     // The first pixel of sub-tile k, in a tile that begins at `at`.
     __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
     struct Shared {
         union Patch {
-            unsigned char pixels[BUFFER_ROWS * 128];
+            unsigned char pixels[SWEEPS * SWEEP * 128];
             Rows64 outputs[SUBTILES][2];
         } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
         Rows64 w[STAGES];
@@ -7441,21 +7435,22 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
-    __device__ int first_channel(int chunk) const {
-        return g.x_map.within(chunk * 64) + (chunk * 64 < g.x_map.columns ? 0 : g.x.first.C);
+    // The first pixel of a tile.
+    __device__ Pixel origin(int tile) const {
+        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
     }
     // Done by one thread: loads patches and operands, or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             for (int chunk = first; chunk <= last; chunk++) {
+                const int channel = g.first_channel(chunk);
                 if (patches) {
-                    load_patch(at, chunk, patch.slot, patch.parity);
+                    load_patch(at, chunk, channel, patch.slot, patch.parity);
                     patch.next();
                 }
-                const int channel = first_channel(chunk);
                 const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
                     Barrier& full = shared.stage.full[stage.slot];
@@ -7468,14 +7463,13 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         }
     }
     // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
-    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int slot, int parity) {
+    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
         auto& to = shared.patches[slot];
         Barrier& full = shared.patch.full[slot];
         shared.patch.empty[slot].wait(parity);
         if (chunk < last) {
             full.expect(PATCH_ROWS * 128);
-            tma_load(to.pixels, g.x_map.of(chunk * 64), full, g.x_map.within(chunk * 64),
-                     {at.b, at.y - HALO, at.x - HALO});
+            tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
         } else if (g.operand_map.columns && rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
@@ -7488,13 +7482,12 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
-        enum { STEP = SWEEP, STEPS = BUFFER_ROWS / STEP };
-        static_assert(!NORMS || (STEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
+        static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
 #pragma unroll 1
-        for (int i = 0; i < STEPS; i++) {
-            const int row = first_row + i * STEP, y = row / PATCH.width, x = row % PATCH.width;
+        for (int i = 0; i < SWEEPS; i++) {
+            const int row = first_row + i * SWEEP, y = row / PATCH.width, x = row % PATCH.width;
             left |= (x == 0) << i;
             right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
@@ -7503,23 +7496,23 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
                                      (at.x + PIXELS.width == g.x.first.W ? right : 0) |
                                      (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
-                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + first_channel(chunk) +
+                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) +
                                      vector * VEC);
                 shared.patch.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
-                    UNROLLED_FOR (int i = 0; i < STEPS; i++) {
-                        uint4* row = (uint4*)(rows + i * STEP * 128);
+                    UNROLLED_FOR (int i = 0; i < SWEEPS; i++) {
+                        uint4* row = (uint4*)(rows + i * SWEEP * 128);
                         Unpacked y = unpack(*row);
                         UNROLLED_FOR (int e = 0; e < VEC; e++)
-                            y[e] = silu_of_half(y[e] * half.of[e].scale + half.of[e].shift);
+                            y[e] = silu_of_half(y[e] * half[e].scale + half[e].shift);
                         *row = outside >> i & 1 ? uint4{} : pack(y);
                     }
                 fence_shared();
@@ -7634,7 +7627,9 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
         const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
         // By image and row: what is added; the norm's parameters; sums for this norm or the next.
-        float bias[IMAGES][2] = {}, scale[IMAGES][2], shift[IMAGES][2], mean[IMAGES][2], rstd[IMAGES][2];
+        float bias[IMAGES][2] = {};
+        GroupStatistics statistics[IMAGES][2];
+        ScaleShift half[IMAGES][2];
         float sum[IMAGES][2], product[IMAGES][2];
         // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the
         // other.
@@ -7647,12 +7642,8 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
                     if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
                     if (!has_norm) continue;
-                    const GroupStatistics statistics = g.norm.statistics[b * g.N() + n];
-                    const ScaleShift half = g.norm.half_scale_shift[b * g.N() + n];
-                    mean[i][r] = statistics.mean;
-                    rstd[i][r] = statistics.rstd;
-                    scale[i][r] = half.scale;
-                    shift[i][r] = half.shift;
+                    statistics[i][r] = g.norm.statistics[b * g.N() + n];
+                    half[i][r] = g.norm.half_scale_shift[b * g.N() + n];
                 }
         }
 
@@ -7684,7 +7675,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if constexpr (!TRANSPOSED) value += bias[i][r];
                     if constexpr (OPERAND == RESIDUAL) value += operand;
                     if constexpr (OPERAND == NORM_SILU)
-                        value *= silu_gradient_of_half(operand * scale[i][r] + shift[i][r]);
+                        value *= silu_gradient_of_half(operand * half[i][r].scale + half[i][r].shift);
                     if constexpr (OPERAND == NORM || OPERAND == NORM_SILU) {
                         sum[i][r] += value;
                         product[i][r] += value * operand;
@@ -7735,7 +7726,10 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
                     if (lane % 4 || i >= images || n >= g.N()) continue;
                     if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
                     if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
-                    if (has_norm) product[i][r] = (product[i][r] - mean[i][r] * sum[i][r]) * rstd[i][r];
+                    if (has_norm) {
+                        const GroupStatistics of = statistics[i][r];
+                        product[i][r] = (product[i][r] - of.mean * sum[i][r]) * of.rstd;
+                    }
                     g.sums[(size_t)norm_tile * g.N() + n] = make_float2(sum[i][r], product[i][r]);
                 }
         }
@@ -7765,7 +7759,7 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
         int parity = warpgroup == 0;  // of its ping-pong barrier: the first comes at once
         for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
              tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
-            const Pixel at = origin(g.patch, tile);
+            const Pixel at = origin(tile);
             Epilogue epilogue = {g, at};
             epilogue.load();
             float c[SUBTILES * 64];
@@ -7797,7 +7791,6 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
             return maps;
         };
         HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
-        h.x_map.columns = g.chunks1() * 64;
         const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
@@ -7814,14 +7807,14 @@ template <int TAPS, bool TRANSPOSED, TileShape SHAPE, int STAGES, bool NORMS = f
 
 template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, GemmKernel kernel) {
     if constexpr (TAPS == 1) {
-        HopperGemmBlock<1, TRANSPOSED, ONE_SUBTILE, 4>::launch_tiles(g);
+        HopperGemmBlock<1, TRANSPOSED, HOPPER_128>::launch_tiles(g);
     } else {
         switch (kernel) {
-            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, TWO_IMAGES, 7>::launch_tiles(g); break;
-            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 7>::launch_tiles(g); break;
-            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, TWO_SUBTILES, 9>::launch_tiles(g); break;
-            case HOPPER_256_NORMED: HopperGemmBlock<9, false, TWO_SUBTILES, 7, true>::launch_tiles(g); break;
-            default: HopperGemmBlock<9, TRANSPOSED, ONE_SUBTILE, 8>::launch_tiles(g);  // HOPPER_128
+            case HOPPER_TWO_IMAGES: HopperGemmBlock<9, TRANSPOSED, HOPPER_TWO_IMAGES>::launch_tiles(g); break;
+            case HOPPER_256: HopperGemmBlock<9, TRANSPOSED, HOPPER_256>::launch_tiles(g); break;
+            case HOPPER_256_ONE_CHUNK: HopperGemmBlock<9, TRANSPOSED, HOPPER_256_ONE_CHUNK>::launch_tiles(g); break;
+            case HOPPER_256_NORMED: HopperGemmBlock<9, false, HOPPER_256_NORMED>::launch_tiles(g); break;
+            default: HopperGemmBlock<9, TRANSPOSED, HOPPER_128>::launch_tiles(g);
         }
     }
 }
@@ -7895,16 +7888,16 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy, at.x});
-                tma_load(to.dout, dout_map, full, o0, {at.b, at.y + 1, at.x + 1});
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
+                tma_load(to.dout, dout_map, full, o0, at);
                 // The next tile; divisions would take this one thread longer than the product.
                 at.x += 8;
-                if (at.x >= patch.W - 1) {
-                    at.x = -1;
+                if (at.x >= patch.W) {
+                    at.x = 0;
                     at.y += 8;
                 }
-                if (at.y >= patch.H - 1) {
-                    at.y = -1;
+                if (at.y >= patch.H) {
+                    at.y = 0;
                     at.b++;
                 }
             }
@@ -7955,7 +7948,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                         const int o = o0 + row + Fragment::row(e);
                         const int image = images + column + Fragment::column(e);
                         if (o < O && image >= first_image && image <= (end - 1) / steps)
-                            bias_partials[(size_t)(split + image) * O + o] = sums[e];
+                            bias_partial(split, image, 0, o) = sums[e];
                     }
             }
         };
@@ -7975,10 +7968,9 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
     }
 
     static void launch_tiles(const WeightGradient& g) {
-        const int tiles = ceil_div(g.dout.C, 64) * ceil_div(g.x.first.C, 64) * (3 / WARPGROUPS);
         HopperWeightBlock block = {g, tensor_map(g.dout, DOUT), tensor_map(g.x.first, X)};
-        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS,
-               sizeof(Shared), block);
+        const int tiles = g.tiles() * (3 / WARPGROUPS);
+        launch(hopper_weight_gradient_kernel<HopperWeightBlock>, dim3(g.splits, tiles), THREADS, sizeof(Shared), block);
     }
 };
 
@@ -7986,16 +7978,16 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
 // blocks times a block's steps, and then the sum over the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
-    const int O = g.dout.C, C = g.x.first.C, pixel_tiles = g.patch.tiles;
+    const int pixel_tiles = g.patch.tiles;
     int best_warpgroups = 0;
     float least_us = FLT_MAX;
     for (int warpgroups : {3, 1}) {
-        const int tiles = ceil_div(O, 64) * ceil_div(C, 64) * (3 / warpgroups);
+        const int tiles = g.tiles() * (3 / warpgroups);
         const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
         for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
              splits++) {
             float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
-            if (splits > 1) us += 6.0f + 1e-5f * splits * O * C;
+            if (splits > 1) us += 6.0f + 1e-5f * splits * g.dout.C * g.x.first.C;
             if (us >= least_us) continue;
             least_us = us;
             best_warpgroups = warpgroups;

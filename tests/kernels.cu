@@ -223,11 +223,11 @@ static std::string forced() {
     return forced_tile < 0 && !forced_splits ? "" : text(" tile %d splits %d", forced_tile, forced_splits);
 }
 template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
-    gpu::GemmChoice choice = gpu::choose<TAPS, TRANSPOSED>(g);
+    gpu::GemmChoice choice = gpu::choose(g, TAPS, TRANSPOSED);
     const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
     if (forces && choice.kernel != gpu::PORTABLE_128x16) {
         const auto kernel = forced_tile < 0 ? choice.kernel : (gpu::GemmKernel)forced_tile;
-        const int splits = forced_splits ? forced_splits : gpu::choose_portable<TAPS, TRANSPOSED>(g).splits;
+        const int splits = forced_splits ? forced_splits : gpu::choose_portable(g, TAPS, TRANSPOSED).splits;
         choice = {kernel, std::min(splits, g.chunks())};
     }
     gpu::launch_gemm<TAPS, TRANSPOSED>(g, choice);

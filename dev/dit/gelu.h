@@ -30,7 +30,7 @@ template <typename T> struct GeluForward {
     struct Extra {};
     HOST_DEVICE Extra extra(size_t) const { return {}; }
     HOST_DEVICE void finish(size_t first, ::Vector<T, N> values, Extra) const {
-        for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
+        for (int k = 0; k < N; k++) values[k] = (T)gelu((float)values[k]);
         store(out.data + first, values);
     }
     size_t items() const { return (x.count() + N - 1) / N; }
@@ -49,9 +49,9 @@ template <typename T, bool AGAIN = false> struct GeluBackward {
     HOST_DEVICE Extra extra(size_t first) const { return load<N>(x.data + first); }
     HOST_DEVICE void finish(size_t first, ::Vector<T, N> upstream, Extra values) const {
         for (int k = 0; k < N; k++)
-            upstream.of[k] = (T)((float)upstream.of[k] * gelu_gradient((float)values.of[k]));
+            upstream[k] = (T)((float)upstream[k] * gelu_gradient((float)values[k]));
         store(dx.data + first, upstream);
-        for (int k = 0; k < N; k++) values.of[k] = (T)gelu((float)values.of[k]);
+        for (int k = 0; k < N; k++) values[k] = (T)gelu((float)values[k]);
         if (AGAIN) store(again.data + first, values);
     }
     size_t items() const { return (x.count() + N - 1) / N; }

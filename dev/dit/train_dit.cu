@@ -179,19 +179,19 @@ template <typename T> struct LayerNormForward {
         };
         Sum sum = 0, squares = 0;
         each([&](int, ::Vector<T, N> value) {
-            for (int k = 0; k < N; k++) sum += (float)value.of[k];
+            for (int k = 0; k < N; k++) sum += (float)value[k];
         });
         float mean = warp.sum(sum) / C;
         each([&](int, ::Vector<T, N> value) {
-            for (int k = 0; k < N; k++) squares += ((float)value.of[k] - mean) * ((float)value.of[k] - mean);
+            for (int k = 0; k < N; k++) squares += ((float)value[k] - mean) * ((float)value[k] - mean);
         });
         float rstd = 1 / sqrtf(warp.sum(squares) / C + 1e-6f);
         if (warp.lane == 0) statistics[token] = {mean, rstd};
         each([&](int c, ::Vector<T, N> value) {
             ::Vector<T, N> scales = load<N>(scale.row(b) + c), shifts = load<N>(shift.row(b) + c);
             for (int k = 0; k < N; k++)
-                value.of[k] =
-                    (T)(((float)value.of[k] - mean) * rstd * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
+                value[k] =
+                    (T)(((float)value[k] - mean) * rstd * (1 + (float)scales[k]) + (float)shifts[k]);
             store(to + c, value);
         });
     }
@@ -210,7 +210,7 @@ template <typename T> struct Gate {
         ::Vector<T, N> values = load<N>(branch.data + at.first), gates = load<N>(gate.row(at.b) + at.c),
                        sum = load<N>(x.data + at.first);
         for (int k = 0; k < N; k++)
-            sum.of[k] = (T)((float)sum.of[k] + (float)gates.of[k] * (float)values.of[k]);
+            sum[k] = (T)((float)sum[k] + (float)gates[k] * (float)values[k]);
         store(out.data + at.first, sum);
     }
 };
@@ -250,9 +250,9 @@ template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
                                          float mean, float rstd) {
         Channels of;
         for (int k = 0; k < N; k++) {
-            of.dy[k] = (float)dy.of[k];
-            of.g[k] = of.dy[k] * (1 + (float)scales.of[k]);
-            of.normed[k] = ((float)x.of[k] - mean) * rstd;
+            of.dy[k] = (float)dy[k];
+            of.g[k] = of.dy[k] * (1 + (float)scales[k]);
+            of.normed[k] = ((float)x[k] - mean) * rstd;
         }
         return of;
     }
@@ -294,21 +294,21 @@ template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
                 if (around.data) rounded = load<N>(around.data + at);
                 if (ENDS) branch = load<N>(end.branch.data + at);
                 float gradient[N];
-                for (int k = 0; k < N; k++) gradient[k] = (float)rounded.of[k];
+                for (int k = 0; k < N; k++) gradient[k] = (float)rounded[k];
                 if (BEGINS) {
                     Channels of = channels(load<N>(begin.dy.data + at), load<N>(begin.x.data + at), scales,
                                            statistics[t].x, statistics[t].y);
                     for (int k = 0; k < N; k++) {
                         gradient[k] += statistics[t].y * (of.g[k] - means[t].x - of.normed[k] * means[t].y);
-                        rounded.of[k] = (T)gradient[k];
-                        normed.of[k] = (T)(of.normed[k] * (1 + (float)scales.of[k]) + (float)shifts.of[k]);
+                        rounded[k] = (T)gradient[k];
+                        normed[k] = (T)(of.normed[k] * (1 + (float)scales[k]) + (float)shifts[k]);
                         dshift[k] += of.dy[k], dscale[k] += of.dy[k] * of.normed[k];
                     }
                     store(dx.data + at, rounded), store(begin.normed.data + at, normed);
                 }
                 for (int k = 0; k < N && ENDS; k++) {
-                    dgate[k] += gradient[k] * (float)branch.of[k];
-                    branch.of[k] = (T)(gradient[k] * (float)gates.of[k]);
+                    dgate[k] += gradient[k] * (float)branch[k];
+                    branch[k] = (T)(gradient[k] * (float)gates[k]);
                 }
                 if (ENDS) store(end.dbranch.data + at, branch);
             }

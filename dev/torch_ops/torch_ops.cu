@@ -151,16 +151,16 @@ struct UpdateTensors {
         bool whole = left >= 4;
         for (size_t j = 0; j < 4 && !whole; j++)
             if (j < left)
-                w.of[j] = part.w[first + j], m.of[j] = part.m[first + j], v.of[j] = part.v[first + j],
-                gradient.of[j] = part.gradient[first + j];
+                w[j] = part.w[first + j], m[j] = part.m[first + j], v[j] = part.v[first + j],
+                gradient[j] = part.gradient[first + j];
         OptimiserMemory memory = {};
-        memory.master = whole ? part.w + first : w.of, memory.adam_m = whole ? part.m + first : m.of;
-        memory.adam_v = whole ? part.v + first : v.of;
-        memory.gradients = whole ? (float*)part.gradient + first : gradient.of;
+        memory.master = whole ? part.w + first : w.elements, memory.adam_m = whole ? part.m + first : m.elements;
+        memory.adam_v = whole ? part.v + first : v.elements;
+        memory.gradients = whole ? (float*)part.gradient + first : gradient.elements;
         UpdateWeights<float>{memory, nullptr, 4, 4, state}(0);
         for (size_t j = 0; j < 4 && !whole; j++)
             if (j < left)
-                part.w[first + j] = w.of[j], part.m[first + j] = m.of[j], part.v[first + j] = v.of[j];
+                part.w[first + j] = w[j], part.m[first + j] = m[j], part.v[first + j] = v[j];
     }
 };
 
