@@ -79,6 +79,14 @@ def test_steps_of_an_opponent(records, tools, images8, tmp_path, monkeypatch, re
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trainer.average))
 
 
+def test_opponent_without_classes(records, tools, images8, tmp_path):
+    """A model that was trained without the classes of its images can be read, and names none."""
+    config = toy_config(records, "flow", class_cond=False, num_classes=0)
+    tools("opponents").PyTorch(config, images8, tmp_path).train(1, 1, math.inf)
+    _, checkpoint = train_unet.load_model(str(tmp_path / "checkpoint_00000001.bin"))
+    assert checkpoint.class_names == () and checkpoint.step == 1
+
+
 def test_opponent_goes_on(records, tools, images8, tmp_path):
     """A run that was cut goes on with all that it had, on other images; measuring its speed changes nothing."""
     opponents, config = tools("opponents"), toy_config(records, "flow")

@@ -51,7 +51,7 @@ class PyTorch:
         images = unet_io.read_images(images)
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
-        self.class_names = images.class_names
+        self.class_names = images.class_names if config.class_cond else ()
         folder.mkdir(parents=True, exist_ok=True)
         saved = torch.load(self.state_file, map_location=DEVICE, weights_only=True) if self.state_file.exists() else None
         torch.manual_seed(config.seed + (int(saved[-1]) << 32 if saved else 0))  # other numbers than before the cut
