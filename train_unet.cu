@@ -996,9 +996,12 @@ static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
 // forward at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may
 // overlap.
 struct Buffer {
-    size_t offset, bytes;
-    int first, last;
-    void lives(int from, int to) { first = from, last = to; }
+    size_t offset = 0, bytes = 0;
+    int first = INT_MAX, last = -1;
+    void used_at(int step) {
+        first = std::min(first, step);
+        last = std::max(last, step);
+    }
 };
 
 struct Block {
@@ -1629,61 +1632,47 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
-static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
-
-// The step at which what block i keeps of its forward is read for the last time. Block 0 runs on the side stream, which is still
-// at work when the main stream is at the next blocks.
-static int last_use_of_kept(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
-
-// The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
-// itself uses, the steps from the first write to the last read.
-static void compute_lifetimes_of(Plan* plan, const Config& c, int i) {
-    const int n = (int)plan->blocks.size();
-    const int back = backward_step(*plan, i), kept = last_use_of_kept(*plan, i);
-    const bool is_last = i == n - 1;
-    Block& b = plan->blocks[i];
-    size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-
-    b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
-    b.out.lives(i, is_last ? 2 * n : i);  // the last one's goes beyond the last step, to the caller
-    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`; the network of dev/dit has none
-        b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
-        b.moments.lives(i, i);
-    }
-    if (plan->training) {
-        // The only weight gradient of the first and of the last convolution reads the output's gradient, and
-        // may go on beside the next block's backward.
-        b.gradient.bytes = b.out.bytes;
-        b.gradient.lives(back, is_last || i == 1 ? back + 1 : back);
-    }
-    // A residual block's h becomes dh, which the side stream reads as it reads `late`.
-    b.hidden.lives(i, plan->training && b.emb >= 0 ? kept + 1 : kept);
-    b.stats.lives(i, kept);
-    b.scratch_forward.lives(i, i);
-    b.scratch_backward.lives(back, back);
-    b.late.lives(back, back + 1);
-}
-
-// What block i reads lives until it has been read. Backward reads it again, except where the block has no weights,
-// and except for the embedding where it is only added.
-static void keep_inputs(Plan* plan, const Config& c, int i) {
-    const Block& b = plan->blocks[i];
-    for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
-        if (source < 0) continue;
-        Block& read = plan->blocks[source];
-        bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
-        read.out.last = std::max(read.out.last, again ? last_use_of_kept(*plan, i) : i);
-        read.moments.last = i;
-        read.gradient.first = std::min(read.gradient.first, backward_step(*plan, i));
-    }
-}
-
-// Computes the live range of every buffer, in steps of the plan, and the sizes that follow from the plan alone;
-// the others come from measure_buffers.
+// Computes the live range of every buffer, in steps of the plan, and the sizes of what blocks leave to others;
+// the other sizes come from measure_buffers.
 static void compute_lifetimes(Plan* plan, const Config& c) {
-    for (int i = 0; i < (int)plan->blocks.size(); i++) {
-        compute_lifetimes_of(plan, c, i);
-        keep_inputs(plan, c, i);
+    const int n = (int)plan->blocks.size();
+    const size_t B = plan->batch;
+    for (int i = 0; i < n; i++) {
+        Block& b = plan->blocks[i];
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;
+        // When the block reads for the last time. Block 0 runs on the side stream, which is still at work when the main
+        // stream is at the next blocks.
+        const int kept = plan->training || i == 0 ? back : i;
+
+        size_t pixels = (size_t)b.out_H * b.out_H;
+        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+        if (plan->training) b.gradient.bytes = b.out.bytes;
+        if (i && !is_last && c.norm_groups)  // a group norm reads `out`; the network of dev/dit has none
+            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+
+        for (Buffer* forward : {&b.out, &b.moments, &b.hidden, &b.stats, &b.scratch_forward}) forward->used_at(i);
+        for (Buffer* backward : {&b.gradient, &b.scratch_backward, &b.late}) backward->used_at(back);
+        b.hidden.used_at(kept);
+        b.stats.used_at(kept);
+        if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
+
+        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which has become dh;
+        // and the output's gradient where the block's only weight gradient is that of the first or the last convolution.
+        b.late.used_at(back + 1);
+        if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
+        if (i == 1 || is_last) b.gradient.used_at(back + 1);
+
+        // Backward reads the block's inputs again, except where the block has no weights, and except for the embedding
+        // where it is only added.
+        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+            if (source < 0) continue;
+            Block& read = plan->blocks[source];
+            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            read.out.used_at(again ? kept : i);
+            read.moments.used_at(i);
+            read.gradient.used_at(back);
+        }
     }
 }
 
@@ -4693,11 +4682,9 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    long lesson = first;           // the first step of the present lesson, and when the steps began that count of it
-    double lesson_start = start;
 
     void pause(double seconds) {
-        for (double* moved : {&start, &end, &log_start, &lesson_start}) *moved += seconds;
+        for (double* moved : {&start, &end, &log_start}) *moved += seconds;
     }
 };
 
@@ -4728,16 +4715,7 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1;
-    Lesson lesson = lesson_of(c, t->step - 1);
-    bool begins_lesson = first || lesson != lesson_of(c, t->step - 2);
-    if (begins_lesson) {
-        pace->lesson = t->step;
-        pace->lesson_start = pace->end;
-    }
-    // the first step of a lesson, in which much is set up, counts only while there is no other
     double now = seconds_now();
-    double rate = (double)std::max(1L, t->step - pace->lesson) / (now - pace->lesson_start);
-    if (begins_lesson) pace->lesson_start = now;
     if (first) pace->start = now;
     pace->end = now;
 
@@ -4755,9 +4733,10 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    bool is_followed = lesson == LESSON_PATHS && c.matching_fraction > 0;  // by a lesson whose steps take longer
+    // the time that is left, where steps go on like this: those that match distributions take longer than those before
+    bool is_followed = c.matching_fraction > 0 && lesson_of(c, t->step - 1) == LESSON_PATHS;
     long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
-    printf(" | ETA %s", human_time((double)(end - t->step) / rate).c_str());
+    printf(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)).c_str());
     if (end < c.steps) printf(" to step %ld", end);
     if (!logs) return;
 

@@ -1352,26 +1352,23 @@ static std::vector<uint8_t> filter_lines(const Raster& picture) {
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
 // that deflate allows, the counts are made more alike.
 static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
-    std::vector<int> parents, depths;
+    std::vector<int> lengths;
     do {
-        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
-        for (size_t symbol = 0; symbol < counts.size(); symbol++)
-            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
-        parents.assign(counts.size(), -1);
-        while (roots.size() > 1) {
-            auto [count, node] = roots.extract(roots.begin()).value();
-            auto [other_count, other] = roots.extract(roots.begin()).value();
-            parents[node] = parents[other] = (int)parents.size();
-            roots.insert({count + other_count, (int)parents.size()});
-            parents.push_back(-1);
+        lengths.assign(counts.size(), 0);
+        std::multimap<uint32_t, std::vector<int>> trees;  // the symbols of each, by their count
+        for (int symbol = 0; symbol < (int)counts.size(); symbol++)
+            if (counts[symbol]) trees.insert({counts[symbol], {symbol}});
+
+        while (trees.size() > 1) {  // the two rarest are joined: their symbols lie a bit deeper
+            auto rarest = trees.extract(trees.begin()), next = trees.extract(trees.begin());
+            std::vector<int> joined = rarest.mapped();
+            joined.insert(joined.end(), next.mapped().begin(), next.mapped().end());
+            for (int symbol : joined) lengths[symbol]++;
+            trees.insert({rarest.key() + next.key(), joined});
         }
-        depths.assign(parents.size(), 0);
-        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
-            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
         for (uint32_t& count : counts) count = (count + 1) / 2;
-    } while (std::ranges::max(depths) > 15);
-    depths.resize(counts.size());
-    return depths;
+    } while (std::ranges::max(lengths) > 15);
+    return lengths;
 }
 
 static uint32_t reversed(uint32_t code, int n) {
@@ -1811,20 +1808,14 @@ struct Metrics {
     void add(const std::string& lines) {
         if (world.rank) return;
         waiting += lines;
-        size_t written = 0;
-        while (written < waiting.size()) {
-            ssize_t n = write(file, &waiting[written], waiting.size() - written);
-            if (n <= 0) break;
-            written += (size_t)n;
-        }
-        if (written < waiting.size()) {
-            if (!std::exchange(warned, true))
-                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
-            // half a line is taken back, or else the next attempt continues it
-            off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
-            if (!ftruncate(file, before)) written = 0;
-        }
-        waiting.erase(0, written);
+        off_t end = lseek(file, 0, SEEK_END);
+        ssize_t written = write(file, waiting.data(), waiting.size());
+        if (written == (ssize_t)waiting.size()) return waiting.clear();
+
+        if (!std::exchange(warned, true))
+            note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
+        // a part is taken back, or else the next attempt continues half a line
+        if (written > 0 && ftruncate(file, end)) waiting.erase(0, written);
     }
 
     // Makes a last attempt at what the file lacks.
