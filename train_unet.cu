@@ -188,6 +188,8 @@ static int list_length(const auto& list) { return (int)(std::find(list, std::end
 
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
+static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
+
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // How often a sampler's step has the network see a picture: guided, with its class and without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
@@ -2630,7 +2632,7 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
             .channels = m->config.in_channels,
-            .clamps = m->config.threshold == THRESHOLD_CLAMP,
+            .clamps = clamps_x0(m->config),
             .guidance = guidance,
             .x = m->target,
             .saved = m->images,
@@ -3331,130 +3333,114 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// Noises B images, samples of the batch from `first` on, to these timesteps.
-static void add_noise(Model* m, const float* images, int B, int first, const int* timesteps, RandomStream stream) {
-    const Config& c = m->config;
-    const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{unet_input(m, B), m->target, images, m->schedule, timesteps, step, first, c.in_channels,
-                         c.offset_noise, c.seed, stream});
-}
-
-// pairs.errors of B images, samples of the batch from `first` on: the network is called at the earlier timesteps.
-static void see_earlier(Model* m, int B, int first) {
-    std::swap(m->timesteps, m->pairs.timesteps);
-    add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
-    unet_forward(m, B, first);
-    std::swap(m->timesteps, m->pairs.timesteps);
-    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), first, B, unet_output(m), m->target});
-}
-
-// Micro-batch i of the batch: its B samples, from `first` on.
+// Some samples of a batch, which go through the network at a time: B of them, from number `first` of the batch on, which
+// is number `own` of this rank's samples.
 struct MicroBatch {
-    int first, B;
+    int first, own, B;
 };
 static MicroBatch microbatch_at(const Model* m, int i) {
-    int first = i * m->plan.batch;
-    return {first, std::min(m->plan.batch, m->config.batch_size - first)};
+    int own = i * m->plan.batch;
+    int first = m->rank * microbatches_of(m) * m->plan.batch + own;
+    return {first, own, std::min(m->plan.batch, m->config.batch_size - first)};
 }
-// The micro-batches of this rank, and the number of their first.
-static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }
 static std::vector<MicroBatch> own_microbatches(const Model* m) {
     std::vector<MicroBatch> own;
-    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, first_microbatch(m) + i));
+    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, i));
     return own;
 }
 
-// The samples from `first` on, in an array that has so many floats for each image of this rank.
-static float* part_of(float* array, const Model* m, int first, size_t floats) {
-    return array + (first - first_microbatch(m) * m->plan.batch) * floats;
-}
-
-// Where the points lie that serve the B samples of the batch from `first` on: (path_steps + 1, B, H, W, PIXEL).
-static float* path_points(const Model* m, int first) {
+// Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
+// PIXEL), and images of matching, (B, C, H, W).
+static float* points_of(const Model* m, MicroBatch part) {
     const Config& c = m->config;
-    return part_of(m->points, m, first, (c.path_steps + 1) * pixels_of(c) * PIXEL);
+    return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
+}
+static float* images_of(float* images, const Model* m, MicroBatch part) {
+    return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
-static void load_path_points(Model* m, int B, int first) {
-    run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
+// What the network reads and should answer of m->images, noised to these timesteps (B).
+static void add_noise(Model* m, MicroBatch part, const int* timesteps, RandomStream stream) {
+    const Config& c = m->config;
+    const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
+    run(AddNoise<floatX>{unet_input(m, part.B), m->target, m->images, m->schedule, timesteps, step, part.first,
+                         c.in_channels, c.offset_noise, c.seed, stream});
+}
+
+// pairs.errors: the network is called at the earlier timesteps.
+static void see_earlier(Model* m, MicroBatch part) {
+    std::swap(m->timesteps, m->pairs.timesteps);
+    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+    unet_forward(m, part.B, part.first);
+    std::swap(m->timesteps, m->pairs.timesteps);
+    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), part.first, part.B, unet_output(m), m->target});
+}
+
+// What the network reads and should answer: training images, noised; points of paths; or pictures that the student drew.
+static void load_images(Trainer* t, MicroBatch part) {
+    Model* m = &t->model;
+    run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
+    if (m->pairs.weights) see_earlier(m, part);
+    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+}
+static void load_path_points(Model* m, MicroBatch part) {
+    run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
                                .loss = batch_loss(m),
-                               .first = first,
-                               .points = path_points(m, first),
+                               .first = part.first,
+                               .points = points_of(m, part),
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps});
 }
-
-// What the network reads and should answer of B samples of the batch, from `first` on: their images, noised.
-static void load_images(Trainer* t, int B, int first) {
-    Model* m = &t->model;
-    run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-    if (m->pairs.weights) see_earlier(m, B, first);
-    add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
+static void load_drawn_pictures(Model* m, MicroBatch part) {
+    size_t elements = part.B * m->config.in_channels * pixels_of(m->config);
+    backend_copy(m->images, images_of(m->matching.pictures, m, part), elements * sizeof(float));
+    add_noise(m, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
 }
 
-// Where the samples from `first` on lie among the images of this rank, (images of this rank, C, H, W).
-static float* images_from(float* images, const Model* m, int first) {
-    const Config& c = m->config;
-    return part_of(images, m, first, c.in_channels * pixels_of(c));
-}
-
-// What the network reads and should answer of B of the pictures that the student drew.
-static void load_drawn_pictures(Model* m, int B, int first) {
-    const float* pictures = images_from(m->matching.pictures, m, first);
-    add_noise(m, pictures, B, first, m->timesteps + first, STREAM_MATCHING_NOISE);
-}
-
-// predicted (images of this rank, C, H, W) gets the x0 that the network has seen in B images (B, C, H, W), noised.
-static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
-    run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
+// `predicted`, an array of matching, gets the x0 that the network has seen in m->images, noised.
+static void predict_x0(Model* m, float* predicted, MicroBatch part, bool clamps) {
+    run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = batch_loss(m),
-                          .first = first,
-                          .B = B,
-                          .images = images,
+                          .first = part.first,
+                          .B = part.B,
+                          .images = m->images,
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
 }
 
-// The same of the pictures that the student drew, clamped as drawing clamps.
-static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
-    bool clamps = m->config.threshold == THRESHOLD_CLAMP;
-    predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
-}
-
-// m->target becomes what the student should have answered of B samples, from `first` on.
-static void load_matching_target(Model* m, int B, int first) {
+// m->target becomes what the student should have answered.
+static void load_matching_target(Model* m, MicroBatch part) {
     run(MatchingTarget<floatX>{.target = m->target,
                                .loss = batch_loss(m),
-                               .first = first,
-                               .B = B,
+                               .first = part.first,
+                               .B = part.B,
                                .out = unet_output(m),
-                               .pictures = images_from(m->matching.pictures, m, first),
-                               .teacher = images_from(m->matching.teacher_x0, m, first),
-                               .fake = images_from(m->matching.fake_x0, m, first)});
+                               .pictures = images_of(m->matching.pictures, m, part),
+                               .teacher = images_of(m->matching.teacher_x0, m, part),
+                               .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
-// dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
-static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
+// dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
+static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    auto [first, B] = microbatch_at(m, i);
-
     BatchLoss loss = batch_loss(m);
     m->dropout_step = &m->state->step;
-    if (lesson == LESSON_PATHS) load_path_points(m, B, first);
-    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, B, first);
-    else load_images(t, B, first);
+    if (lesson == LESSON_PATHS) load_path_points(m, part);
+    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
+    else load_images(t, part);
+
+    auto [first, own, B] = part;
     unet_forward(m, B, first);
     if (m->pairs.weights) {
         run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, B).count()});
         run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss, first, B});
     }
-    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, B, first);
-    if (lesson == LESSON_STUDENT) load_matching_target(m, B, first);
+    if (lesson == LESSON_FAKE) predict_x0(m, m->matching.fake_x0, part, clamps_x0(c));
+    if (lesson == LESSON_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
@@ -3465,7 +3451,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
 // dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
 // others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
 static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float* dw) {
-    if (count == 1) return microbatch_gradient(t, lesson, first, dw);
+    if (count == 1) return microbatch_gradient(t, lesson, microbatch_at(&t->model, first), dw);
 
     size_t P = t->model.plan.num_floats;
     float* other = dw + P;
@@ -3522,7 +3508,7 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, first_microbatch(m), microbatches_of(m), m->gradients);
+    tree_gradient(t, lesson, 0, microbatches_of(m), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
@@ -3549,10 +3535,10 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (auto [first, B] : own_microbatches(m)) {
-        load_images(t, B, first);
-        unet_forward(m, B, first);
-        predict_x0(m, matching.pictures, m->images, B, first, false);
+    for (MicroBatch part : own_microbatches(m)) {
+        load_images(t, part);
+        unet_forward(m, part.B, part.first);
+        predict_x0(m, matching.pictures, part, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
@@ -3560,10 +3546,10 @@ static void match_distributions(Trainer* t) {
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (auto [first, B] : own_microbatches(m)) {
-        load_drawn_pictures(m, B, first);
-        unet_forward(m, B, first);
-        predict_x0_of_drawn(m, matching.teacher_x0, B, first);
+    for (MicroBatch part : own_microbatches(m)) {
+        load_drawn_pictures(m, part);
+        unet_forward(m, part.B, part.first);
+        predict_x0(m, matching.teacher_x0, part, clamps_x0(c));
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
@@ -3605,11 +3591,11 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (auto [first, B] : own_microbatches(m)) {
-        run(StartPaths{m->specs, t->source, B, first, count});
-        SampleBatch<floatX> batch = samples_of(m, B, 1);
+    for (MicroBatch part : own_microbatches(m)) {
+        run(StartPaths{m->specs, t->source, part.B, part.first, count});
+        SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        float* point = path_points(m, first);
+        float* point = points_of(m, part);
         for (const SamplerStep& step : t->path) {
             take_sampler_step(m, batch, step, &t->path_graphs);
             backend_copy(point, batch.x, batch.input.count() * sizeof(float));
@@ -3713,7 +3699,7 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    add_noise(m, m->images, B, first, m->timesteps, STREAM_VAL_NOISE);
+    add_noise(m, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
     loss.B = B;
