@@ -1762,19 +1762,25 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto add_resampling = [&](BlockKind kind, int out_H) {
         add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
     };
-    auto add_input_group = [&](auto add_blocks) {
-        begin_group(text("input_blocks.%zu", skips.size()));
-        add_blocks();
+    auto leave_skip = [&] {  // the last block's output, and the next group begins
         skips.push_back((int)plan.blocks.size() - 1);
+        begin_group(text("input_blocks.%zu", skips.size()));
     };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
 
-    add_input_group([&] { add(BLOCK_CONV_IN); });
+    begin_group("input_blocks.0");
+    add(BLOCK_CONV_IN);
+    leave_skip();
     for (int level = 0; level < levels; level++) {
         width = level_width(c, level);
-        for (int i = 0; i < c.num_res_blocks; i++) add_input_group(add_residual);
-        if (level < levels - 1) add_input_group([&] { add_resampling(BLOCK_DOWN, last_size() / 2); });
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            add_residual();
+            leave_skip();
+        }
+        if (level == levels - 1) break;
+        add_resampling(BLOCK_DOWN, last_size() / 2);
+        leave_skip();
     }
 
     begin_group("middle_block");
@@ -2496,13 +2502,6 @@ static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLev
     return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
 
-// Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there,
-// would be magnified: such a step is of first order, which is DDIM's. So are the last, to 0, and one from no
-// image.
-static bool heun_corrects(NoiseLevel from, NoiseLevel to) {
-    return noise_ratio(to) >= 0.1 * noise_ratio(from);
-}
-
 // The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0
 // itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
@@ -2523,7 +2522,10 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
 
     for (int i = last; i >= 0; i--) {
         NoiseLevel from = level_of(i), to = level_of(i - 1);
-        if (c.sampler == SAMPLER_HEUN && heun_corrects(from, to)) {
+        // Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there, would be
+        // magnified: such a step of Heun's is of first order, which is DDIM's. So are the last, to 0, and one from no image.
+        bool is_short = noise_ratio(to) >= 0.1 * noise_ratio(from);
+        if (c.sampler == SAMPLER_HEUN && is_short) {
             auto [first, second] = heun_step(from, to);
             call(i, first);
             call(i - 1, second);
@@ -3664,15 +3666,22 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Each rank has computed its share of the host's values: rank 0 gets those of the others. `unit` of them at a time
-// go through m->target, which is free while nothing is trained.
-template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
+// Computes values of the host with the chosen weights: each rank its share of them, work(first, count) for `unit` of them at a
+// time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
+// the ranks were asked to stop.
+template <typename T> static bool share_work(Model* m, std::vector<T>* values, size_t unit, auto work) {
+    use_weights(m, chosen_weights(m));
+    auto [begin, end] = share_of(values->size(), world.rank, unit);
+    for (size_t first = begin; first < end && !stop_asked; first += unit) work(first, std::min(unit, end - first));
+    use_weights(m, m->master);
+    if (agree_to_stop(m)) return false;
+
     for (int rank = 1; rank < world.size; rank++) {
         if (world.rank != 0 && world.rank != rank) continue;
-        auto [first, end] = share_of(values->size(), rank, unit);
-        for (size_t i = first; i < end; i += unit) {
-            T* piece = &(*values)[i];
-            std::span buffer((std::byte*)m->target, std::min(unit, end - i) * sizeof(T));
+        auto [begin, end] = share_of(values->size(), rank, unit);
+        for (size_t first = begin; first < end; first += unit) {
+            T* piece = &(*values)[first];
+            std::span buffer((std::byte*)m->target, std::min(unit, end - first) * sizeof(T));
             if (world.rank == 0) {
                 backend_exchange(rank, {}, buffer);
                 backend_download(piece, m->target, buffer.size());
@@ -3682,6 +3691,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
             }
         }
     }
+    return true;
 }
 
 // The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
@@ -3717,15 +3727,10 @@ static double validation_loss(Trainer* t) {
     int count = t->validation.count, batch = m->plan.batch;
     std::vector<uint32_t> last_words = make_last_words(m->config);
     std::vector<double> sums(ceil_div(count, batch));
-    auto [begin, end] = share_of(sums.size(), world.rank);
-
-    use_weights(m, chosen_weights(m));
-    for (size_t i = begin; i < end && !stop_asked; i++) {
+    share_work(m, &sums, 1, [&](size_t i, size_t) {
         int first = (int)i * batch;
         sums[i] = validation_batch_loss(t, last_words, first, std::min(batch, count - first));
-    }
-    if (!agree_to_stop(m)) collect(&sums, m);
-    use_weights(m, m->master);
+    });
     return std::accumulate(sums.begin(), sums.end(), 0.0) / count;
 }
 
@@ -3790,32 +3795,25 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     }
 }
 
-// samples (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank makes some of the batches, and rank 0 has
-// them all in the end.
+// samples (count, H, W, PIXEL), which rank 0 has all. Returns false on Ctrl-C.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
     size_t elements = PIXEL * pixels_of(c);
     size_t most = m->plan.batch / rows_a_sample(c);
     std::vector<SamplerStep> steps = make_sampler(c);
-    use_weights(m, chosen_weights(m));
     samples->resize(specs.size() * elements);
 
-    auto [begin, end] = share_of((int)specs.size(), world.rank, most);
+    auto [begin, end] = share_of(specs.size(), world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
     CallGraphs graphs;
-    for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first);
-        backend_upload(m->specs, &specs[first], B * sizeof(SampleSpec));
+    return share_work(m, samples, most * elements, [&](size_t first, size_t count) {
+        int B = (int)(count / elements);
+        backend_upload(m->specs, &specs[first / elements], B * sizeof(SampleSpec));
         SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
         sample_batch(m, batch, steps, &graphs, &progress);
-        backend_download(&(*samples)[first * elements], batch.x, B * elements * sizeof(float));
-    }
-
-    use_weights(m, m->master);
-    if (agree_to_stop(m)) return false;
-    collect(samples, m, most * elements);
-    return true;
+        backend_download(&(*samples)[first], batch.x, count * sizeof(float));
+    });
 }
 
 // ==== 9  CHECKPOINTS =======================================================================================
@@ -3873,25 +3871,6 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     }
 }
 
-// Enters a section, which follows those before it, in the header's table.
-static void declare_section(int32_t* header, const char* name, uint64_t bytes) {
-    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
-    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-    memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
-    header[FIELD_SECTIONS]++;
-}
-
-// A checkpoint's sections besides those of parameters. Empty ones are left out.
-static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
-    std::string names, state;
-    for (const std::string& name : m.class_names) names += name + "\n";
-    if (m.adam_m) state.assign((const char*)&history, sizeof history);
-    return {{"state", state},
-            {"config", stored_config(m.config)},
-            {"class_names", names},
-            {"data_checksum", m.data_checksum}};
-}
-
 // Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
 static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
@@ -3908,15 +3887,27 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
+    auto begin_section = [&](const char* name, uint64_t bytes) {  // enters it in the header's table
+        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
+        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+        memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
+    };
+    auto write_section = [&](const char* name, const std::string& contents) {
+        if (contents.empty()) return;
+        begin_section(name, contents.size());
+        out.write(contents);
+    };
     for (auto [section, parameters] : arrays_of(m)) {
-        declare_section(header, section, m.plan.num_parameters * sizeof(float));
+        begin_section(section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    for (const auto& [section, contents] : small_sections(m, history)) {
-        if (contents.empty()) continue;
-        declare_section(header, section, contents.size());
-        out.write(contents);
-    }
+    std::string state, names;
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    for (const std::string& name : m.class_names) names += name + "\n";
+    write_section("state", state);
+    write_section("config", stored_config(m.config));
+    write_section("class_names", names);
+    write_section("data_checksum", m.data_checksum);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -4546,20 +4537,20 @@ static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder.c_str(), step);
 }
 
+// Whether what comes every so many steps comes after this one.
+static bool is_due(long step, int every) { return every && step % every == 0; }
+
 // Where no checkpoint can be written, the run ends.
 static void save(Trainer* t) {
     const Config& c = t->model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
     t->saved = t->step;
     if (world.rank) return;
-    std::string why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
+    // up to this step: later ones are damaged, or --resume would not have passed over them
+    int newest = 0;
+    for (long step : list_checkpoints(c.out_dir))
+        if (step <= t->step && newest++ >= c.keep && !is_due(step, c.keep_every))
+            unlink(checkpoint_path(c.out_dir, step).c_str());
 }
 
 // A grid that can't be written is no reason to end a run.
@@ -4732,9 +4723,6 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     pace->log_start = now;
     log_step(t, result, ms, images_per_s);
 }
-
-// Whether what comes every so many steps comes after this one.
-static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Whether the weights of this step are validated: every so many steps, and at the run's end.
 static bool is_validated(const Trainer& t, bool ended) {
