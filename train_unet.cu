@@ -2107,16 +2107,20 @@ template <typename T> struct AddNoise {
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// Where the squared errors of B samples of H W pixels go, and what they count for.
+// Where the squared errors of a batch of samples of H W pixels go, and what they count for; and which of the samples, B from
+// `first` on, are looked at. Layers that have it count samples from there.
 struct BatchLoss {
-    float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;  // (B)
+    float* parts;                    // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;  // (batch_size)
     const Timestep* schedule = nullptr;  // (diffusion_steps)
-    int B, pixels, channels, diffusion_steps;
+    int batch_size, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
-    const float* weights = nullptr;   // (B): w_b; null: the schedule's
-    HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
-    HOST_DEVICE float weight_of(int b) const { return weights ? weights[b] : schedule[timesteps[b]].weight; }
+    const float* weights = nullptr;   // (batch_size); null: the schedule's
+    int first = 0, B = batch_size;
+    HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
+    HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
+    HOST_DEVICE const Timestep& at(int b) const { return schedule[timestep(b)]; }
+    HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
@@ -2157,25 +2161,24 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
-// sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
 // behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
 // term is added; the mean has no gradient from it. A team does a chunk of a sample.
 template <typename T> struct PredictionLoss {
     BatchLoss batch;
-    int first, B;
     const T* out;                   // (B, H, W, PIXEL)
     const float* target;            // (B, H, W, PIXEL)
     T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
+    size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
-        int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
+        int b = team.index / parts, part = team.index % parts;
+        size_t sum_at = (size_t)batch.first * parts + team.index;
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(first + b);
+        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2185,12 +2188,12 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep timestep = batch.schedule[t];
+                const Timestep timestep = batch.at(b);
                 float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
                 float log_variance = timestep.posterior_log_variance_clipped + above;
                 float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
                 ValueAndSlope term;
-                if (t) {
+                if (batch.timestep(b)) {
                     term = normal_kl(error, log_variance, above);
                 } else {
                     size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
@@ -2203,10 +2206,10 @@ template <typename T> struct PredictionLoss {
             if (dout) dout[at] = (T)gradient;
         }
         squares = team_sum(squares);
-        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
+        if (team.thread == 0) batch.parts[sum_at] = (float)squares;
         if (!images) return;
         bound = team_sum(bound);
-        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
+        if (team.thread == 0) batch.variance_parts[sum_at] = (float)bound;
     }
 };
 
@@ -2232,41 +2235,38 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same
-// image as in their earlier noised images, differs from the one that is right. An item is an element.
+// By how much the prediction for samples of the batch in which the network would see the same image as in their earlier
+// noised images differs from the one that is right. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    int first, B;
     const T* out;         // (B, H, W, PIXEL): the network's answer
     const float* target;  // (B, H, W, PIXEL): the right one
 
-    size_t items() const { return (size_t)B * loss.pixels * PIXEL; }
+    size_t items() const { return (size_t)loss.B * loss.pixels * PIXEL; }
     HOST_DEVICE void operator()(size_t i) const {
-        int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
-        bool is_image = pairs.gaps[b] == loss.schedule[loss.timesteps[b]].noise_fraction;
-        float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[b]].x0_error;
-        float own_x0_error = loss.schedule[loss.timesteps[b]].x0_error;
-        pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / own_x0_error;
+        int b = (int)(i / ((size_t)loss.pixels * PIXEL));
+        int sample = loss.first + b;
+        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;
+        float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[sample]].x0_error;
+        pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / loss.at(b).x0_error;
     }
 };
 
-// What the squared errors of B samples from `first` on count for: that of x0 is divided by its own root, which is held
+// What the squared errors of samples count for: that of x0 is divided by its own root, which is held
 // constant, so that no sample outweighs the others (the paper's adaptive weight, with c = 0), and by the gap. An item is a
 // sample, whose squared errors have been added up.
 struct ConsistencyWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    int first, B;
 
-    size_t items() const { return B; }
-    HOST_DEVICE void operator()(size_t item) const {
-        int b = first + (int)item, parts = loss_parts(loss.pixels);
+    size_t items() const { return loss.B; }
+    HOST_DEVICE void operator()(size_t b) const {
+        int sample = loss.first + (int)b, parts = loss_parts(loss.pixels);
         float squares = 0;
-        for (int i = 0; i < parts; i++) squares += loss.parts[b * parts + i];
+        for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
         float root = sqrtf(squares / (float)(loss.pixels * loss.channels));
-        float x0_error = fabsf(loss.schedule[loss.timesteps[b]].x0_error);
-        pairs.weights[b] = x0_error / (pairs.gaps[b] * fmaxf(root, 1e-6f));
+        pairs.weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * fmaxf(root, 1e-6f));
     }
 };
 
@@ -2284,7 +2284,6 @@ template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    int first;            // sample of the batch
     const float* points;  // (path_steps + 1, B, H, W, PIXEL)
     const int64_t* step;
     int path_steps;
@@ -2292,11 +2291,11 @@ template <typename T> struct LoadPathPoints {
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        size_t point = path_point(first + b, *step, path_steps);
+        size_t point = path_point(loss.first + b, *step, path_steps);
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = loss.schedule[loss.timesteps[first + b]];
+        const Timestep at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2316,23 +2315,21 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// The x0 that a network sees in B noised images, samples of the batch from `first` on: the images, and the errors that follow
-// from those of its predictions. An item is an element.
+// The x0 that a network sees in noised images of the batch: the images, and the errors that follow from those of its predictions.
+// An item is an element.
 template <typename T> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
-    int first, B;
     const float* images;  // (B, C, H, W)
     const T* out;         // (B, H, W, PIXEL): the network's answer
     const float* target;  // (B, H, W, PIXEL): the right one
     bool clamps;          // to [-1, 1]
 
-    size_t items() const { return (size_t)B * loss.channels * loss.pixels; }
+    size_t items() const { return (size_t)loss.B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
         size_t channel = i / loss.pixels, b = channel / loss.channels;
         size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
-        float x0_error = loss.schedule[loss.timesteps[first + b]].x0_error;
-        float x0 = fmaf(x0_error, (float)out[at] - target[at], images[i]);
+        float x0 = fmaf(loss.at(b).x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
@@ -2340,23 +2337,22 @@ template <typename T> struct PredictX0 {
 // What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
 // by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
 // it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
-// other. A team does a sample, of B from `first` on.
+// other. A team does a sample.
 template <typename T> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    int first, B;
     const T* out;                            // (B, H, W, PIXEL): the student's predictions
     const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
 
     enum { THREADS = 256, BLOCKS = 1 };
-    size_t items() const { return B; }
+    size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(Team team) const {
         size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
         float mean = fmaxf((float)(team_sum(distance) / elements), 1e-3f);
-        float scale = loss.schedule[loss.timesteps[first + b]].x0_error / mean;
+        float scale = loss.at(b).x0_error / mean;
 
         for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
             size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
@@ -3066,20 +3062,6 @@ static void initialise_weights(Model* m, uint32_t seed) {
     start_from_master(m);
 }
 
-// A step's batch, of which each sample counts for what its timestep does.
-static BatchLoss batch_loss(const Model* m) {
-    const Config& c = m->config;
-    return {.parts = m->losses,
-            .timesteps = m->timesteps,
-            .schedule = m->schedule,
-            .B = c.batch_size,
-            .pixels = (int)pixels_of(c),
-            .channels = c.in_channels,
-            .diffusion_steps = c.diffusion_steps,
-            .variance_parts = m->variance_losses,
-            .weights = m->pairs.weights};
-}
-
 // ---- the first and the last launch of a step --------------------------------------------------------------
 // All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
 // them, and what decides which of them a step takes: epoch n has its order in row n mod slots.
@@ -3206,7 +3188,7 @@ struct FinishStep {
 
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
-            int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
+            int quartile = 4 * loss.timestep(i / parts) / loss.diffusion_steps;
             sums[WEIGHTED] += loss.weight_of(i / parts) * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
@@ -3351,6 +3333,26 @@ static std::vector<MicroBatch> own_microbatches(const Model* m) {
     return own;
 }
 
+// What the errors of a batch count for, and of it those of a micro-batch.
+static BatchLoss batch_loss(const Model* m) {
+    const Config& c = m->config;
+    return {.parts = m->losses,
+            .timesteps = m->timesteps,
+            .schedule = m->schedule,
+            .batch_size = c.batch_size,
+            .pixels = (int)pixels_of(c),
+            .channels = c.in_channels,
+            .diffusion_steps = c.diffusion_steps,
+            .variance_parts = m->variance_losses,
+            .weights = m->pairs.weights};
+}
+static BatchLoss loss_of(const Model* m, MicroBatch part) {
+    BatchLoss loss = batch_loss(m);
+    loss.first = part.first;
+    loss.B = part.B;
+    return loss;
+}
+
 // Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
 // PIXEL), and images of matching, (B, C, H, W).
 static float* points_of(const Model* m, MicroBatch part) {
@@ -3375,7 +3377,7 @@ static void see_earlier(Model* m, MicroBatch part) {
     add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), part.first, part.B, unet_output(m), m->target});
+    run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
 }
 
 // What the network reads and should answer: training images, noised; points of paths; or pictures that the student drew.
@@ -3388,8 +3390,7 @@ static void load_images(Trainer* t, MicroBatch part) {
 static void load_path_points(Model* m, MicroBatch part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
-                               .loss = batch_loss(m),
-                               .first = part.first,
+                               .loss = loss_of(m, part),
                                .points = points_of(m, part),
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps});
@@ -3403,9 +3404,7 @@ static void load_drawn_pictures(Model* m, MicroBatch part) {
 // `predicted`, an array of matching, gets the x0 that the network has seen in m->images, noised.
 static void predict_x0(Model* m, float* predicted, MicroBatch part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
-                          .loss = batch_loss(m),
-                          .first = part.first,
-                          .B = part.B,
+                          .loss = loss_of(m, part),
                           .images = m->images,
                           .out = unet_output(m),
                           .target = m->target,
@@ -3415,9 +3414,7 @@ static void predict_x0(Model* m, float* predicted, MicroBatch part, bool clamps)
 // m->target becomes what the student should have answered.
 static void load_matching_target(Model* m, MicroBatch part) {
     run(MatchingTarget<floatX>{.target = m->target,
-                               .loss = batch_loss(m),
-                               .first = part.first,
-                               .B = part.B,
+                               .loss = loss_of(m, part),
                                .out = unet_output(m),
                                .pictures = images_of(m->matching.pictures, m, part),
                                .teacher = images_of(m->matching.teacher_x0, m, part),
@@ -3428,25 +3425,24 @@ static void load_matching_target(Model* m, MicroBatch part) {
 static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    BatchLoss loss = batch_loss(m);
+    BatchLoss loss = loss_of(m, part);
     m->dropout_step = &m->state->step;
     if (lesson == LESSON_PATHS) load_path_points(m, part);
     else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
     else load_images(t, part);
 
-    auto [first, own, B] = part;
-    unet_forward(m, B, first);
+    unet_forward(m, part.B, part.first);
     if (m->pairs.weights) {
-        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, B).count()});
-        run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, loss, first, B});
+        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
+        run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
+        run(ConsistencyWeights{m->pairs, loss});
     }
     if (lesson == LESSON_FAKE) predict_x0(m, m->matching.fake_x0, part, clamps_x0(c));
     if (lesson == LESSON_STUDENT) load_matching_target(m, part);
-    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
+    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
-    run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    unet_backward(m, B, dw);
+    run(PredictionLoss<floatX>{loss, unet_output(m), m->target, dout, images});
+    unet_backward(m, part.B, dw);
     m->dropout_step = nullptr;
 }
 
@@ -3560,7 +3556,6 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    BatchLoss loss = batch_loss(m);
     size_t shard = m->rank * m->shard;
     Hyper hyper = hyper_of(m->config, lesson);
 
@@ -3572,7 +3567,7 @@ static void enqueue_step(Trainer* t, Lesson lesson) {
 
     run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
-    run(FinishStep{m->state, loss, m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+    run(FinishStep{m->state, batch_loss(m), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
 
     update_weights(m, *m, is_copied(m) ? m->weights : nullptr, m->state);
     if (is_sharded(m)) gather_weights(m);
@@ -3712,8 +3707,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     add_noise(m, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
-    loss.B = B;
-    run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+    loss.batch_size = loss.B = B;
+    run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
     backend_download(parts.data(), m->losses, parts.size() * sizeof(float));
