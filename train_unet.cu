@@ -321,7 +321,7 @@ static void backend_init();         // refuses a machine that can't run this pro
 static std::string backend_name();  // the device and its precision
 
 #define fail_to_allocate(bytes) \
-    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes).c_str())
+    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes))
 // Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
@@ -1753,7 +1753,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto last_size = [&] { return plan.blocks.back().out_H; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
-        add_block(&plan, c, text("%s.%d", group.c_str(), number++), block);
+        add_block(&plan, c, text("%s.%d", group, number++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -2950,8 +2950,8 @@ static void check_memory(const Model& m) {
     std::string why;
     if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
     if (!fits_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
-                   human_bytes(backend_memory_available()).c_str());
+        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
+                   human_bytes(backend_memory_available()));
     if (why.empty()) return;
 
     auto would_fit = [&](int batch_size, int at_a_time) {  // the sum of micro-batches' gradients needs memory, too
@@ -2960,13 +2960,13 @@ static void check_memory(const Model& m) {
         return fits_memory(plan_model(other, at_a_time, m.plan.training));
     };
     while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
-    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+    if (!fits) fail("%s; no batch size would fit: use a smaller model", why);
 
     std::string in_parts;
     if (m.plan.training && would_fit(c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
     if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
-    fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
+    fail("%s; %s--batch_size %d would fit", why, in_parts, fits * m.ranks);
 }
 
 // Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
@@ -2975,7 +2975,7 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
     std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
-    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
 
     double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
@@ -3769,8 +3769,8 @@ struct Progress {
         double now = seconds_now();
         bool ends = ++done == all, terminal = isatty(1);
         if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
-        printf("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
-               human_time((now - start) / done * (all - done)).c_str(), terminal && !ends ? "" : "\n");
+        print("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
+               human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
         fflush(stdout);
         last = now;
     }
@@ -3849,7 +3849,7 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
-                 file.path.c_str(), t.name.c_str(), section);
+                 file.path, t.name, section);
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, stored);
     }
@@ -3861,7 +3861,7 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
-                 t.name.c_str(), out->path.c_str());
+                 t.name, out->path);
         out->write(reordered(held, t, false).data(), t.count * sizeof(float));
     }
 }
@@ -3917,7 +3917,7 @@ static void print_flags(const Config& c) {
         std::string value = flag_text(c, flag);
         if (flag.group == OTHER || value.empty()) continue;
         column = (column + 1) % 3;
-        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), column ? "  " : "\n");
+        print("%-22s %-14s%s", flag.name, printable(value), column ? "  " : "\n");
     }
     if (column) printf("\n");
     printf("\n");
@@ -3938,8 +3938,8 @@ static void print_blocks(const Plan& plan) {
         std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
         if (b.C2) reads += text(" + %d", b.C2);
         if (b.skip >= 0) skip = text("%d", b.skip);
-        printf("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-               reads.c_str(), writes.c_str(), skip.c_str(), parameters, human_bytes(kept).c_str());
+        print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+               reads, writes, skip, parameters, human_bytes(kept));
     }
 }
 
@@ -3957,15 +3957,15 @@ static void print_memory(const Model& m) {
                       teacher, fake);
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
-    printf("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters).c_str(), copies.c_str());
-    printf("%s activations%s and scratch; ", human_bytes(plan.arena_bytes).c_str(), gradients);
-    printf("%s in all\n\n", human_bytes(memory_of(m)).c_str());
+    print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
+    print("%s activations%s and scratch; ", human_bytes(plan.arena_bytes), gradients);
+    print("%s in all\n\n", human_bytes(memory_of(m)));
     if (!is_sharded(&m)) return;
 
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
     printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
-    printf("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)).c_str());
-    printf("and %s of weights; ", human_bytes(sent * sizeof(floatX)).c_str());
+    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
+    print("and %s of weights; ", human_bytes(sent * sizeof(floatX)));
     printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
 }
 
@@ -4037,7 +4037,7 @@ static void print_time(const Config& config, long steps_done) {
     double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how.c_str());
+    print("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how);
 
     long left = std::max(0L, config.steps - steps_done), matching = 0;
     double matching_ms = 0;
@@ -4047,8 +4047,8 @@ static void print_time(const Config& config, long steps_done) {
         printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
     }
     double all_ms = (left - matching) * ms + matching * matching_ms;
-    printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
-           human_time(all_ms / 1e3).c_str());
+    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"),
+           human_time(all_ms / 1e3));
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
@@ -4160,7 +4160,7 @@ static std::string meet_ranks(const Config& c) {
     if (world.size == 1 || c.dry_run) return "";
     std::string through = backend_meet();
     world.met = true;
-    return text(", %d ranks through %s", world.size, through.c_str());
+    return text(", %d ranks through %s", world.size, through);
 }
 
 // An orderly end, for which rank 0 waits until the ranks that it has forked have come to theirs.
@@ -4176,13 +4176,13 @@ static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& giv
     if (!*c.seeds) {
         if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
-                 counted(c.num_samples, "picture").c_str(), UINT32_MAX);
+                 counted(c.num_samples, "picture"), UINT32_MAX);
         return consecutive(c.seed, c.num_samples);
     }
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
-             counted((long)seeds.size(), "picture").c_str());
+             counted((long)seeds.size(), "picture"));
     return seeds;
 }
 
@@ -4202,7 +4202,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
-        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
+        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
@@ -4215,12 +4215,12 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
         fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
-             file.path.c_str());
+             file.path);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
+        fail("%s has no section %s: --use_ema %d can't be had", file.path, section, config.use_ema);
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
         fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
              "in .png or .npy", config.output_name);
@@ -4235,8 +4235,8 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
     if (as_array) write_array(c.output_name, samples, c);
     else write_png(c.output_name, picture);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / (double)count, as_array ? "" : grid.rows.c_str());
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
+        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
     if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
@@ -4257,7 +4257,7 @@ static void run_generate(const GivenFlags& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
-    if (!taken.empty()) say("drawing as in training:%s", taken.c_str());
+    if (!taken.empty()) say("drawing as in training:%s", taken);
     if (config.dry_run) return print_run(m);
 
     // what can't be written is better said before the pictures are drawn
@@ -4267,8 +4267,8 @@ static void run_generate(const GivenFlags& given) {
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = config.seeds;
     if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
-    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
-        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture"), file.path,
+        chosen_name(config), file.step, sampler_text(config), seeds);
 
     std::vector<float> samples;
     double start = seconds_now();
@@ -4282,7 +4282,7 @@ static void run_generate(const GivenFlags& given) {
     write_samples(config, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
-             counted(broken, "picture").c_str(), file.path.c_str());
+             counted(broken, "picture"), file.path);
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
@@ -4290,7 +4290,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     if (out_dir && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value.c_str(), config->resume);
+             out_dir->value, config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
     const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
@@ -4357,7 +4357,7 @@ static void plan_rows(Trainer* t, const std::string& data_file, const Strings& r
 // its images; and their number.
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
-    const char* path = file.path.c_str();
+    const std::string& path = file.path;
     int known = file.config.class_cond ? file.config.num_classes : 0;
     Strings names, file_names = file.class_names;
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
@@ -4372,7 +4372,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
-                                path, c->data_file, listed(names).c_str()));
+                                path, c->data_file, listed(names)));
         file_names = names;
     }
     if (c->resume_given) return file_names;
@@ -4385,7 +4385,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
-    if (*path) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
+    if (!path.empty()) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
 
@@ -4411,7 +4411,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
         std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
     }
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;
@@ -4446,7 +4446,7 @@ static void load_start(Trainer* t) {
     for (auto [section, parameters] : arrays_of(*m)) {
         if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                 file.path.c_str(), section);
+                 file.path, section);
         read_parameters(*m, parameters, file, section);
     }
     use_weights(m, m->master);
@@ -4459,7 +4459,7 @@ static void note_other_images(Trainer* t) {
     if (!c.resume_given || before.empty() || now.empty() || before == now) return;
     t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
                             "and was %s); from here on it learns from this one",
-                            c.data_file, t->step, now.c_str(), before.c_str()));
+                            c.data_file, t->step, now, before));
 }
 
 // Matches the classes of an image file with the model's, and says what was assumed of them.
@@ -4496,7 +4496,7 @@ static std::string config_with_changes(const Trainer& t, const std::string& befo
         if (is_change && step <= t.step) config += line + "\n";
     }
     for (const std::string& change : t.changes)
-        config += text("# from step %ld on: %s\n", t.step, change.c_str());
+        config += text("# from step %ld on: %s\n", t.step, change);
     return config;
 }
 
@@ -4529,7 +4529,7 @@ static bool is_schedule_over(const Config& c, long step) {
 }
 
 static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
+    return text("%s/samples_%08ld.png", folder, step);
 }
 
 // Whether what comes every so many steps comes after this one.
@@ -4562,8 +4562,8 @@ static void save_samples(Trainer* t) {
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
+    say("%s in %s (%s): %s%s", counted(c.num_samples, "picture"),
+        human_time(seconds_now() - start), chosen_name(c), path, grid.rows);
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -4598,18 +4598,18 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     print_best_validation(t);
 
     std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
-    say("checkpoint: %s", checkpoint.c_str());
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("checkpoint: %s", checkpoint);
+    if (file_exists(samples)) say("samples:    %s", samples);
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint).c_str());
+    say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint));
 
     std::string more;
     if (t.step >= c.steps) {
         more = text(" --steps %ld", std::max(1L, 2 * t.step));
         if (is_schedule_over(c, t.step)) more += " --lr_schedule constant";
     }
-    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir).c_str(), more.c_str());
+    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
 }
 
 // A terminal's line that the next one overwrites.
@@ -4622,9 +4622,9 @@ static void validate(Trainer* t) {
     if (stop_requested) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
-    printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    print("step %ld | validation loss %s (%s)\n", t->step, shown,
+           chosen_name(t->model.config));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss)));
     t->validated[t->step] = loss;
 }
 
@@ -4643,7 +4643,7 @@ static void give_up(Trainer* t, const StepState& result) {
     std::string advice = "start again";
     if (t->saved)
         advice = "resume " + checkpoint_path(c.out_dir, t->saved) + ", or an older one if its weights lead to it,";
-    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
+    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice);
 }
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
@@ -4708,7 +4708,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     // the time that is left, where steps go on like this: those that match distributions take longer than those before
     bool is_followed = c.matching_fraction > 0 && lesson_of(c, t->step - 1) == LESSON_PATHS;
     long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
-    printf(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)).c_str());
+    print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
     if (end < c.steps) printf(" to step %ld", end);
     if (!logs) return;
 
@@ -4815,16 +4815,16 @@ static void run_training(const GivenFlags& given) {
     const Config& config = trainer.model.config;
     plan_run(&trainer, given);
     if (!config.dry_run) prepare_run(&trainer);
-    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
-    for (const std::string& line : trainer.notes) say("note: %s", line.c_str());
+    for (const std::string& change : trainer.changes) say("changed on resume: %s", change);
+    for (const std::string& line : trainer.notes) say("note: %s", line);
     note_attention(config, given);
     if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (is_schedule_over(config, trainer.step))
-        printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-               flag_text(config, flag_named("lr_schedule")).c_str());
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
+               flag_text(config, flag_named("lr_schedule")));
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model);
@@ -4834,7 +4834,7 @@ static void run_training(const GivenFlags& given) {
     if (config.matching_fraction > 0)
         say("note: up to step %ld the network learns paths; then it matches distributions, and its loss is another",
             (long)steps_on_paths(config));
-    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
+    say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
@@ -4850,18 +4850,18 @@ static void run_program(int argc, char** argv) {
         fail_usage("--num_samples 0 draws nothing; leave --generate out to train, or say how many pictures");
     if (const GivenFlag* g = was_typed(given, "output_dir"); g && !draws)
         fail_usage("--output_dir %s draws nothing by itself; add --generate, or say which with --seeds",
-                   g->value.c_str());
+                   g->value);
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
-        printf("%s", config_text(trainer.model.config).c_str());
+        fputs(config_text(trainer.model.config).c_str(), stdout);
         return;
     }
     start_ranks(config);
     backend_init();
     std::string ranks = meet_ranks(config);
     handle_signals();
-    printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
+    print("%s on %s%s\n", network.program, backend_name(), ranks);
     if (draws) run_generate(given);
     else run_training(given);
     leave_ranks();
