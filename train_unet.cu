@@ -412,6 +412,14 @@ static std::atomic<int>& stop_asked = shared->stop;
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
+// Sends every other rank sent(it), bytes of the device, for received(it).
+static void exchange_with_all(auto sent, auto received) {
+    backend_together([&] {
+        for (int peer = 0; peer < world.size; peer++)
+            if (peer != world.rank) backend_exchange(peer, sent(peer), received(peer));
+    });
+}
+
 // Gives every rank all of `values`, (ranks, each), of which it has its own row. What lies before element `first`
 // is not sent.
 template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
@@ -420,10 +428,7 @@ template <typename T> static void gather(T* values, size_t each, size_t first = 
         size_t begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
-    backend_together([&] {
-        for (int peer = 0; peer < world.size; peer++)
-            if (peer != world.rank) backend_exchange(peer, part_of(world.rank), part_of(peer));
-    });
+    exchange_with_all([&](int) { return part_of(world.rank); }, part_of);
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -3463,13 +3468,9 @@ static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float
 static void reduce_gradient(Model* m) {
     float* mine = m->gradients + m->rank * m->shard;
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
-    backend_together([&] {
-        for (int peer = 0; peer < m->ranks; peer++) {
-            if (peer == m->rank) continue;
-            std::span sent(m->gradients + peer * m->shard, m->shard), got(from(peer), m->shard);
-            backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
-        }
-    });
+    auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
+    exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
+                      [&](int peer) { return bytes_of(from(peer)); });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
@@ -4190,10 +4191,8 @@ static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun", "consistency"};  // of Sampler
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
-    if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
-    if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
     return line;
 }
 

@@ -597,18 +597,13 @@ static std::vector<Preset> PRESETS = {
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
 // The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and
-// offers the one that shares most letters with it, at the beginning and at the end.
+// offers the one that begins most like it.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
     for (const auto& entry : table)
         if (name == entry.name) return entry;
 
-    auto shared = [&](const auto& entry) {
-        std::string other = entry.name;
-        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
-        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
-        return first + last;
-    };
+    auto shared = [&](const auto& entry) { return std::ranges::mismatch(name, std::string(entry.name)).in1 - name.begin(); };
     fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark,
                std::ranges::max_element(table, {}, shared)->name);
 }
@@ -852,14 +847,13 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
 
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        bool has_value = true;
+        bool has_next = i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"));
+        bool has_value = equals != std::string::npos || has_next;
         std::string value;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
-        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
-        else has_value = false;
-
-        if (!has_value && flag.kind == BOOL) value = "1";
-        if (!has_value && name == "help") value = "usual";
+        else if (has_next) value = words[++i];
+        else if (flag.kind == BOOL) value = "1";
+        else if (name == "help") value = "usual";
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
         if (value.empty() && !optional && !(has_value && name == "val_file"))
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
@@ -1460,26 +1454,30 @@ struct DeflateStream {
         }
     }
 
-    // Writes a block with a Huffman code of its own. A block that would not become shorter is stored.
+    // Writes a block with a Huffman code of its own, or stores it where that is shorter.
     void add(std::span<const uint8_t> block, bool is_last) {
+        DeflateStream coded = *this;
+        coded.put(is_last, 1);
+        coded.put_coded(block);
+        put(is_last, 1);
+        put_stored(block);
+        if (coded.bytes.size() < bytes.size()) *this = coded;
+    }
+
+    void put_stored(std::span<const uint8_t> block) {
+        put(0, 2);
+        put(0, (8 - count) % 8);  // from the next byte on
+        put((uint32_t)block.size(), 16);
+        put(~(uint32_t)block.size() & 0xFFFF, 16);
+        bytes.append((const char*)block.data(), block.size());
+    }
+
+    void put_coded(std::span<const uint8_t> block) {
         std::vector<DeflateSymbol> found = find_matches(block);
-        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0), codes = counts;
         for (const DeflateSymbol& s : found) counts[s.symbol]++;
         std::vector<int> lengths = code_lengths(counts);
 
-        size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
-        for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
-        put(is_last, 1);
-        if (bits > 8 * (block.size() + 4)) {
-            put(0, 2);  // stored, from the next byte on
-            put(0, (8 - count) % 8);
-            put((uint32_t)block.size(), 16);
-            put(~(uint32_t)block.size() & 0xFFFF, 16);
-            bytes.append((const char*)block.data(), block.size());
-            return;
-        }
-
-        std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
         uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
         for (int length = 1; length <= 15; length++, code *= 2)
             for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
