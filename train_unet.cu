@@ -2166,9 +2166,10 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
-// behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
-// term is added; the mean has no gradient from it. A team does a chunk of a sample.
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts over
+// its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction say where the log
+// of the variance lies between its bounds, -1 to 1, and the bound's term is added; the mean has no gradient from
+// it. A team does a chunk of a sample.
 template <typename T> struct PredictionLoss {
     BatchLoss batch;
     const T* out;                   // (B, H, W, PIXEL)

@@ -7,11 +7,11 @@
 // ---- errors and sentences ---------------------------------------------------------------------------------
 static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
 
-// The letter by which printf takes such an argument: s, g, d for an integer, or l for one of 8 bytes.
+// The letter by which printf takes such an argument: s, g, d for an integer, or l for one of 8 bytes; 0: by none.
 template <typename T> consteval char letter_of() {
     if (std::is_floating_point_v<T>) return 'g';
     if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) == 8 ? 'l' : 'd';
-    return 's';
+    return std::is_convertible_v<T, std::string> ? 's' : 0;
 }
 
 // A format of printf for arguments of these types. The compiler evaluates the constructor, and refuses what throws.
@@ -46,11 +46,11 @@ static std::string formatted(const char* format, ...) {
     va_end(args);
     return buffer;
 }
-static const char* passed(const std::string& argument) { return argument.c_str(); }
-static auto passed(const auto& argument) { return argument; }
+static const char* as_argument(const std::string& argument) { return argument.c_str(); }
+static auto as_argument(const auto& argument) { return argument; }
 template <typename... Args>
 static std::string text(Format<std::type_identity_t<Args>...> format, const Args&... args) {
-    return formatted(format.format, passed(args)...);
+    return formatted(format.format, as_argument(args)...);
 }
 #define print(...) fputs(text(__VA_ARGS__).c_str(), stdout)
 
