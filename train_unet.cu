@@ -2873,7 +2873,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
+    size_t own = microbatches_of(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
@@ -2894,7 +2894,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.learn_sigma) place(losses, m->variance_losses);
         if (c.path_steps) {
             place(m->shard, m->teacher);
-            place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->points);
+            place((c.path_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -2903,7 +2903,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
-            place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
+            place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
         }
     }
     place(plan.arena_bytes, m->arena);

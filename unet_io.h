@@ -597,13 +597,18 @@ static std::vector<Preset> PRESETS = {
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
 // The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and
-// offers the one that begins most like it.
+// offers the one that shares most letters with it, at the beginning and at the end.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
     for (const auto& entry : table)
         if (name == entry.name) return entry;
 
-    auto shared = [&](const auto& entry) { return std::ranges::mismatch(name, std::string(entry.name)).in1 - name.begin(); };
+    auto shared = [&](const auto& entry) {
+        std::string other = entry.name;
+        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
+        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
+        return first + last;
+    };
     fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark,
                std::ranges::max_element(table, {}, shared)->name);
 }
@@ -1844,14 +1849,20 @@ struct Metrics {
     void add(const std::string& lines) {
         if (world.rank) return;
         waiting += lines;
-        off_t end = lseek(file, 0, SEEK_END);
-        ssize_t written = write(file, waiting.data(), waiting.size());
-        if (written == (ssize_t)waiting.size()) return waiting.clear();
-
-        if (!std::exchange(warned, true))
-            note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
-        // a part is taken back, or else the next attempt continues half a line
-        if (written > 0 && ftruncate(file, end)) waiting.erase(0, written);
+        size_t written = 0;
+        while (written < waiting.size()) {
+            ssize_t n = write(file, &waiting[written], waiting.size() - written);
+            if (n <= 0) break;
+            written += (size_t)n;
+        }
+        if (written < waiting.size()) {
+            if (!std::exchange(warned, true))
+                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
+            // half a line is taken back, or else the next attempt continues it
+            off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
+            if (!ftruncate(file, before)) written = 0;
+        }
+        waiting.erase(0, written);
     }
 
     // Makes a last attempt at what the file lacks.
