@@ -7,10 +7,11 @@
 // ---- errors and sentences ---------------------------------------------------------------------------------
 static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
 
-// The letter by which printf takes such an argument: s, g, d for an integer, or l for one of 8 bytes; 0: by none.
+// The letter by which printf takes such an argument: s, g, d for an integer, or l for a long one; 0: by none.
 template <typename T> consteval char letter_of() {
     if (std::is_floating_point_v<T>) return 'g';
-    if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) == 8 ? 'l' : 'd';
+    if (std::is_same_v<T, long> || std::is_same_v<T, unsigned long>) return 'l';
+    if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) <= sizeof(int) ? 'd' : 0;
     return std::is_convertible_v<T, std::string> ? 's' : 0;
 }
 
