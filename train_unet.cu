@@ -188,6 +188,8 @@ static int list_length(const auto& list) { return (int)(std::find(list, std::end
 
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
+static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
+
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // How often a sampler's step has the network see a picture: guided, with its class and without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
@@ -319,7 +321,7 @@ static void backend_init();         // refuses a machine that can't run this pro
 static std::string backend_name();  // the device and its precision
 
 #define fail_to_allocate(bytes) \
-    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes).c_str())
+    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes))
 // Memory where the layers work, and the host's that the device copies fastest.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
@@ -410,6 +412,14 @@ static std::atomic<int>& stop_asked = shared->stop;
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
+// Sends every other rank sent(it), bytes of the device, for received(it).
+static void exchange_with_all(auto sent, auto received) {
+    backend_together([&] {
+        for (int peer = 0; peer < world.size; peer++)
+            if (peer != world.rank) backend_exchange(peer, sent(peer), received(peer));
+    });
+}
+
 // Gives every rank all of `values`, (ranks, each), of which it has its own row. What lies before element `first`
 // is not sent.
 template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
@@ -418,10 +428,7 @@ template <typename T> static void gather(T* values, size_t each, size_t first = 
         size_t begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
-    backend_together([&] {
-        for (int peer = 0; peer < world.size; peer++)
-            if (peer != world.rank) backend_exchange(peer, part_of(world.rank), part_of(peer));
-    });
+    exchange_with_all([&](int) { return part_of(world.rank); }, part_of);
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -996,9 +1003,12 @@ static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
 // forward at step i and backward at step 2 n - 1 - i. Buffers that are never in use at the same step may
 // overlap.
 struct Buffer {
-    size_t offset, bytes;
-    int first, last;
-    void lives(int from, int to) { first = from, last = to; }
+    size_t offset = 0, bytes = 0;
+    int first = INT_MAX, last = -1;
+    void used_at(int step) {
+        first = std::min(first, step);
+        last = std::max(last, step);
+    }
 };
 
 struct Block {
@@ -1629,61 +1639,47 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
-static int backward_step(const Plan& plan, int i) { return 2 * (int)plan.blocks.size() - 1 - i; }
-
-// The step at which what block i keeps of its forward is read for the last time. Block 0 runs on the side stream, which is still
-// at work when the main stream is at the next blocks.
-static int last_use_of_kept(const Plan& plan, int i) { return plan.training || i == 0 ? backward_step(plan, i) : i; }
-
-// The size of block i's output, of its moments and of its gradient; and, for these and for what only the block
-// itself uses, the steps from the first write to the last read.
-static void compute_lifetimes_of(Plan* plan, const Config& c, int i) {
-    const int n = (int)plan->blocks.size();
-    const int back = backward_step(*plan, i), kept = last_use_of_kept(*plan, i);
-    const bool is_last = i == n - 1;
-    Block& b = plan->blocks[i];
-    size_t B = plan->batch, pixels = (size_t)b.out_H * b.out_H;
-
-    b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
-    b.out.lives(i, is_last ? 2 * n : i);  // the last one's goes beyond the last step, to the caller
-    if (i && !is_last && c.norm_groups) {  // a group norm reads `out`; the network of dev/dit has none
-        b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
-        b.moments.lives(i, i);
-    }
-    if (plan->training) {
-        // The only weight gradient of the first and of the last convolution reads the output's gradient, and
-        // may go on beside the next block's backward.
-        b.gradient.bytes = b.out.bytes;
-        b.gradient.lives(back, is_last || i == 1 ? back + 1 : back);
-    }
-    // A residual block's h becomes dh, which the side stream reads as it reads `late`.
-    b.hidden.lives(i, plan->training && b.emb >= 0 ? kept + 1 : kept);
-    b.stats.lives(i, kept);
-    b.scratch_forward.lives(i, i);
-    b.scratch_backward.lives(back, back);
-    b.late.lives(back, back + 1);
-}
-
-// What block i reads lives until it has been read. Backward reads it again, except where the block has no weights,
-// and except for the embedding where it is only added.
-static void keep_inputs(Plan* plan, const Config& c, int i) {
-    const Block& b = plan->blocks[i];
-    for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
-        if (source < 0) continue;
-        Block& read = plan->blocks[source];
-        bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
-        read.out.last = std::max(read.out.last, again ? last_use_of_kept(*plan, i) : i);
-        read.moments.last = i;
-        read.gradient.first = std::min(read.gradient.first, backward_step(*plan, i));
-    }
-}
-
-// Computes the live range of every buffer, in steps of the plan, and the sizes that follow from the plan alone;
-// the others come from measure_buffers.
+// Computes the live range of every buffer, in steps of the plan, and the sizes of what blocks leave to others;
+// the other sizes come from measure_buffers.
 static void compute_lifetimes(Plan* plan, const Config& c) {
-    for (int i = 0; i < (int)plan->blocks.size(); i++) {
-        compute_lifetimes_of(plan, c, i);
-        keep_inputs(plan, c, i);
+    const int n = (int)plan->blocks.size();
+    const size_t B = plan->batch;
+    for (int i = 0; i < n; i++) {
+        Block& b = plan->blocks[i];
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;
+        // When the block reads for the last time. Block 0 runs on the side stream, which is still at work when the main
+        // stream is at the next blocks.
+        const int kept = plan->training || i == 0 ? back : i;
+
+        size_t pixels = (size_t)b.out_H * b.out_H;
+        b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
+        if (plan->training) b.gradient.bytes = b.out.bytes;
+        if (i && !is_last && c.norm_groups)  // a group norm reads `out`; the network of dev/dit has none
+            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+
+        for (Buffer* forward : {&b.out, &b.moments, &b.hidden, &b.stats, &b.scratch_forward}) forward->used_at(i);
+        for (Buffer* backward : {&b.gradient, &b.scratch_backward, &b.late}) backward->used_at(back);
+        b.hidden.used_at(kept);
+        b.stats.used_at(kept);
+        if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
+
+        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which has become dh;
+        // and the output's gradient where the block's only weight gradient is that of the first or the last convolution.
+        b.late.used_at(back + 1);
+        if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
+        if (i == 1 || is_last) b.gradient.used_at(back + 1);
+
+        // Backward reads the block's inputs again, except where the block has no weights, and except for the embedding
+        // where it is only added.
+        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+            if (source < 0) continue;
+            Block& read = plan->blocks[source];
+            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            read.out.used_at(again ? kept : i);
+            read.moments.used_at(i);
+            read.gradient.used_at(back);
+        }
     }
 }
 
@@ -1762,7 +1758,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto last_size = [&] { return plan.blocks.back().out_H; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
-        add_block(&plan, c, text("%s.%d", group.c_str(), number++), block);
+        add_block(&plan, c, text("%s.%d", group, number++), block);
     };
     auto add_residual = [&](int skip = -1) {
         add(BLOCK_RES, skip);
@@ -1771,19 +1767,25 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     auto add_resampling = [&](BlockKind kind, int out_H) {
         add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
     };
-    auto add_input_group = [&](auto add_blocks) {
-        begin_group(text("input_blocks.%zu", skips.size()));
-        add_blocks();
+    auto leave_skip = [&] {  // the last block's output, and the next group begins
         skips.push_back((int)plan.blocks.size() - 1);
+        begin_group(text("input_blocks.%zu", skips.size()));
     };
 
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
 
-    add_input_group([&] { add(BLOCK_CONV_IN); });
+    begin_group("input_blocks.0");
+    add(BLOCK_CONV_IN);
+    leave_skip();
     for (int level = 0; level < levels; level++) {
         width = level_width(c, level);
-        for (int i = 0; i < c.num_res_blocks; i++) add_input_group(add_residual);
-        if (level < levels - 1) add_input_group([&] { add_resampling(BLOCK_DOWN, last_size() / 2); });
+        for (int i = 0; i < c.num_res_blocks; i++) {
+            add_residual();
+            leave_skip();
+        }
+        if (level == levels - 1) break;
+        add_resampling(BLOCK_DOWN, last_size() / 2);
+        leave_skip();
     }
 
     begin_group("middle_block");
@@ -2110,16 +2112,20 @@ template <typename T> struct AddNoise {
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// Where the squared errors of B samples of H W pixels go, and what they count for.
+// Where the squared errors of a batch of samples of H W pixels go, and what they count for; and which of the samples, B from
+// `first` on, are looked at. Layers that have it count samples from there.
 struct BatchLoss {
-    float* parts;                    // (B, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;  // (B)
+    float* parts;                    // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;  // (batch_size)
     const Timestep* schedule = nullptr;  // (diffusion_steps)
-    int B, pixels, channels, diffusion_steps;
+    int batch_size, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
-    const float* weights = nullptr;   // (B): w_b; null: the schedule's
-    HOST_DEVICE double elements() const { return (double)B * pixels * channels; }
-    HOST_DEVICE float weight_of(int b) const { return weights ? weights[b] : schedule[timesteps[b]].weight; }
+    const float* weights = nullptr;   // (batch_size); null: the schedule's
+    int first = 0, B = batch_size;
+    HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
+    HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
+    HOST_DEVICE const Timestep& at(int b) const { return schedule[timestep(b)]; }
+    HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
@@ -2160,25 +2166,25 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The squared error of B samples from `first` on, a part of a batch, and its gradient. With weights of 1 the
-// sum of the batch's parts over its elements is F.mse_loss(out, target). With --learn_sigma the channels
-// behind the prediction say where the log of the variance lies between its bounds, -1 to 1, and the bound's
-// term is added; the mean has no gradient from it. A team does a chunk of a sample.
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts over
+// its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction say where the log
+// of the variance lies between its bounds, -1 to 1, and the bound's term is added; the mean has no gradient from
+// it. A team does a chunk of a sample.
 template <typename T> struct PredictionLoss {
     BatchLoss batch;
-    int first, B;
     const T* out;                   // (B, H, W, PIXEL)
     const float* target;            // (B, H, W, PIXEL)
     T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
 
     enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return (size_t)B * loss_parts(batch.pixels); }
+    size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
-        int b = team.index / parts, part = team.index % parts, t = batch.timesteps[first + b];
+        int b = team.index / parts, part = team.index % parts;
+        size_t sum_at = (size_t)batch.first * parts + team.index;
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(first + b);
+        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum squares = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2188,12 +2194,12 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep timestep = batch.schedule[t];
+                const Timestep timestep = batch.at(b);
                 float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
                 float log_variance = timestep.posterior_log_variance_clipped + above;
                 float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
                 ValueAndSlope term;
-                if (t) {
+                if (batch.timestep(b)) {
                     term = normal_kl(error, log_variance, above);
                 } else {
                     size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
@@ -2206,10 +2212,10 @@ template <typename T> struct PredictionLoss {
             if (dout) dout[at] = (T)gradient;
         }
         squares = team_sum(squares);
-        if (team.thread == 0) batch.parts[(size_t)first * parts + team.index] = (float)squares;
+        if (team.thread == 0) batch.parts[sum_at] = (float)squares;
         if (!images) return;
         bound = team_sum(bound);
-        if (team.thread == 0) batch.variance_parts[(size_t)first * parts + team.index] = (float)bound;
+        if (team.thread == 0) batch.variance_parts[sum_at] = (float)bound;
     }
 };
 
@@ -2235,41 +2241,38 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// By how much the prediction for B samples of the batch, from `first` on, in which the network would see the same
-// image as in their earlier noised images, differs from the one that is right. An item is an element.
+// By how much the prediction for samples of the batch in which the network would see the same image as in their earlier
+// noised images differs from the one that is right. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    int first, B;
     const T* out;         // (B, H, W, PIXEL): the network's answer
     const float* target;  // (B, H, W, PIXEL): the right one
 
-    size_t items() const { return (size_t)B * loss.pixels * PIXEL; }
+    size_t items() const { return (size_t)loss.B * loss.pixels * PIXEL; }
     HOST_DEVICE void operator()(size_t i) const {
-        int b = first + (int)(i / ((size_t)loss.pixels * PIXEL));
-        bool is_image = pairs.gaps[b] == loss.schedule[loss.timesteps[b]].noise_fraction;
-        float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[b]].x0_error;
-        float own_x0_error = loss.schedule[loss.timesteps[b]].x0_error;
-        pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / own_x0_error;
+        int b = (int)(i / ((size_t)loss.pixels * PIXEL));
+        int sample = loss.first + b;
+        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;
+        float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[sample]].x0_error;
+        pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / loss.at(b).x0_error;
     }
 };
 
-// What the squared errors of B samples from `first` on count for: that of x0 is divided by its own root, which is held
+// What the squared errors of samples count for: that of x0 is divided by its own root, which is held
 // constant, so that no sample outweighs the others (the paper's adaptive weight, with c = 0), and by the gap. An item is a
 // sample, whose squared errors have been added up.
 struct ConsistencyWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    int first, B;
 
-    size_t items() const { return B; }
-    HOST_DEVICE void operator()(size_t item) const {
-        int b = first + (int)item, parts = loss_parts(loss.pixels);
+    size_t items() const { return loss.B; }
+    HOST_DEVICE void operator()(size_t b) const {
+        int sample = loss.first + (int)b, parts = loss_parts(loss.pixels);
         float squares = 0;
-        for (int i = 0; i < parts; i++) squares += loss.parts[b * parts + i];
+        for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
         float root = sqrtf(squares / (float)(loss.pixels * loss.channels));
-        float x0_error = fabsf(loss.schedule[loss.timesteps[b]].x0_error);
-        pairs.weights[b] = x0_error / (pairs.gaps[b] * fmaxf(root, 1e-6f));
+        pairs.weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * fmaxf(root, 1e-6f));
     }
 };
 
@@ -2287,7 +2290,6 @@ template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    int first;            // sample of the batch
     const float* points;  // (path_steps + 1, B, H, W, PIXEL)
     const int64_t* step;
     int path_steps;
@@ -2295,11 +2297,11 @@ template <typename T> struct LoadPathPoints {
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        size_t point = path_point(first + b, *step, path_steps);
+        size_t point = path_point(loss.first + b, *step, path_steps);
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = loss.schedule[loss.timesteps[first + b]];
+        const Timestep at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2319,23 +2321,21 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// The x0 that a network sees in B noised images, samples of the batch from `first` on: the images, and the errors that follow
-// from those of its predictions. An item is an element.
+// The x0 that a network sees in noised images of the batch: the images, and the errors that follow from those of its predictions.
+// An item is an element.
 template <typename T> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
-    int first, B;
     const float* images;  // (B, C, H, W)
     const T* out;         // (B, H, W, PIXEL): the network's answer
     const float* target;  // (B, H, W, PIXEL): the right one
     bool clamps;          // to [-1, 1]
 
-    size_t items() const { return (size_t)B * loss.channels * loss.pixels; }
+    size_t items() const { return (size_t)loss.B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
         size_t channel = i / loss.pixels, b = channel / loss.channels;
         size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
-        float x0_error = loss.schedule[loss.timesteps[first + b]].x0_error;
-        float x0 = fmaf(x0_error, (float)out[at] - target[at], images[i]);
+        float x0 = fmaf(loss.at(b).x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
@@ -2343,23 +2343,22 @@ template <typename T> struct PredictX0 {
 // What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
 // by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
 // it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
-// other. A team does a sample, of B from `first` on.
+// other. A team does a sample.
 template <typename T> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    int first, B;
     const T* out;                            // (B, H, W, PIXEL): the student's predictions
     const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
 
     enum { THREADS = 256, BLOCKS = 1 };
-    size_t items() const { return B; }
+    size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(Team team) const {
         size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
         float mean = fmaxf((float)(team_sum(distance) / elements), 1e-3f);
-        float scale = loss.schedule[loss.timesteps[first + b]].x0_error / mean;
+        float scale = loss.at(b).x0_error / mean;
 
         for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
             size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
@@ -2505,13 +2504,6 @@ static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLev
     return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
 
-// Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there,
-// would be magnified: such a step is of first order, which is DDIM's. So are the last, to 0, and one from no
-// image.
-static bool heun_corrects(NoiseLevel from, NoiseLevel to) {
-    return noise_ratio(to) >= 0.1 * noise_ratio(from);
-}
-
 // The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0
 // itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
@@ -2532,7 +2524,10 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
 
     for (int i = last; i >= 0; i--) {
         NoiseLevel from = level_of(i), to = level_of(i - 1);
-        if (c.sampler == SAMPLER_HEUN && heun_corrects(from, to)) {
+        // Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there, would be
+        // magnified: such a step of Heun's is of first order, which is DDIM's. So are the last, to 0, and one from no image.
+        bool is_short = noise_ratio(to) >= 0.1 * noise_ratio(from);
+        if (c.sampler == SAMPLER_HEUN && is_short) {
             auto [first, second] = heun_step(from, to);
             call(i, first);
             call(i - 1, second);
@@ -2641,7 +2636,7 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
             .channels = m->config.in_channels,
-            .clamps = m->config.threshold == THRESHOLD_CLAMP,
+            .clamps = clamps_x0(m->config),
             .guidance = guidance,
             .x = m->target,
             .saved = m->images,
@@ -2878,7 +2873,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t batch = m->ranks * microbatches_of(m) * B;  // all ranks' images of a step
+    size_t own = microbatches_of(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
@@ -2899,7 +2894,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.learn_sigma) place(losses, m->variance_losses);
         if (c.path_steps) {
             place(m->shard, m->teacher);
-            place((c.path_steps + 1) * (batch / m->ranks) * pixels * PIXEL, m->points);
+            place((c.path_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -2908,7 +2903,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
-            place((batch / m->ranks) * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
+            place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
         }
     }
     place(plan.arena_bytes, m->arena);
@@ -2961,8 +2956,8 @@ static void check_memory(const Model& m) {
     std::string why;
     if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
     if (!fits_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)).c_str(),
-                   human_bytes(backend_memory_available()).c_str());
+        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
+                   human_bytes(backend_memory_available()));
     if (why.empty()) return;
 
     auto would_fit = [&](int batch_size, int at_a_time) {  // the sum of micro-batches' gradients needs memory, too
@@ -2971,13 +2966,13 @@ static void check_memory(const Model& m) {
         return fits_memory(plan_model(other, at_a_time, m.plan.training));
     };
     while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
-    if (!fits) fail("%s; no batch size would fit: use a smaller model", why.c_str());
+    if (!fits) fail("%s; no batch size would fit: use a smaller model", why);
 
     std::string in_parts;
     if (m.plan.training && would_fit(c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
     if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
-    fail("%s; %s--batch_size %d would fit", why.c_str(), in_parts.c_str(), fits * m.ranks);
+    fail("%s; %s--batch_size %d would fit", why, in_parts, fits * m.ranks);
 }
 
 // Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
@@ -2986,7 +2981,7 @@ static void check_samples(const Model& m, int samples, const char* remedy) {
     double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
     std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
-    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what.c_str(), remedy);
+    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
 
     double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
     if (!ON_GPU) bytes += (double)memory_of(m);
@@ -3071,20 +3066,6 @@ static void initialise_weights(Model* m, uint32_t seed) {
     for (size_t index = 0; index < m->plan.tensors.size(); index++)
         upload_tensor(*m, m->master, m->plan.tensors[index], fresh_values(m->plan, index, seed));
     start_from_master(m);
-}
-
-// A step's batch, of which each sample counts for what its timestep does.
-static BatchLoss batch_loss(const Model* m) {
-    const Config& c = m->config;
-    return {.parts = m->losses,
-            .timesteps = m->timesteps,
-            .schedule = m->schedule,
-            .B = c.batch_size,
-            .pixels = (int)pixels_of(c),
-            .channels = c.in_channels,
-            .diffusion_steps = c.diffusion_steps,
-            .variance_parts = m->variance_losses,
-            .weights = m->pairs.weights};
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
@@ -3213,7 +3194,7 @@ struct FinishStep {
 
         int parts = loss_parts(loss.pixels);
         for (int i = team.thread; i < loss.B * parts; i += team.threads) {
-            int t = loss.timesteps[i / parts], quartile = 4 * t / loss.diffusion_steps;
+            int quartile = 4 * loss.timestep(i / parts) / loss.diffusion_steps;
             sums[WEIGHTED] += loss.weight_of(i / parts) * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
             UNROLLED_FOR (int q = 0; q < 4; q++)
@@ -3342,141 +3323,139 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// Noises B images, samples of the batch from `first` on, to these timesteps.
-static void add_noise(Model* m, const float* images, int B, int first, const int* timesteps, RandomStream stream) {
-    const Config& c = m->config;
-    const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{unet_input(m, B), m->target, images, m->schedule, timesteps, step, first, c.in_channels,
-                         c.offset_noise, c.seed, stream});
-}
-
-// pairs.errors of B images, samples of the batch from `first` on: the network is called at the earlier timesteps.
-static void see_earlier(Model* m, int B, int first) {
-    std::swap(m->timesteps, m->pairs.timesteps);
-    add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
-    unet_forward(m, B, first);
-    std::swap(m->timesteps, m->pairs.timesteps);
-    run(EarlierErrors<floatX>{m->pairs, batch_loss(m), first, B, unet_output(m), m->target});
-}
-
-// Micro-batch i of the batch: its B samples, from `first` on.
+// Some samples of a batch, which go through the network at a time: B of them, from number `first` of the batch on, which
+// is number `own` of this rank's samples.
 struct MicroBatch {
-    int first, B;
+    int first, own, B;
 };
 static MicroBatch microbatch_at(const Model* m, int i) {
-    int first = i * m->plan.batch;
-    return {first, std::min(m->plan.batch, m->config.batch_size - first)};
+    int own = i * m->plan.batch;
+    int first = m->rank * microbatches_of(m) * m->plan.batch + own;
+    return {first, own, std::min(m->plan.batch, m->config.batch_size - first)};
 }
-// The micro-batches of this rank, and the number of their first.
-static int first_microbatch(const Model* m) { return m->rank * microbatches_of(m); }
 static std::vector<MicroBatch> own_microbatches(const Model* m) {
     std::vector<MicroBatch> own;
-    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, first_microbatch(m) + i));
+    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, i));
     return own;
 }
 
-// The samples from `first` on, in an array that has so many floats for each image of this rank.
-static float* part_of(float* array, const Model* m, int first, size_t floats) {
-    return array + (first - first_microbatch(m) * m->plan.batch) * floats;
-}
-
-// Where the points lie that serve the B samples of the batch from `first` on: (path_steps + 1, B, H, W, PIXEL).
-static float* path_points(const Model* m, int first) {
+// What the errors of a batch count for, and of it those of a micro-batch.
+static BatchLoss batch_loss(const Model* m) {
     const Config& c = m->config;
-    return part_of(m->points, m, first, (c.path_steps + 1) * pixels_of(c) * PIXEL);
+    return {.parts = m->losses,
+            .timesteps = m->timesteps,
+            .schedule = m->schedule,
+            .batch_size = c.batch_size,
+            .pixels = (int)pixels_of(c),
+            .channels = c.in_channels,
+            .diffusion_steps = c.diffusion_steps,
+            .variance_parts = m->variance_losses,
+            .weights = m->pairs.weights};
+}
+static BatchLoss loss_of(const Model* m, MicroBatch part) {
+    BatchLoss loss = batch_loss(m);
+    loss.first = part.first;
+    loss.B = part.B;
+    return loss;
 }
 
-// What the network reads and should answer at points of paths: B samples of the batch, from `first` on.
-static void load_path_points(Model* m, int B, int first) {
-    run(LoadPathPoints<floatX>{.x_t = unet_input(m, B),
+// Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
+// PIXEL), and images of matching, (B, C, H, W).
+static float* points_of(const Model* m, MicroBatch part) {
+    const Config& c = m->config;
+    return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
+}
+static float* images_of(float* images, const Model* m, MicroBatch part) {
+    return images + part.own * m->config.in_channels * pixels_of(m->config);
+}
+
+// What the network reads and should answer of m->images, noised to these timesteps (B).
+static void add_noise(Model* m, MicroBatch part, const int* timesteps, RandomStream stream) {
+    const Config& c = m->config;
+    const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
+    run(AddNoise<floatX>{unet_input(m, part.B), m->target, m->images, m->schedule, timesteps, step, part.first,
+                         c.in_channels, c.offset_noise, c.seed, stream});
+}
+
+// pairs.errors: the network is called at the earlier timesteps.
+static void see_earlier(Model* m, MicroBatch part) {
+    std::swap(m->timesteps, m->pairs.timesteps);
+    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+    unet_forward(m, part.B, part.first);
+    std::swap(m->timesteps, m->pairs.timesteps);
+    run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
+}
+
+// What the network reads and should answer: training images, noised; points of paths; or pictures that the student drew.
+static void load_images(Trainer* t, MicroBatch part) {
+    Model* m = &t->model;
+    run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
+    if (m->pairs.weights) see_earlier(m, part);
+    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+}
+static void load_path_points(Model* m, MicroBatch part) {
+    run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
-                               .loss = batch_loss(m),
-                               .first = first,
-                               .points = path_points(m, first),
+                               .loss = loss_of(m, part),
+                               .points = points_of(m, part),
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps});
 }
-
-// What the network reads and should answer of B samples of the batch, from `first` on: their images, noised.
-static void load_images(Trainer* t, int B, int first) {
-    Model* m = &t->model;
-    run(LoadImages{.images = m->images, .sources = m->sources + first, .source = t->source, .B = B});
-    if (m->pairs.weights) see_earlier(m, B, first);
-    add_noise(m, m->images, B, first, m->timesteps + first, STREAM_NOISE);
+static void load_drawn_pictures(Model* m, MicroBatch part) {
+    size_t elements = part.B * m->config.in_channels * pixels_of(m->config);
+    backend_copy(m->images, images_of(m->matching.pictures, m, part), elements * sizeof(float));
+    add_noise(m, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
 }
 
-// Where the samples from `first` on lie among the images of this rank, (images of this rank, C, H, W).
-static float* images_from(float* images, const Model* m, int first) {
-    const Config& c = m->config;
-    return part_of(images, m, first, c.in_channels * pixels_of(c));
-}
-
-// What the network reads and should answer of B of the pictures that the student drew.
-static void load_drawn_pictures(Model* m, int B, int first) {
-    const float* pictures = images_from(m->matching.pictures, m, first);
-    add_noise(m, pictures, B, first, m->timesteps + first, STREAM_MATCHING_NOISE);
-}
-
-// predicted (images of this rank, C, H, W) gets the x0 that the network has seen in B images (B, C, H, W), noised.
-static void predict_x0(Model* m, float* predicted, const float* images, int B, int first, bool clamps) {
-    run(PredictX0<floatX>{.predicted = images_from(predicted, m, first),
-                          .loss = batch_loss(m),
-                          .first = first,
-                          .B = B,
-                          .images = images,
+// `predicted`, an array of matching, gets the x0 that the network has seen in m->images, noised.
+static void predict_x0(Model* m, float* predicted, MicroBatch part, bool clamps) {
+    run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
+                          .loss = loss_of(m, part),
+                          .images = m->images,
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
 }
 
-// The same of the pictures that the student drew, clamped as drawing clamps.
-static void predict_x0_of_drawn(Model* m, float* predicted, int B, int first) {
-    bool clamps = m->config.threshold == THRESHOLD_CLAMP;
-    predict_x0(m, predicted, images_from(m->matching.pictures, m, first), B, first, clamps);
-}
-
-// m->target becomes what the student should have answered of B samples, from `first` on.
-static void load_matching_target(Model* m, int B, int first) {
+// m->target becomes what the student should have answered.
+static void load_matching_target(Model* m, MicroBatch part) {
     run(MatchingTarget<floatX>{.target = m->target,
-                               .loss = batch_loss(m),
-                               .first = first,
-                               .B = B,
+                               .loss = loss_of(m, part),
                                .out = unet_output(m),
-                               .pictures = images_from(m->matching.pictures, m, first),
-                               .teacher = images_from(m->matching.teacher_x0, m, first),
-                               .fake = images_from(m->matching.fake_x0, m, first)});
+                               .pictures = images_of(m->matching.pictures, m, part),
+                               .teacher = images_of(m->matching.teacher_x0, m, part),
+                               .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
-// dw = the gradient of the batch's micro-batch i: load, noise, forward, loss, backward.
-static void microbatch_gradient(Trainer* t, Lesson lesson, int i, float* dw) {
+// dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
+static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    auto [first, B] = microbatch_at(m, i);
-
-    BatchLoss loss = batch_loss(m);
+    BatchLoss loss = loss_of(m, part);
     m->dropout_step = &m->state->step;
-    if (lesson == LESSON_PATHS) load_path_points(m, B, first);
-    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, B, first);
-    else load_images(t, B, first);
-    unet_forward(m, B, first);
+    if (lesson == LESSON_PATHS) load_path_points(m, part);
+    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
+    else load_images(t, part);
+
+    unet_forward(m, part.B, part.first);
     if (m->pairs.weights) {
-        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, B).count()});
-        run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, loss, first, B});
+        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
+        run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
+        run(ConsistencyWeights{m->pairs, loss});
     }
-    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, B, first);
-    if (lesson == LESSON_STUDENT) load_matching_target(m, B, first);
-    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
+    if (lesson == LESSON_FAKE) predict_x0(m, m->matching.fake_x0, part, clamps_x0(c));
+    if (lesson == LESSON_STUDENT) load_matching_target(m, part);
+    floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
-    run(PredictionLoss<floatX>{loss, first, B, unet_output(m), m->target, dout, images});
-    unet_backward(m, B, dw);
+    run(PredictionLoss<floatX>{loss, unet_output(m), m->target, dout, images});
+    unet_backward(m, part.B, dw);
     m->dropout_step = nullptr;
 }
 
 // dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
 // others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
 static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float* dw) {
-    if (count == 1) return microbatch_gradient(t, lesson, first, dw);
+    if (count == 1) return microbatch_gradient(t, lesson, microbatch_at(&t->model, first), dw);
 
     size_t P = t->model.plan.num_floats;
     float* other = dw + P;
@@ -3490,13 +3469,9 @@ static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float
 static void reduce_gradient(Model* m) {
     float* mine = m->gradients + m->rank * m->shard;
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
-    backend_together([&] {
-        for (int peer = 0; peer < m->ranks; peer++) {
-            if (peer == m->rank) continue;
-            std::span sent(m->gradients + peer * m->shard, m->shard), got(from(peer), m->shard);
-            backend_exchange(peer, std::as_bytes(sent), std::as_writable_bytes(got));
-        }
-    });
+    auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
+    exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
+                      [&](int peer) { return bytes_of(from(peer)); });
     for (int stride = 1; stride < m->ranks; stride *= 2)
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
             float* sum = 2 * stride < m->ranks ? from(rank) : mine;
@@ -3533,7 +3508,7 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, first_microbatch(m), microbatches_of(m), m->gradients);
+    tree_gradient(t, lesson, 0, microbatches_of(m), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
@@ -3560,10 +3535,10 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (auto [first, B] : own_microbatches(m)) {
-        load_images(t, B, first);
-        unet_forward(m, B, first);
-        predict_x0(m, matching.pictures, m->images, B, first, false);
+    for (MicroBatch part : own_microbatches(m)) {
+        load_images(t, part);
+        unet_forward(m, part.B, part.first);
+        predict_x0(m, matching.pictures, part, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
@@ -3571,10 +3546,10 @@ static void match_distributions(Trainer* t) {
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (auto [first, B] : own_microbatches(m)) {
-        load_drawn_pictures(m, B, first);
-        unet_forward(m, B, first);
-        predict_x0_of_drawn(m, matching.teacher_x0, B, first);
+    for (MicroBatch part : own_microbatches(m)) {
+        load_drawn_pictures(m, part);
+        unet_forward(m, part.B, part.first);
+        predict_x0(m, matching.teacher_x0, part, clamps_x0(c));
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
@@ -3583,7 +3558,6 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    BatchLoss loss = batch_loss(m);
     size_t shard = m->rank * m->shard;
     Hyper hyper = hyper_of(m->config, lesson);
 
@@ -3595,7 +3569,7 @@ static void enqueue_step(Trainer* t, Lesson lesson) {
 
     run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
-    run(FinishStep{m->state, loss, m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+    run(FinishStep{m->state, batch_loss(m), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
 
     update_weights(m, *m, is_copied(m) ? m->weights : nullptr, m->state);
     if (is_sharded(m)) gather_weights(m);
@@ -3616,11 +3590,11 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t count) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (auto [first, B] : own_microbatches(m)) {
-        run(StartPaths{m->specs, t->source, B, first, count});
-        SampleBatch<floatX> batch = samples_of(m, B, 1);
+    for (MicroBatch part : own_microbatches(m)) {
+        run(StartPaths{m->specs, t->source, part.B, part.first, count});
+        SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        float* point = path_points(m, first);
+        float* point = points_of(m, part);
         for (const SamplerStep& step : t->path) {
             take_sampler_step(m, batch, step, &t->path_graphs);
             backend_copy(point, batch.x, batch.input.count() * sizeof(float));
@@ -3689,15 +3663,22 @@ static bool agree_to_stop(Model* m) {
     return stop_requested;
 }
 
-// Each rank has computed its share of the host's values: rank 0 gets those of the others. `unit` of them at a time
-// go through m->target, which is free while nothing is trained.
-template <typename T> static void collect(std::vector<T>* values, Model* m, size_t unit = 1) {
+// Computes values of the host with the chosen weights: each rank its share of them, work(first, count) for `unit` of them at a
+// time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
+// the ranks were asked to stop.
+template <typename T> static bool share_work(Model* m, std::vector<T>* values, size_t unit, auto work) {
+    use_weights(m, chosen_weights(m));
+    auto [begin, end] = share_of(values->size(), world.rank, unit);
+    for (size_t first = begin; first < end && !stop_asked; first += unit) work(first, std::min(unit, end - first));
+    use_weights(m, m->master);
+    if (agree_to_stop(m)) return false;
+
     for (int rank = 1; rank < world.size; rank++) {
         if (world.rank != 0 && world.rank != rank) continue;
-        auto [first, end] = share_of(values->size(), rank, unit);
-        for (size_t i = first; i < end; i += unit) {
-            T* piece = &(*values)[i];
-            std::span buffer((std::byte*)m->target, std::min(unit, end - i) * sizeof(T));
+        auto [begin, end] = share_of(values->size(), rank, unit);
+        for (size_t first = begin; first < end; first += unit) {
+            T* piece = &(*values)[first];
+            std::span buffer((std::byte*)m->target, std::min(unit, end - first) * sizeof(T));
             if (world.rank == 0) {
                 backend_exchange(rank, {}, buffer);
                 backend_download(piece, m->target, buffer.size());
@@ -3707,6 +3688,7 @@ template <typename T> static void collect(std::vector<T>* values, Model* m, size
             }
         }
     }
+    return true;
 }
 
 // The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
@@ -3724,11 +3706,11 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    add_noise(m, m->images, B, first, m->timesteps, STREAM_VAL_NOISE);
+    add_noise(m, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
-    loss.B = B;
-    run(PredictionLoss<floatX>{loss, 0, B, unet_output(m), m->target});
+    loss.batch_size = loss.B = B;
+    run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
     backend_download(parts.data(), m->losses, parts.size() * sizeof(float));
@@ -3742,15 +3724,10 @@ static double validation_loss(Trainer* t) {
     int count = t->validation.count, batch = m->plan.batch;
     std::vector<uint32_t> last_words = make_last_words(m->config);
     std::vector<double> sums(ceil_div(count, batch));
-    auto [begin, end] = share_of(sums.size(), world.rank);
-
-    use_weights(m, chosen_weights(m));
-    for (size_t i = begin; i < end && !stop_asked; i++) {
+    share_work(m, &sums, 1, [&](size_t i, size_t) {
         int first = (int)i * batch;
         sums[i] = validation_batch_loss(t, last_words, first, std::min(batch, count - first));
-    }
-    if (!agree_to_stop(m)) collect(&sums, m);
-    use_weights(m, m->master);
+    });
     return std::accumulate(sums.begin(), sums.end(), 0.0) / count;
 }
 
@@ -3794,8 +3771,8 @@ struct Progress {
         double now = seconds_now();
         bool ends = ++done == all, terminal = isatty(1);
         if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
-        printf("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
-               human_time((now - start) / done * (all - done)).c_str(), terminal && !ends ? "" : "\n");
+        print("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
+               human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
         fflush(stdout);
         last = now;
     }
@@ -3815,32 +3792,25 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     }
 }
 
-// samples (count, H, W, PIXEL). Returns false on Ctrl-C. Each rank makes some of the batches, and rank 0 has
-// them all in the end.
+// samples (count, H, W, PIXEL), which rank 0 has all. Returns false on Ctrl-C.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
     size_t elements = PIXEL * pixels_of(c);
     size_t most = m->plan.batch / rows_a_sample(c);
     std::vector<SamplerStep> steps = make_sampler(c);
-    use_weights(m, chosen_weights(m));
     samples->resize(specs.size() * elements);
 
-    auto [begin, end] = share_of((int)specs.size(), world.rank, most);
+    auto [begin, end] = share_of(specs.size(), world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
     CallGraphs graphs;
-    for (size_t first = begin; first < end && !stop_asked; first += most) {
-        int B = (int)std::min(most, end - first);
-        backend_upload(m->specs, &specs[first], B * sizeof(SampleSpec));
+    return share_work(m, samples, most * elements, [&](size_t first, size_t count) {
+        int B = (int)(count / elements);
+        backend_upload(m->specs, &specs[first / elements], B * sizeof(SampleSpec));
         SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
         sample_batch(m, batch, steps, &graphs, &progress);
-        backend_download(&(*samples)[first * elements], batch.x, B * elements * sizeof(float));
-    }
-
-    use_weights(m, m->master);
-    if (agree_to_stop(m)) return false;
-    collect(samples, m, most * elements);
-    return true;
+        backend_download(&(*samples)[first], batch.x, count * sizeof(float));
+    });
 }
 
 // ==== 9  CHECKPOINTS =======================================================================================
@@ -3881,7 +3851,7 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
-                 file.path.c_str(), t.name.c_str(), section);
+                 file.path, t.name, section);
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, stored);
     }
@@ -3893,28 +3863,9 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
             fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
-                 t.name.c_str(), out->path.c_str());
+                 t.name, out->path);
         out->write(reordered(held, t, false).data(), t.count * sizeof(float));
     }
-}
-
-// Enters a section, which follows those before it, in the header's table.
-static void declare_section(int32_t* header, const char* name, uint64_t bytes) {
-    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
-    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-    memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
-    header[FIELD_SECTIONS]++;
-}
-
-// A checkpoint's sections besides those of parameters. Empty ones are left out.
-static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
-    std::string names, state;
-    for (const std::string& name : m.class_names) names += name + "\n";
-    if (m.adam_m) state.assign((const char*)&history, sizeof history);
-    return {{"state", state},
-            {"config", stored_config(m.config)},
-            {"class_names", names},
-            {"data_checksum", m.data_checksum}};
 }
 
 // Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
@@ -3933,15 +3884,27 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
+    auto begin_section = [&](const char* name, uint64_t bytes) {  // enters it in the header's table
+        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
+        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+        memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
+    };
+    auto write_section = [&](const char* name, const std::string& contents) {
+        if (contents.empty()) return;
+        begin_section(name, contents.size());
+        out.write(contents);
+    };
     for (auto [section, parameters] : arrays_of(m)) {
-        declare_section(header, section, m.plan.num_parameters * sizeof(float));
+        begin_section(section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    for (const auto& [section, contents] : small_sections(m, history)) {
-        if (contents.empty()) continue;
-        declare_section(header, section, contents.size());
-        out.write(contents);
-    }
+    std::string state, names;
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    for (const std::string& name : m.class_names) names += name + "\n";
+    write_section("state", state);
+    write_section("config", stored_config(m.config));
+    write_section("class_names", names);
+    write_section("data_checksum", m.data_checksum);
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
@@ -3956,7 +3919,7 @@ static void print_flags(const Config& c) {
         std::string value = flag_text(c, flag);
         if (flag.group == OTHER || value.empty()) continue;
         column = (column + 1) % 3;
-        printf("%-22s %-14s%s", flag.name, printable(value).c_str(), column ? "  " : "\n");
+        print("%-22s %-14s%s", flag.name, printable(value), column ? "  " : "\n");
     }
     if (column) printf("\n");
     printf("\n");
@@ -3977,8 +3940,8 @@ static void print_blocks(const Plan& plan) {
         std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
         if (b.C2) reads += text(" + %d", b.C2);
         if (b.skip >= 0) skip = text("%d", b.skip);
-        printf("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-               reads.c_str(), writes.c_str(), skip.c_str(), parameters, human_bytes(kept).c_str());
+        print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+               reads, writes, skip, parameters, human_bytes(kept));
     }
 }
 
@@ -3996,15 +3959,15 @@ static void print_memory(const Model& m) {
                       teacher, fake);
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
-    printf("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters).c_str(), copies.c_str());
-    printf("%s activations%s and scratch; ", human_bytes(plan.arena_bytes).c_str(), gradients);
-    printf("%s in all\n\n", human_bytes(memory_of(m)).c_str());
+    print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
+    print("%s activations%s and scratch; ", human_bytes(plan.arena_bytes), gradients);
+    print("%s in all\n\n", human_bytes(memory_of(m)));
     if (!is_sharded(&m)) return;
 
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
     printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
-    printf("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)).c_str());
-    printf("and %s of weights; ", human_bytes(sent * sizeof(floatX)).c_str());
+    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
+    print("and %s of weights; ", human_bytes(sent * sizeof(floatX)));
     printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
 }
 
@@ -4076,7 +4039,7 @@ static void print_time(const Config& config, long steps_done) {
     double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    printf("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how.c_str());
+    print("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how);
 
     long left = std::max(0L, config.steps - steps_done), matching = 0;
     double matching_ms = 0;
@@ -4086,8 +4049,8 @@ static void print_time(const Config& config, long steps_done) {
         printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
     }
     double all_ms = (left - matching) * ms + matching * matching_ms;
-    printf("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step").c_str(),
-           human_time(all_ms / 1e3).c_str());
+    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"),
+           human_time(all_ms / 1e3));
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
@@ -4199,7 +4162,7 @@ static std::string meet_ranks(const Config& c) {
     if (world.size == 1 || c.dry_run) return "";
     std::string through = backend_meet();
     world.met = true;
-    return text(", %d ranks through %s", world.size, through.c_str());
+    return text(", %d ranks through %s", world.size, through);
 }
 
 // An orderly end, for which rank 0 waits until the ranks that it has forked have come to theirs.
@@ -4215,13 +4178,13 @@ static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& giv
     if (!*c.seeds) {
         if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
-                 counted(c.num_samples, "picture").c_str(), UINT32_MAX);
+                 counted(c.num_samples, "picture"), UINT32_MAX);
         return consecutive(c.seed, c.num_samples);
     }
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
-             counted((long)seeds.size(), "picture").c_str());
+             counted((long)seeds.size(), "picture"));
     return seeds;
 }
 
@@ -4229,7 +4192,7 @@ static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun", "consistency"};  // of Sampler
     std::string line = NAMES[c.sampler];
     long calls = network_calls(make_sampler(c));
-    if (c.eta > 0) line += text(" with eta %g", (double)c.eta);
+    if (c.eta > 0) line += text(" with eta %g", c.eta);
     line += " in " + counted(sampler_steps(c), "step");
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
     if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
@@ -4241,7 +4204,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
     if (*config.seeds && seed)
-        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value.c_str());
+        fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
                                              : newest_checkpoint(config.out_dir, otherwise);
@@ -4254,12 +4217,12 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
         fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
-             file.path.c_str());
+             file.path);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file.path.c_str(), section, config.use_ema);
+        fail("%s has no section %s: --use_ema %d can't be had", file.path, section, config.use_ema);
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
         fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
              "in .png or .npy", config.output_name);
@@ -4274,8 +4237,8 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
     if (as_array) write_array(c.output_name, samples, c);
     else write_png(c.output_name, picture);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture").c_str(),
-        human_time(seconds).c_str(), seconds / (double)count, as_array ? "" : grid.rows.c_str());
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
+        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
     if (c.show && !as_array) show_grid(c.output_name, picture);
     if (!*c.output_dir) return;
 
@@ -4296,7 +4259,7 @@ static void run_generate(const GivenFlags& given) {
     Model m = plan_model(config, config.batch_size, false);
     check_memory(m);
     check_samples(m, count, "draw them in parts, with --seeds");
-    if (!taken.empty()) say("drawing as in training:%s", taken.c_str());
+    if (!taken.empty()) say("drawing as in training:%s", taken);
     if (config.dry_run) return print_run(m);
 
     // what can't be written is better said before the pictures are drawn
@@ -4306,8 +4269,8 @@ static void run_generate(const GivenFlags& given) {
     read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
     std::string seeds = config.seeds;
     if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
-    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture").c_str(), file.path.c_str(),
-        chosen_name(config).c_str(), file.step, sampler_text(config).c_str(), seeds.c_str());
+    say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture"), file.path,
+        chosen_name(config), file.step, sampler_text(config), seeds);
 
     std::vector<float> samples;
     double start = seconds_now();
@@ -4321,7 +4284,7 @@ static void run_generate(const GivenFlags& given) {
     write_samples(config, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
-             counted(broken, "picture").c_str(), file.path.c_str());
+             counted(broken, "picture"), file.path);
 }
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
@@ -4329,7 +4292,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     if (out_dir && out_dir->value != config->out_dir)
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value.c_str(), config->resume);
+             out_dir->value, config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
     const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
@@ -4396,7 +4359,7 @@ static void plan_rows(Trainer* t, const std::string& data_file, const Strings& r
 // its images; and their number.
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
-    const char* path = file.path.c_str();
+    const std::string& path = file.path;
     int known = file.config.class_cond ? file.config.num_classes : 0;
     Strings names, file_names = file.class_names;
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
@@ -4411,7 +4374,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
-                                path, c->data_file, listed(names).c_str()));
+                                path, c->data_file, listed(names)));
         file_names = names;
     }
     if (c->resume_given) return file_names;
@@ -4424,7 +4387,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
-    if (*path) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
+    if (!path.empty()) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
 
@@ -4450,7 +4413,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
         std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now.c_str(), was.c_str()));
+        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
     }
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;
@@ -4485,7 +4448,7 @@ static void load_start(Trainer* t) {
     for (auto [section, parameters] : arrays_of(*m)) {
         if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
-                 file.path.c_str(), section);
+                 file.path, section);
         read_parameters(*m, parameters, file, section);
     }
     use_weights(m, m->master);
@@ -4498,7 +4461,7 @@ static void note_other_images(Trainer* t) {
     if (!c.resume_given || before.empty() || now.empty() || before == now) return;
     t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
                             "and was %s); from here on it learns from this one",
-                            c.data_file, t->step, now.c_str(), before.c_str()));
+                            c.data_file, t->step, now, before));
 }
 
 // Matches the classes of an image file with the model's, and says what was assumed of them.
@@ -4535,7 +4498,7 @@ static std::string config_with_changes(const Trainer& t, const std::string& befo
         if (is_change && step <= t.step) config += line + "\n";
     }
     for (const std::string& change : t.changes)
-        config += text("# from step %ld on: %s\n", t.step, change.c_str());
+        config += text("# from step %ld on: %s\n", t.step, change);
     return config;
 }
 
@@ -4568,8 +4531,11 @@ static bool is_schedule_over(const Config& c, long step) {
 }
 
 static std::string samples_path(const std::string& folder, long step) {
-    return text("%s/samples_%08ld.png", folder.c_str(), step);
+    return text("%s/samples_%08ld.png", folder, step);
 }
+
+// Whether what comes every so many steps comes after this one.
+static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Where no checkpoint can be written, the run ends.
 static void save(Trainer* t) {
@@ -4581,7 +4547,7 @@ static void save(Trainer* t) {
         // up to this step: later ones are damaged, or --resume would not have passed over them
         int newest = 0;
         for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !(c.keep_every && step % c.keep_every == 0))
+            if (step <= t->step && newest++ >= c.keep && !is_due(step, c.keep_every))
                 unlink(checkpoint_path(c.out_dir, step).c_str());
     });
     if (!why.empty()) note("old checkpoints stay: " + why);
@@ -4601,8 +4567,8 @@ static void save_samples(Trainer* t) {
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
-    say("%s in %s (%s): %s%s", counted(c.num_samples, "picture").c_str(),
-        human_time(seconds_now() - start).c_str(), chosen_name(c).c_str(), path.c_str(), grid.rows.c_str());
+    say("%s in %s (%s): %s%s", counted(c.num_samples, "picture"),
+        human_time(seconds_now() - start), chosen_name(c), path, grid.rows);
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -4637,18 +4603,18 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     print_best_validation(t);
 
     std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
-    say("checkpoint: %s", checkpoint.c_str());
-    if (file_exists(samples)) say("samples:    %s", samples.c_str());
+    say("checkpoint: %s", checkpoint);
+    if (file_exists(samples)) say("samples:    %s", samples);
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
-    say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint).c_str());
+    say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint));
 
     std::string more;
     if (t.step >= c.steps) {
         more = text(" --steps %ld", std::max(1L, 2 * t.step));
         if (is_schedule_over(c, t.step)) more += " --lr_schedule constant";
     }
-    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir).c_str(), more.c_str());
+    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
 }
 
 // A terminal's line that the next one overwrites.
@@ -4661,9 +4627,9 @@ static void validate(Trainer* t) {
     if (stop_requested) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
-    printf("step %ld | validation loss %s (%s)\n", t->step, shown.c_str(),
-           chosen_name(t->model.config).c_str());
-    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss).c_str()));
+    print("step %ld | validation loss %s (%s)\n", t->step, shown,
+           chosen_name(t->model.config));
+    t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss)));
     t->validated[t->step] = loss;
 }
 
@@ -4682,7 +4648,7 @@ static void give_up(Trainer* t, const StepState& result) {
     std::string advice = "start again";
     if (t->saved)
         advice = "resume " + checkpoint_path(c.out_dir, t->saved) + ", or an older one if its weights lead to it,";
-    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice.c_str());
+    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice);
 }
 
 // The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
@@ -4693,11 +4659,9 @@ struct Pace {
     double end = start;            // of the newest of them
     double log_start = start;      // of those since that line
     double shown = start;          // when a line of either kind was printed
-    long lesson = first;           // the first step of the present lesson, and when the steps began that count of it
-    double lesson_start = start;
 
     void pause(double seconds) {
-        for (double* moved : {&start, &end, &log_start, &lesson_start}) *moved += seconds;
+        for (double* moved : {&start, &end, &log_start}) *moved += seconds;
     }
 };
 
@@ -4728,16 +4692,7 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1;
-    Lesson lesson = lesson_of(c, t->step - 1);
-    bool begins_lesson = first || lesson != lesson_of(c, t->step - 2);
-    if (begins_lesson) {
-        pace->lesson = t->step;
-        pace->lesson_start = pace->end;
-    }
-    // the first step of a lesson, in which much is set up, counts only while there is no other
     double now = seconds_now();
-    double rate = (double)std::max(1L, t->step - pace->lesson) / (now - pace->lesson_start);
-    if (begins_lesson) pace->lesson_start = now;
     if (first) pace->start = now;
     pace->end = now;
 
@@ -4755,9 +4710,10 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    bool is_followed = lesson == LESSON_PATHS && c.matching_fraction > 0;  // by a lesson whose steps take longer
+    // the time that is left, where steps go on like this: those that match distributions take longer than those before
+    bool is_followed = c.matching_fraction > 0 && lesson_of(c, t->step - 1) == LESSON_PATHS;
     long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
-    printf(" | ETA %s", human_time((double)(end - t->step) / rate).c_str());
+    print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
     if (end < c.steps) printf(" to step %ld", end);
     if (!logs) return;
 
@@ -4767,9 +4723,6 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     pace->log_start = now;
     log_step(t, result, ms, images_per_s);
 }
-
-// Whether what comes every so many steps comes after this one.
-static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Whether the weights of this step are validated: every so many steps, and at the run's end.
 static bool is_validated(const Trainer& t, bool ended) {
@@ -4867,16 +4820,16 @@ static void run_training(const GivenFlags& given) {
     const Config& config = trainer.model.config;
     plan_run(&trainer, given);
     if (!config.dry_run) prepare_run(&trainer);
-    for (const std::string& change : trainer.changes) say("changed on resume: %s", change.c_str());
-    for (const std::string& line : trainer.notes) say("note: %s", line.c_str());
+    for (const std::string& change : trainer.changes) say("changed on resume: %s", change);
+    for (const std::string& line : trainer.notes) say("note: %s", line);
     note_attention(config, given);
     if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (is_schedule_over(config, trainer.step))
-        printf("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-               flag_text(config, flag_named("lr_schedule")).c_str());
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
+               flag_text(config, flag_named("lr_schedule")));
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model);
@@ -4886,7 +4839,7 @@ static void run_training(const GivenFlags& given) {
     if (config.matching_fraction > 0)
         say("note: up to step %ld the network learns paths; then it matches distributions, and its loss is another",
             (long)steps_on_paths(config));
-    say("%s in %s; %s step %ld", counted(trainer.images.count, "image").c_str(), config.data_file,
+    say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
     train(&trainer);
@@ -4902,18 +4855,18 @@ static void run_program(int argc, char** argv) {
         fail_usage("--num_samples 0 draws nothing; leave --generate out to train, or say how many pictures");
     if (const GivenFlag* g = was_typed(given, "output_dir"); g && !draws)
         fail_usage("--output_dir %s draws nothing by itself; add --generate, or say which with --seeds",
-                   g->value.c_str());
+                   g->value);
     if (config.print_config) {
         Trainer trainer;
         plan_run(&trainer, given);
-        printf("%s", config_text(trainer.model.config).c_str());
+        fputs(config_text(trainer.model.config).c_str(), stdout);
         return;
     }
     start_ranks(config);
     backend_init();
     std::string ranks = meet_ranks(config);
     handle_signals();
-    printf("%s on %s%s\n", network.program, backend_name().c_str(), ranks.c_str());
+    print("%s on %s%s\n", network.program, backend_name(), ranks);
     if (draws) run_generate(given);
     else run_training(given);
     leave_ranks();

@@ -5,7 +5,41 @@
 #pragma once
 
 // ---- errors and sentences ---------------------------------------------------------------------------------
-__attribute__((format(printf, 1, 2))) static std::string text(const char* format, ...) {
+static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
+
+// The letter by which printf takes such an argument: s, g, d for an integer, or l for a long one; 0: by none.
+template <typename T> consteval char letter_of() {
+    if (std::is_floating_point_v<T>) return 'g';
+    if (std::is_same_v<T, long> || std::is_same_v<T, unsigned long>) return 'l';
+    if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) <= sizeof(int) ? 'd' : 0;
+    return std::is_convertible_v<T, std::string> ? 's' : 0;
+}
+
+// A format of printf for arguments of these types. The compiler evaluates the constructor, and refuses what throws.
+template <typename... Args> struct Format {
+    const char* format;
+    consteval Format(const char* format) : format(format) {
+        const char letters[] = {letter_of<Args>()..., 0};
+        const char* next = letters;
+        auto take = [&](char letter) {
+            if (*next++ != letter) throw "the format does not fit its arguments";
+        };
+        for (const char* c = format; *c; c++) {
+            if (*c != '%' || *++c == '%') continue;
+            char integer = 'd';
+            for (; !is_one_of("cdefgsuxX", *c); c++) {
+                if (*c == '*') take('d');
+                if (*c == 'l' || *c == 'z') integer = 'l';
+            }
+            bool is_float = is_one_of("efg", *c);
+            take(*c == 's' ? 's' : is_float ? 'g' : integer);
+        }
+        take(0);
+    }
+};
+
+// printf into a string, and onto standard output. %s takes a std::string too.
+static std::string formatted(const char* format, ...) {
     char buffer[4096];
     va_list args;
     va_start(args, format);
@@ -13,6 +47,13 @@ __attribute__((format(printf, 1, 2))) static std::string text(const char* format
     va_end(args);
     return buffer;
 }
+static const char* as_argument(const std::string& argument) { return argument.c_str(); }
+static auto as_argument(const auto& argument) { return argument; }
+template <typename... Args>
+static std::string text(Format<std::type_identity_t<Args>...> format, const Args&... args) {
+    return formatted(format.format, as_argument(args)...);
+}
+#define print(...) fputs(text(__VA_ARGS__).c_str(), stdout)
 
 // Bytes as a message may show them: a control byte becomes \x1B, so that no file's name can drive the terminal.
 // The control characters of UTF-8 have two bytes, of which the first is 0xC2.
@@ -30,7 +71,7 @@ static std::string printable(const std::string& bytes) {
 }
 
 // A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong. Macros, so that the compiler sees each format with its arguments.
+// 2 where the command line is wrong.
 struct Failure {
     int status;
     std::string sentence;
@@ -49,7 +90,7 @@ static std::string failure_of(auto work) {
 }
 
 // A line for the reader that may hold names.
-#define say(...) printf("%s\n", printable(text(__VA_ARGS__)).c_str())
+#define say(...) puts(printable(text(__VA_ARGS__)).c_str())
 // What went wrong without ending the program.
 static void note(const std::string& sentence) {
     if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
@@ -187,9 +228,9 @@ struct Reader {
     int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
     explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
         struct stat info;
-        if (!file) fail("can't open %s: %s", name.c_str(), strerror(errno));
+        if (!file) fail("can't open %s: %s", name, strerror(errno));
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
-            fail("%s is not a regular file", name.c_str());
+            fail("%s is not a regular file", name);
         size = (size_t)info.st_size;
         read(header, std::min(size, sizeof header));
         seek(0);
@@ -197,7 +238,7 @@ struct Reader {
 
     void check(bool ok) {
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
-        if (!ok) fail("could not read %s: %s", path.c_str(), why);
+        if (!ok) fail("could not read %s: %s", path, why);
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
@@ -242,8 +283,8 @@ static Strings list_folder(const std::string& path, std::error_code* error) {
 static void make_folder(const std::string& path) {
     std::error_code error;
     fs::create_directories(path, error);
-    if (error) fail("can't make the folder %s: %s", path.c_str(), error.message().c_str());
-    if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path.c_str(), strerror(errno));
+    if (error) fail("can't make the folder %s: %s", path, error.message());
+    if (access(path.c_str(), W_OK)) fail("can't write into the folder %s: %s", path, strerror(errno));
 }
 
 // Removes the temporary files that killed processes left in a folder. A live Writer holds a lock on its own.
@@ -265,7 +306,7 @@ struct Writer {
     explicit Writer(const std::string& name) : path(name) {
         if (file_exists(name)) path = fs::canonical(name, ignored);  // behind a link
         if (file_exists(name) && !fs::is_regular_file(name, ignored))
-            fail("can't write %s: it is not a regular file", name.c_str());
+            fail("can't write %s: it is not a regular file", name);
 
         folder = path.substr(0, path.rfind('/') + 1);
         if (folder.empty()) folder = "./";
@@ -275,7 +316,7 @@ struct Writer {
         for (int number = 1; !file; number++) {
             temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
             file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
-            if (!file && errno != EEXIST) fail("can't write %s: %s", name.c_str(), strerror(errno));
+            if (!file && errno != EEXIST) fail("can't write %s: %s", name, strerror(errno));
             struct stat info;  // 0 links: removed as stale, before it was locked
             if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
                 fclose(std::exchange(file, nullptr));
@@ -290,7 +331,7 @@ struct Writer {
 
     void check(bool ok) {
         if (!ok)
-            fail("could not write %s: %s; what was there before is untouched", path.c_str(), strerror(errno));
+            fail("could not write %s: %s; what was there before is untouched", path, strerror(errno));
     }
     void write(const void* data, size_t bytes) {
         check(fwrite(data, 1, bytes, file) == bytes);
@@ -333,8 +374,8 @@ static uint8_t byte_of(float value) {
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
     double available = (double)host_memory_available();
     if (available && bytes > available)
-        fail("%s take %s of memory and %s are free; %s", what.c_str(), human_bytes(bytes).c_str(),
-             human_bytes(available).c_str(), instead);
+        fail("%s take %s of memory and %s are free; %s", what, human_bytes(bytes),
+             human_bytes(available), instead);
 }
 
 // ---- flags ------------------------------------------------------------------------------------------------
@@ -569,7 +610,7 @@ static const auto& named(const auto& table, const std::string& name, const std::
         auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
         return first + last;
     };
-    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown.c_str(), mark,
+    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark,
                std::ranges::max_element(table, {}, shared)->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
@@ -587,12 +628,12 @@ static double parse_number(const Flag& flag, const std::string& value) {
     if (flag.kind == BOOL) {
         if (value == "0" || value == "false" || value == "False") return 0;
         if (value == "1" || value == "true" || value == "True") return 1;
-        fail_usage("--%s is 0 or 1, not '%s'", flag.name, value.c_str());
+        fail_usage("--%s is 0 or 1, not '%s'", flag.name, value);
     }
     if (flag.kind == CHOICE) {
         int choice = index_of(split(flag.choices, '|'), value);
         if (choice >= 0) return choice;
-        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value.c_str());
+        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value);
     }
 
     char* end;
@@ -604,7 +645,7 @@ static double parse_number(const Flag& flag, const std::string& value) {
     if (!is_number || is_lost || !in_range)
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    is_float ? "number (a float)" : "whole number", flag.least, flag.most,
-                   value.c_str());
+                   value);
     return number;
 }
 
@@ -631,13 +672,13 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
     size_t most = flag.size / sizeof(float);
     Strings parts = most > 1 ? split(value, ',') : Strings{value};
     if (parts.size() > most)
-        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value.c_str());
+        fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value);
 
     memset(place, 0, flag.size);
     for (size_t i = 0; i < parts.size(); i++) {
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
-            fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value.c_str());
+            fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value);
         if (flag.kind == FLOAT) ((float*)place)[i] = (float)number;
         else ((uint32_t*)place)[i] = (uint32_t)number;
     }
@@ -693,7 +734,7 @@ static void print_help(bool all) {
         group = flag.group;
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
         bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
-        printf(tells ? "  %-37s %s (default %s)\n" : "  %-37s %s\n", left.c_str(), flag.help, flag.standard);
+        print("  %-37s %s%s\n", left, flag.help, tells ? text(" (default %s)", flag.standard) : "");
     }
     printf("\nPresets\n");
     for (auto [name, flags] : PRESETS) {
@@ -739,7 +780,7 @@ static const Strings MOVED_FLAGS = {
 
 static void refuse_moved(const std::string& name) {
     if (index_of(MOVED_FLAGS, name) >= 0)
-        fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name.c_str());
+        fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name);
 }
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
@@ -749,7 +790,7 @@ static GivenFlags parse_config(const std::string& lines, const std::string& path
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(lines, '\n')) {
-        std::string origin = text("%s, line %d", path.c_str(), ++number);
+        std::string origin = text("%s, line %d", path, ++number);
         std::string words = trimmed(line);
         if (words.empty() || words[0] == '#') continue;
 
@@ -765,7 +806,7 @@ static GivenFlags parse_config(const std::string& lines, const std::string& path
             if (is_preset(flag)) preset_flags(value);
             given.push_back({&flag, value, origin});
         });
-        if (!why.empty()) fail_usage("%s: %s", origin.c_str(), why.c_str());
+        if (!why.empty()) fail_usage("%s: %s", origin, why);
     }
     return given;
 }
@@ -774,7 +815,7 @@ static GivenFlags read_config_file(const std::string& path) {
     Reader in(path);
     std::string contents = in.take<std::string>(in.size);
     if (contents.find('\0') != std::string::npos)
-        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path.c_str());
+        fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path);
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     return parse_config(contents, path);
 }
@@ -803,7 +844,7 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
     for (size_t i = 0; i < words.size(); i++) {
         std::string argument = words[i] == "-h" ? "--help" : words[i];
         if (!argument.starts_with("--"))
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument.c_str());
+            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument);
 
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals - 2);
@@ -812,19 +853,18 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
 
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        bool has_value = true;
+        bool has_next = i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"));
+        bool has_value = equals != std::string::npos || has_next;
         std::string value;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
-        else if (i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"))) value = words[++i];
-        else has_value = false;
-
-        if (!has_value && flag.kind == BOOL) value = "1";
-        if (!has_value && name == "help") value = "usual";
+        else if (has_next) value = words[++i];
+        else if (flag.kind == BOOL) value = "1";
+        else if (name == "help") value = "usual";
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
         if (value.empty() && !optional && !(has_value && name == "val_file"))
-            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name.c_str());
+            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
         if (name == "generate" && has_value) {  // how their number was told earlier
-            say("note: --generate %s is called --generate --num_samples %s now", value.c_str(), value.c_str());
+            say("note: --generate %s is called --generate --num_samples %s now", value, value);
             given.push_back({&flag_named("num_samples"), value, origin});
             value = "1";
         }
@@ -836,7 +876,7 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
     for (const Flag& flag : FLAGS) {
         const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
         if (!preset) continue;
-        std::string source = text("--%s %s", flag.name, preset->value.c_str());
+        std::string source = text("--%s %s", flag.name, preset->value);
         put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
     }
     return given;
@@ -876,7 +916,7 @@ static void check_levels(const Config& c) {
         int size = c.image_size >> i;
         if (width > 8192 || fmodf((float)c.num_channels * c.channel_mult[i], 32) != 0)
             fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
-                 float_text(c.channel_mult[i]).c_str(), c.num_channels);
+                 float_text(c.channel_mult[i]), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
                  c.norm_groups, i + 1, width, width / 4);
@@ -918,12 +958,12 @@ static void check_config(const Config& c) {
         fail("--sample_steps %d is more than the model has learned timesteps, %d of --path_steps", c.sample_steps,
              c.path_steps);
     if (c.matching_fraction > 0 && c.path_steps < c.consistency_steps)
-        fail("--matching_fraction %g needs --path_steps %d or more, as many as --consistency_steps", (double)c.matching_fraction,
+        fail("--matching_fraction %g needs --path_steps %d or more, as many as --consistency_steps", c.matching_fraction,
              c.consistency_steps);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
-        fail("--eta %g goes with --sampler ddim only; use --eta 0", (double)c.eta);
+        fail("--eta %g goes with --sampler ddim only; use --eta 0", c.eta);
     if (c.sample_steps > c.diffusion_steps)
         fail("--sample_steps %d is more than --diffusion_steps %d", c.sample_steps, c.diffusion_steps);
 }
@@ -960,7 +1000,7 @@ static void shrink(Dataset* data, int width, int factor) {
 }
 
 // The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
-static Strings parse_class_names(const std::string& lines, const char* file, size_t least, size_t most) {
+static Strings parse_class_names(const std::string& lines, const std::string& file, size_t least, size_t most) {
     size_t count = std::ranges::count(lines, '\n');
     if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
         fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
@@ -971,7 +1011,7 @@ static Strings parse_class_names(const std::string& lines, const char* file, siz
     std::set<std::string> seen;
     for (const std::string& name : names) {
         if (name.empty()) fail("%s is damaged: it has a class without a name", file);
-        if (!seen.insert(name).second) fail("%s is damaged: it has two classes called %s", file, name.c_str());
+        if (!seen.insert(name).second) fail("%s is damaged: it has two classes called %s", file, name);
     }
     return names;
 }
@@ -983,7 +1023,7 @@ struct ImageHeader {
 };
 
 static ImageHeader image_header(const Reader& in) {
-    const char* name = in.path.c_str();
+    const std::string& name = in.path;
     if (in.size < HEADER_BYTES || in.header[0] != IMAGES_MAGIC)
         fail("%s is no image file, a .bin that prepare_data.py makes of pictures", name);
     ImageHeader h;
@@ -1007,30 +1047,29 @@ static Strings read_class_names(const std::string& path) {
     Reader in(path);
     ImageHeader h = image_header(in);
     in.seek(in.size - h.name_bytes);
-    return parse_class_names(in.take<std::string>(h.name_bytes), path.c_str(), h.classes, h.classes);
+    return parse_class_names(in.take<std::string>(h.name_bytes), path, h.classes, h.classes);
 }
 
 // Images `factor` times as large as image_size are shrunk, others refused.
 static Dataset read_images(const std::string& path, const Config& c) {
-    const char* name = path.c_str();
     int wanted = c.image_size;
     if (!file_exists(path) && file_exists(path + ".gz"))
-        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", name, name);
+        fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path, path);
     if (!file_exists(path))
-        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", name,
-             wanted, shell_word(path).c_str());
+        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
+             wanted, shell_word(path));
     Reader in(path);
     ImageHeader h = image_header(in);
     Dataset data = {.count = h.N};
     if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
     if (h.version && !in.checksum_matches(IMAGES_CHECKSUM_FIELD))
-        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", name);
+        fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path);
     if (h.C != c.in_channels)
-        fail("%s has images of %d channels, and %d are wanted", name, h.C, c.in_channels);
+        fail("%s has images of %d channels, and %d are wanted", path, h.C, c.in_channels);
     int factor = h.H / wanted;
     if (h.H != h.W || h.H % wanted)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
-             name, h.H, h.W, wanted);
+             path, h.H, h.W, wanted);
     check_host_memory((double)in.size + (factor > 1 ? 4.0 * h.N * h.C * wanted * wanted : 0),
                       "the images of " + path, "use fewer or smaller ones");
 
@@ -1040,12 +1079,12 @@ static Dataset read_images(const std::string& path, const Config& c) {
     else data.floats = in.take<std::vector<float>>(count);
     for (float value : data.floats)
         if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
-            fail("%s is damaged: it holds a pixel of %g", name, value);
+            fail("%s is damaged: it holds a pixel of %g", path, value);
 
     data.labels = in.take<std::vector<int>>(h.classes ? h.N : 0);
     for (int label : data.labels)
         if (label < 0 || label >= h.classes)
-            fail("%s is damaged: it holds a label of %d and %d classes", name, label, h.classes);
+            fail("%s is damaged: it holds a label of %d and %d classes", path, label, h.classes);
     data.class_names = read_class_names(path);
     if (factor > 1) shrink(&data, h.W, factor);
     return data;
@@ -1066,11 +1105,11 @@ static std::string match_classes(Dataset* data, const char* file, const Strings&
         if (to[i] < 0) unknown.push_back(theirs[i]);
         else if (line.empty())
             line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
-                        "%d in the model", theirs[i].c_str(), i, to[i]);
+                        "%d in the model", theirs[i], i, to[i]);
     }
     if (!unknown.empty())
         fail("%s has images of %s, which the model does not know: its classes are %s", file,
-             listed(unknown).c_str(), listed(names).c_str());
+             listed(unknown), listed(names));
 
     for (const std::string& name : names) {
         int i = index_of(theirs, name);
@@ -1078,7 +1117,7 @@ static std::string match_classes(Dataset* data, const char* file, const Strings&
     }
     if (!lacking.empty())
         line += text("%s has no images of %s, which the model knows", line.empty() ? "" : "; it",
-                     listed(lacking).c_str());
+                     listed(lacking));
     for (int& label : data->labels) label = to[label];
     return line.empty() ? "" : file + line;
 }
@@ -1168,7 +1207,7 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
     }
     if (!fits || offset != size)
         fail("%s is damaged or was cut short: the sections that its header names don't fit its %zu bytes",
-             file->path.c_str(), size);
+             file->path, size);
 }
 
 static void read_history(WeightsFile* file, const std::string& state) {
@@ -1178,7 +1217,7 @@ static void read_history(WeightsFile* file, const std::string& state) {
     if (whole) memcpy(h, state.data(), sizeof *h);
     if (!whole || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
         !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
-        fail("%s is damaged: its section state makes no sense", file->path.c_str());
+        fail("%s is damaged: its section state makes no sense", file->path);
 }
 
 // What a weights file of one of the formats before today's is refused with.
@@ -1186,28 +1225,27 @@ struct EarlierFormat : Failure {};
 
 // Refuses what is no weights file of this program's network and of today's format.
 static void check_format(const Reader& in) {
-    const char* name = in.path.c_str();
+    const std::string& name = in.path;
     std::string word = shell_word(in.path);
     int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (magic == OLD_WEIGHTS_MAGIC)
         fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
-             word.c_str());
+             word);
     if (in.size < HEADER_BYTES || magic != network.magic)
         fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
     if (version >= 1 && version < WEIGHTS_VERSION)
         throw EarlierFormat({1, printable(text("%s has version %d of the format; python generate.py --import %s --export %s "
                                                "makes it today's and keeps all that it holds",
-                                               name, version, word.c_str(), word.c_str()))});
+                                               name, version, word, word))});
     if (version != WEIGHTS_VERSION)
         fail("%s has version %d of the weights format; this program reads version %d", name, version,
              WEIGHTS_VERSION);
 }
 
 static WeightsFile open_weights(const std::string& path) {
-    const char* name = path.c_str();
     Reader in(path);
     check_format(in);
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
@@ -1219,10 +1257,10 @@ static WeightsFile open_weights(const std::string& path) {
         in.seek(offset);
         return in.take<std::string>(bytes);
     };
-    if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", name);
+    if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", path);
     for (const char* needed : {"weights", "config"})
-        if (!file.sections.contains(needed)) fail("%s holds no %s", name, needed);
-    if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", name);
+        if (!file.sections.contains(needed)) fail("%s holds no %s", path, needed);
+    if (file.sections["config"].bytes > 65536) fail("%s is damaged: its section config is too long", path);
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
@@ -1230,24 +1268,24 @@ static WeightsFile open_weights(const std::string& path) {
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
-    if (!why.empty()) fail("%s has a setting that can't be used: %s", name, why.c_str());
+    if (!why.empty()) fail("%s has a setting that can't be used: %s", path, why);
     file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
-        fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", name,
+        fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", path,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
     for (const char* section : ARRAY_SECTIONS)
         if (file.sections.contains(section) && file.sections[section].bytes != parameters * sizeof(float))
-            fail("%s is damaged: its section %s has the wrong length", name, section);
+            fail("%s is damaged: its section %s has the wrong length", path, section);
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
-    file.class_names = parse_class_names(contents("class_names"), name, 0, classes);
+    file.class_names = parse_class_names(contents("class_names"), path, 0, classes);
     file.data_checksum = contents("data_checksum");
     read_history(&file, contents("state"));
     return file;
 }
 
 static std::string checkpoint_path(const std::string& folder, long step) {
-    return text("%s/checkpoint_%08ld.bin", folder.c_str(), step);
+    return text("%s/checkpoint_%08ld.bin", folder, step);
 }
 
 // Steps of the checkpoints in a folder, newest first, whole or not.
@@ -1260,7 +1298,7 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
         if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
     }
     if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
-        fail("can't list the folder %s: %s", folder.c_str(), error.message().c_str());
+        fail("can't list the folder %s: %s", folder, error.message());
     std::sort(steps.rbegin(), steps.rend());
     return steps;
 }
@@ -1278,7 +1316,7 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
             note("passed over: " + failure.sentence);
         }
     }
-    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder.c_str(), otherwise);
+    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder, otherwise);
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
@@ -1352,26 +1390,23 @@ static std::vector<uint8_t> filter_lines(const Raster& picture) {
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
 // that deflate allows, the counts are made more alike.
 static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
-    std::vector<int> parents, depths;
+    std::vector<int> lengths;
     do {
-        std::set<std::pair<uint32_t, int>> roots;  // a tree's count and number; the two rarest are joined
-        for (size_t symbol = 0; symbol < counts.size(); symbol++)
-            if (counts[symbol]) roots.insert({counts[symbol], (int)symbol});
-        parents.assign(counts.size(), -1);
-        while (roots.size() > 1) {
-            auto [count, node] = roots.extract(roots.begin()).value();
-            auto [other_count, other] = roots.extract(roots.begin()).value();
-            parents[node] = parents[other] = (int)parents.size();
-            roots.insert({count + other_count, (int)parents.size()});
-            parents.push_back(-1);
+        lengths.assign(counts.size(), 0);
+        std::multimap<uint32_t, std::vector<int>> trees;  // the symbols of each, by their count
+        for (int symbol = 0; symbol < (int)counts.size(); symbol++)
+            if (counts[symbol]) trees.insert({counts[symbol], {symbol}});
+
+        while (trees.size() > 1) {  // the two rarest are joined: their symbols lie a bit deeper
+            auto rarest = trees.extract(trees.begin()), next = trees.extract(trees.begin());
+            std::vector<int> joined = rarest.mapped();
+            joined.insert(joined.end(), next.mapped().begin(), next.mapped().end());
+            for (int symbol : joined) lengths[symbol]++;
+            trees.insert({rarest.key() + next.key(), joined});
         }
-        depths.assign(parents.size(), 0);
-        for (size_t node = parents.size(); node-- > 0;)  // a parent's number is higher
-            if (parents[node] >= 0) depths[node] = depths[parents[node]] + 1;
         for (uint32_t& count : counts) count = (count + 1) / 2;
-    } while (std::ranges::max(depths) > 15);
-    depths.resize(counts.size());
-    return depths;
+    } while (std::ranges::max(lengths) > 15);
+    return lengths;
 }
 
 static uint32_t reversed(uint32_t code, int n) {
@@ -1425,26 +1460,30 @@ struct DeflateStream {
         }
     }
 
-    // Writes a block with a Huffman code of its own. A block that would not become shorter is stored.
+    // Writes a block with a Huffman code of its own, or stores it where that is shorter.
     void add(std::span<const uint8_t> block, bool is_last) {
+        DeflateStream coded = *this;
+        coded.put(is_last, 1);
+        coded.put_coded(block);
+        put(is_last, 1);
+        put_stored(block);
+        if (coded.bytes.size() < bytes.size()) *this = coded;
+    }
+
+    void put_stored(std::span<const uint8_t> block) {
+        put(0, 2);
+        put(0, (8 - count) % 8);  // from the next byte on
+        put((uint32_t)block.size(), 16);
+        put(~(uint32_t)block.size() & 0xFFFF, 16);
+        bytes.append((const char*)block.data(), block.size());
+    }
+
+    void put_coded(std::span<const uint8_t> block) {
         std::vector<DeflateSymbol> found = find_matches(block);
-        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0), codes = counts;
         for (const DeflateSymbol& s : found) counts[s.symbol]++;
         std::vector<int> lengths = code_lengths(counts);
 
-        size_t bits = 17 + 3 * 19 + 4 * (DEFLATE_SYMBOLS + 1);  // that tell the code, and then what is told in it
-        for (const DeflateSymbol& s : found) bits += lengths[s.symbol] + s.more + (s.symbol >= FIRST_MATCH);
-        put(is_last, 1);
-        if (bits > 8 * (block.size() + 4)) {
-            put(0, 2);  // stored, from the next byte on
-            put(0, (8 - count) % 8);
-            put((uint32_t)block.size(), 16);
-            put(~(uint32_t)block.size() & 0xFFFF, 16);
-            bytes.append((const char*)block.data(), block.size());
-            return;
-        }
-
-        std::vector<uint32_t> codes(DEFLATE_SYMBOLS, 0);
         uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
         for (int length = 1; length <= 15; length++, code *= 2)
             for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
@@ -1646,8 +1685,8 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
         std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
         if (g && asked != stored)
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 flag.name, asked.c_str(), g->origin.empty() ? "" : (" (" + g->origin + ")").c_str(),
-                 file.path.c_str(), stored.empty() ? "none" : stored.c_str());
+                 flag.name, asked, g->origin.empty() ? "" : (" (" + g->origin + ")"),
+                 file.path, stored.empty() ? "none" : stored);
         set_flag(config, flag, stored);
     }
 }
@@ -1662,7 +1701,7 @@ static std::string take_sampling(Config* config, const GivenFlags& given, const 
         if (flag.group != SAMPLING || is_told) continue;
         std::string value = flag_text(run, flag);
         set_flag(config, flag, value);
-        if (value != flag.standard) taken += text(" --%s %s", flag.name, value.c_str());
+        if (value != flag.standard) taken += text(" --%s %s", flag.name, value);
     }
     return taken;
 }
@@ -1690,9 +1729,9 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
         if (ends == 1) last = first;
         bool is_number = range.find_first_not_of("0123456789-") == range.npos;
         if (!is_number || ends < 1 || range[read] || first > last || last > most)
-            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list.c_str(), most);
+            fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list, most);
         if (numbers.size() + (last - first) >= 1000000)
-            fail_usage("--%s %s are more than a million; draw them in parts", flag, list.c_str());
+            fail_usage("--%s %s are more than a million; draw them in parts", flag, list);
         for (unsigned long number = first; number <= last; number++) numbers.push_back((uint32_t)number);
     }
     return numbers;
@@ -1726,7 +1765,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         if (found >= 0) {
             if (std::ranges::count(names, names[found]) > 1)
                 fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart",
-                           list.c_str(), word.c_str());
+                           list, word);
             classes.push_back((uint32_t)found);
             continue;
         }
@@ -1739,8 +1778,8 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
             classes.push_back((uint32_t)found);
         }
         if (found < 0)
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list.c_str(),
-                       word.c_str(), listed(names).c_str());
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list,
+                       word, listed(names));
     }
     return classes;
 }
@@ -1805,7 +1844,7 @@ struct Metrics {
         }
         if (kept != there) write_text(path, kept);
         file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-        if (file < 0) fail("can't write %s: %s", path.c_str(), strerror(errno));
+        if (file < 0) fail("can't write %s: %s", path, strerror(errno));
     }
 
     void add(const std::string& lines) {

@@ -448,12 +448,13 @@ struct Row {
 static void print_table(const std::string& title, const std::vector<Row>& rows, Work work, double floor_us) {
     bool rates = work.operations > 0, on_gpu = floor_us > 0;
     const char* unit = !rates ? "GB/s" : on_gpu ? "TFLOP/s" : "GFLOP/s";
+    int decimals = !on_gpu ? 1 : rates ? 2 : 0;
     std::vector<std::vector<std::string>> cells = {
         {"version", "layout", "type", "error", "us", unit, on_gpu ? "of the floor" : "", "idea"}};
     for (const Row& row : rows) {
         double rate = rates ? work.operations / row.us * (on_gpu ? 1e-6 : 1e-3) : work.bytes / row.us * 1e-3;
         cells.push_back({row.version, row.layout, row.type, row.error, row.us > 0 ? text("%.1f", row.us) : "",
-                         row.us > 0 ? text(!on_gpu ? "%.1f" : rates ? "%.2f" : "%.0f", rate) : "",
+                         row.us > 0 ? text("%.*f", decimals, rate) : "",
                          row.us > 0 && on_gpu ? text("%.1f%%", 100 * floor_us / row.us) : "",
                          row.idea});
     }

@@ -347,7 +347,7 @@ static PredictionLoss<Real> mse_layer(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
     BatchLoss batch = {p.out<float>("losses"), p.in<int>("t"), (const Timestep*)p.in<float>("chain"),
                        B, n / PIXEL, PIXEL, 1000};
-    return {batch, 0, B, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
+    return {batch, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
 }
 #endif
 

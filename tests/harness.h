@@ -138,11 +138,11 @@ static std::vector<float> downloaded(const float* from, size_t n) {
 // The mean loss of the first B images, and where the model trains the gradient of its output.
 static double forward_loss(Model* m, int B) {
     BatchLoss batch = batch_loss(m);
-    batch.B = B;
+    batch.batch_size = batch.B = B;
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = m->variance_losses ? m->images : nullptr;
     unet_forward(m, B);
-    run(PredictionLoss<floatX>{batch, 0, B, unet_output(m), m->target, dout, images});
+    run(PredictionLoss<floatX>{batch, unet_output(m), m->target, dout, images});
     double loss = 0;
     for (const float* losses : {m->losses, m->variance_losses}) {
         if (!losses) continue;

@@ -908,8 +908,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         if (training) outputs.push_back({&dout, WRITTEN, "dout", LIMIT});
         check("mean squared error", shape, outputs, [&](auto on) {
             BatchLoss batch = {on(losses), on(t), on(chain), B, H * W, channels, 1000};
-            on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target),
-                                                            on(dout, training)});
+            on.run(PredictionLoss<typename decltype(on)::T>{batch, on(out), on(target), on(dout, training)});
         });
     }
     Floats bounds(losses.host.size());
@@ -924,8 +923,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
            {&dout, WRITTEN, "dout", LIMIT}},
           [&](auto on) {
               BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000, on(bounds)};
-              on.run(PredictionLoss<typename decltype(on)::T>{batch, 0, B, on(out), on(target), on(dout),
-                                                              on(images)});
+              on.run(PredictionLoss<typename decltype(on)::T>{batch, on(out), on(target), on(dout), on(images)});
           });
     Floats gaps(B), weights(B), errors(n);
     std::vector<int> before = early;
@@ -938,20 +936,25 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(weights), on(errors)}; };
     check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-        on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, 0, B, on(out), on(target)});
+        on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, on(out), on(target)});
     });
     check("consistency weights", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-        on.run(ConsistencyWeights{pairs(on), batch, 0, B});
+        on.run(ConsistencyWeights{pairs(on), batch});
     });
     Pair<int> of_batch(some_timesteps(3 * B + 1));
+    auto part_of_batch = [&](auto on) {
+        BatchLoss batch = {on(losses), on(of_batch), on(chain), 3 * B + 1, H * W, channels, 1000};
+        batch.first = 2 * B + 1;
+        batch.B = B;
+        return batch;
+    };
     Floats points(4 * n);  // of paths of three steps
     check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
         on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                  .target = on(target),
-                                 .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
-                                 .first = 2 * B + 1,
+                                 .loss = part_of_batch(on),
                                  .points = on(points),
                                  .step = &on(state)->step,
                                  .path_steps = 3});
@@ -959,9 +962,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
     check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
         on.run(PredictX0<typename decltype(on)::T>{.predicted = on(pictures),
-                                                   .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
-                                                   .first = 2 * B + 1,
-                                                   .B = B,
+                                                   .loss = part_of_batch(on),
                                                    .images = on(images),
                                                    .out = on(out),
                                                    .target = on(target),
@@ -969,9 +970,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     });
     check("matching target", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         on.run(MatchingTarget<typename decltype(on)::T>{.target = on(target),
-                                                        .loss = {on(losses), on(of_batch), on(chain), B, H * W, channels, 1000},
-                                                        .first = 2 * B + 1,
-                                                        .B = B,
+                                                        .loss = part_of_batch(on),
                                                         .out = on(out),
                                                         .pictures = on(pictures),
                                                         .teacher = on(teacher),

@@ -1115,7 +1115,7 @@ static void pointwise_case(const Case& c, Verdict* v) {
             chain.back().weight = weight;
         }
         BatchLoss loss = {losses.data(), t.data(), chain.data(), B, n / PIXEL, PIXEL, T};
-        cpu::run(PredictionLoss<float>{loss, 0, B, x.data(), target.data(), dx.data()});
+        cpu::run(PredictionLoss<float>{loss, x.data(), target.data(), dx.data()});
         StepState state = StepState();
         cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
         v->compare("loss", {state.loss}, c.at("loss"));
@@ -1125,9 +1125,11 @@ static void pointwise_case(const Case& c, Verdict* v) {
             v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
         loss.parts = only.data();
-        for (int b = 0; b < B; b++)  // a sample at a time
-            cpu::run(
-                PredictionLoss<float>{loss, b, 1, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
+        loss.B = 1;
+        for (int b = 0; b < B; b++) {  // a sample at a time
+            loss.first = b;
+            cpu::run(PredictionLoss<float>{loss, x.data() + (size_t)b * n, target.data() + (size_t)b * n});
+        }
         v->note("loss without gradient", only == losses ? 0 : INFINITY);
     }
     v->compare("dx", dx, c.at("dx"));

@@ -21,7 +21,7 @@ FAULTS = {
     "group norm": ("unet_cpu.h", "(float)(w_dy / T / width)", "(float)(w_dy / T)", NETWORK, ["--only", "plain layers"]),
     "residual block": ("train_unet.cu", ".accumulate = !adds_x || block.accumulate", ".accumulate = block.accumulate", NETWORK,
                        ["--only", "differences"]),
-    "life of a buffer": ("train_unet.cu", "b.late.lives(back, back + 1);", "b.late.lives(back, back);", NETWORK, ["--only", "plan"]),
+    "life of a buffer": ("train_unet.cu", "b.late.used_at(back + 1);", "", NETWORK, ["--only", "plan"]),
     "side stream": ("train_unet.cu", "        wait_for(of_block_before);\n", "", NETWORK, ["--only", "plan"]),
     "micro-batches": ("train_unet.cu", "tree_gradient(t, lesson, first + count / 2,", "tree_gradient(t, lesson, first,", NETWORK,
                       ["--only", "microbatch"]),

@@ -143,7 +143,7 @@ template <typename T>
 static Kind kind_of(const PredictionLoss<T>& l) {
     double bytes = (sizeof(float) + (l.dout ? 2.0 : 1.0) * sizeof(T)) * PIXEL;  // of a pixel
     if (l.images) bytes += sizeof(float) * l.batch.channels;
-    return {"loss", bytes * l.B * l.batch.pixels};
+    return {"loss", bytes * l.batch.B * l.batch.pixels};
 }
 template <typename T>
 static Kind kind_of(const Dropout<T>& l) {
