@@ -5471,13 +5471,13 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
     const int C = norm.x.C(), c = tile.c;
     Unpacked sum = {}, product = {};
     if (c < C) {
-        const Tensor& x = norm.x.of(c);
-        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        const size_t pixel = tile.first + tile.row, at = pixel * C + c;
         uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
+        const Tensor& x = norm.x.of(c);
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
         NormGradient gradient;
-        gradient.load(norm, of_image);
+        gradient.load(norm, (size_t)blockIdx.z * C + c);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
@@ -5520,6 +5520,7 @@ struct NormWork {
     bool owner;                  // whether thread i works out what belongs to channel slab + i
     int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
+    int sharers;                 // threads that share a group, a power of 2
     size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
     int step, step_joined;       // elements from one of its pixels to the next
     // Divisions are few and unsigned: a small norm takes as long as this and the sums that follow.
@@ -5538,6 +5539,7 @@ struct NormWork {
         group_size = C / norm.groups;
         g0 = (unsigned)slab / group_size;
         groups = (slab + channels - 1) / group_size - g0 + 1;
+        sharers = 1 << (31 - __clz(NORM_THREADS / groups));
 
         t = block * rows + row;
         stride = rows * grid.blocks;
@@ -5550,13 +5552,11 @@ struct NormWork {
         if (row >= rows) t = T;  // a thread too many
     }
 
-    // For thread i < channels the sum over the group of channel slab + i, over all tiles and channels
-    // of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
-    // of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
-    __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
-        __shared__ float2 shared_sums[NORM_THREADS];
-        const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
-        const int width = min(sharers, 32), warps = sharers / width;
+    // The sum over a group, of all its tiles and channels, is taken in two calls, between which a thread may begin to
+    // load its pixels. The order of additions follows from the shapes alone.
+    //
+    // This thread's part of item(tile, channel, the group's first channel).
+    __device__ float2 sum_of_items(int tiles, auto item) const {
         const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
         const int c0 = (g0 + i) * group_size;
         const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
@@ -5572,8 +5572,12 @@ struct NormWork {
                     tile++;
                 }
             }
-        meanwhile();
-
+        return sum;
+    }
+    // For thread i < channels the sum over the group of channel slab + i, from every thread's part.
+    __device__ float2 group_sum(float2 sum) const {
+        __shared__ float2 shared_sums[NORM_THREADS];
+        const int width = min(sharers, 32), warps = sharers / width;
         for (int offset = width / 2; offset; offset /= 2) {
             sum.x += __shfl_xor_sync(~0u, sum.x, offset);
             sum.y += __shfl_xor_sync(~0u, sum.y, offset);
@@ -5609,14 +5613,14 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
     ScaleShift modulated;
-    float2 sum = work.group_sum(tiles, item, [&] {
-        if (work.owner) modulated = norm.modulated(work.b, c);
-        for (int i = 0; i < NORM_DEPTH; i++)
-            if (out && work.t + i * work.stride < T) {
-                in[i] = *(const uint4*)source;
-                source += work.step;
-            }
-    });
+    float2 sum = work.sum_of_items(tiles, item);
+    if (work.owner) modulated = norm.modulated(work.b, c);
+    for (int i = 0; i < NORM_DEPTH; i++)
+        if (out && work.t + i * work.stride < T) {
+            in[i] = *(const uint4*)source;
+            source += work.step;
+        }
+    sum = work.group_sum(sum);
     if (work.owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
         float mean = moments(0, c - c % work.group_size).mean + distance;
@@ -5720,14 +5724,14 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = work.group_sum(tiles, item, [&] {
-        const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
-        if (work.owner) {
-            statistics = norm.statistics[at];
-            half = norm.half_scale_shift[at];
-        }
-        if (work.t < T) load();
-    });
+    float2 sum = work.sum_of_items(tiles, item);
+    if (work.owner) {
+        const size_t channel = (size_t)work.b * C + work.slab + threadIdx.x;
+        statistics = norm.statistics[channel];
+        half = norm.half_scale_shift[channel];
+    }
+    if (work.t < T) load();
+    sum = work.group_sum(sum);
     // All in registers: 2% slower on an H100.
     if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
@@ -5763,15 +5767,15 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
 }
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
-    const bool residual = !!options.residual;
-    PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    PROFILE("group norm backward", {0, (4.0 + !!options.residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
-        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
-           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
+    auto kernel = groupnorm_backward_kernel<false, false>;
+    if (options.residual) kernel = groupnorm_backward_kernel<true, false>;
+    if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
+    if (options.residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
+    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx, normed.data, dy.data,
+           options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
