@@ -6204,11 +6204,12 @@ struct Patch {
     // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
-    __device__ int row(int p) const {
+    template <int TAPS> __device__ int row(int p) const {
+        if (TAPS == 1) return p;
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
-    __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
+    template <int TAPS> __device__ int tap(int t) const { return TAPS == 1 ? 0 : t / 3 * (width + 2) + t % 3; }
     // Where a row lies in the tile with its halo: column, line, image.
     __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
@@ -6402,7 +6403,7 @@ struct GemmBlock : Gemm {
     // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
     // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
     // pixel.
-    __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
+    __device__ __forceinline__ void finish(float* staging, auto pixel_in, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
         const bool has_norm = TRANSPOSED && norm.half_scale_shift;
@@ -6419,7 +6420,7 @@ struct GemmBlock : Gemm {
             const floatX* from = n < N() && of.data ? of.data + source.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
-                m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
+                m[i] = pixel_in(patch.row<TAPS>(p) + patch.tap<TAPS>(4));
                 if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = load<VEC>(staging + p * PITCH + column);
@@ -6500,6 +6501,7 @@ struct GemmBlock : Gemm {
                 pixel_of_row[r] = patch.pixel(origin, patch.offset(r));
             __syncthreads();
         }
+        auto pixel_in = [&](int row) { return TAPS > 1 ? pixel_of_row[row] : tile * BM + row; };
 
         // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
         // them is the chunk's first.
@@ -6512,9 +6514,8 @@ struct GemmBlock : Gemm {
             const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
             const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
             const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
-            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
-                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
-            });
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0,
+                                        [&](int i) { return pixel_in(row + i); });
         };
 
         // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
@@ -6542,7 +6543,7 @@ struct GemmBlock : Gemm {
             }
         };
 
-        Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
+        Product product([&](int p) { return patch.row<TAPS>(p); });
 
         // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
         // early.
@@ -6576,7 +6577,7 @@ struct GemmBlock : Gemm {
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
             product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, TAPS > 1 ? patch.tap(step.tap) : 0);
+                             b_ring + step.stage * B_BYTES, patch.tap<TAPS>(step.tap));
         }
 
         __pipeline_wait_prior(0);
@@ -6584,7 +6585,7 @@ struct GemmBlock : Gemm {
         float* staging = (float*)(shared + TABLE_BYTES);
         product.store(staging);
         __syncthreads();
-        finish(staging, pixel_of_row, tile, n0);
+        finish(staging, pixel_in, tile, n0);
     }
 
     static void launch_tiles(const Gemm& g) {
@@ -6871,8 +6872,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
-                    int r = TAPS > 1 ? row + patch.tap(j) : row;
-                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
+                    load_matrices_transposed(b, x_tile + swizzled(row + patch.tap<TAPS>(j), vector(j)));
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
                 }
@@ -6918,7 +6918,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
                 int row = TAPS > 1 ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
-                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
+                    auto x = load_shared<NC>(at(x_tile, row + patch.tap<TAPS>(t), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
                         UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
@@ -6960,7 +6960,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             shared.pixel_of_row[tile % 2][tid] = tid < patch.rows() ? pixel : -1;
         };
         if (TAPS > 1) {
-            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row(p);
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row<TAPS>(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
@@ -6973,7 +6973,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
             auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
             auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap(4) : row + i);
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap<TAPS>(4) : row + i);
             };
             load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
                 shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
