@@ -7381,14 +7381,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int BLOCKS = 2 / SUBTILES;                    // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
-    // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
-    // two sub-tiles these warps have a warpgroup of their own, which leaves its registers to the others.
-    static constexpr int feeders() {
-        if (NORMS) return 256;
-        if (SUBTILES > 1) return 128;
-        return TAPS > 1 ? 64 : 32;
-    }
-    static constexpr int THREADS = READERS + feeders();
+    // The threads that feed them: two warps, in each of which one thread fills a ring. With two sub-tiles these warps
+    // have a warpgroup of their own, which leaves its registers to the others.
+    static constexpr int FEEDERS = SUBTILES == 1 ? 64 : NORMS ? 256 : 128;
+    static constexpr int THREADS = READERS + FEEDERS;
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
     // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
     static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
@@ -7443,44 +7439,46 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     __device__ Pixel origin(int tile) const {
         return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
     }
-    // Done by one thread: loads patches and operands, or weights, or both.
-    __device__ __forceinline__ void produce(bool patches, bool weights) {
+    // Done by one thread: loads each chunk's patch, and after the last chunk the operand, where the outputs will be
+    // put together.
+    __device__ __forceinline__ void load_patches() {
         Ring<PATCHES> patch = {0, 1};
-        Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
-            for (int chunk = first; chunk <= last; chunk++) {
-                const int channel = g.first_channel(chunk);
-                if (patches) {
-                    load_patch(at, chunk, channel, patch.slot, patch.parity);
-                    patch.next();
-                }
-                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
-                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
-                    Barrier& full = shared.stage.full[stage.slot];
-                    shared.stage.empty[stage.slot].wait(stage.parity);
-                    full.expect(sizeof(Rows64));
-                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
+            for (int chunk = first; chunk <= last; chunk++, patch.next()) {
+                auto& to = shared.patches[patch.slot];
+                Barrier& full = shared.patch.full[patch.slot];
+                shared.patch.empty[patch.slot].wait(patch.parity);
+                if (chunk < last) {
+                    const int c = g.first_channel(chunk);
+                    full.expect(PATCH_ROWS * 128);
+                    tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
+                } else if (g.operand_map.columns && rank == 0) {
+                    full.expect(sizeof to.outputs);
+                    for (int k = 0; k < SUBTILES; k++)
+                        tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), subtile(at, k));
+                } else {
+                    full.arrive();
                 }
             }
         }
     }
-    // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
-    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
-        auto& to = shared.patches[slot];
-        Barrier& full = shared.patch.full[slot];
-        shared.patch.empty[slot].wait(parity);
-        if (chunk < last) {
-            full.expect(PATCH_ROWS * 128);
-            tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
-        } else if (g.operand_map.columns && rank == 0) {
-            full.expect(sizeof to.outputs);
-            for (int k = 0; k < SUBTILES; k++)
-                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
-                         subtile(at, k));
-        } else {
-            full.arrive();
+    // Done by another thread: loads weights, a tap at a time.
+    __device__ __forceinline__ void load_weights() {
+        Ring<STAGES> stage = {0, 1};
+        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
+            for (int chunk = first; chunk < last; chunk++) {
+                const int c = g.first_channel(chunk);
+#pragma unroll 1
+                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
+                    Barrier& full = shared.stage.full[stage.slot];
+                    shared.stage.empty[stage.slot].wait(stage.parity);
+                    full.expect(sizeof(Rows64));
+                    const Pixel row = TRANSPOSED ? Pixel{0, c, TAPS - 1 - tap} : Pixel{0, o, tap};
+                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : c, row);
+                }
+            }
+            if (weights_resident) return;
         }
     }
 
@@ -7610,8 +7608,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return norm_patches();
         }
         if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
-        if (threadIdx.x == READERS) produce(true, TAPS == 1);
-        if (threadIdx.x == READERS + 32) produce(false, true);
+        if (threadIdx.x == READERS) load_patches();
+        if (threadIdx.x == READERS + 32) load_weights();
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
