@@ -5796,11 +5796,11 @@ struct AttentionHead {
 
 // The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
 struct Attention {
-    floatX *dqkv, *dout;  // null in forward
     floatX *out, *qkv;
     float* lse;
     int T, C, d;
     float scale;
+    floatX *dqkv = nullptr, *dout = nullptr;  // in backward
     // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
     __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
     __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
@@ -6121,7 +6121,7 @@ static void with_padded_head(int d, auto launch) {
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
+    const Attention a = {out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Forward), Tile{a});
@@ -6131,7 +6131,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                                int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
+    const Attention a = {out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d), dqkv.data, dout.data};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Backward), Tile{a});
