@@ -6325,7 +6325,7 @@ struct GemmBlock : Gemm {
     }
 
     // A warp's accumulators, WM x WN, in the fragments of mma.sync, which fp32 uses too.
-    struct Product {
+    struct Accumulators {
         static constexpr int MI = WM / 16, NI = WN / 8;
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -6334,7 +6334,7 @@ struct GemmBlock : Gemm {
         // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
         int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
-        __device__ Product(auto row_of) {
+        __device__ Accumulators(auto row_of) {
             UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
         }
         __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
@@ -6358,7 +6358,7 @@ struct GemmBlock : Gemm {
         }
 #else
         int row[2 * MI];  // of A: those of this lane's sums
-        __device__ Product(auto row_of) {
+        __device__ Accumulators(auto row_of) {
             UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
         }
         // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
@@ -6543,7 +6543,7 @@ struct GemmBlock : Gemm {
             }
         };
 
-        Product product([&](int p) { return patch.row<TAPS>(p); });
+        Accumulators accumulators([&](int p) { return patch.row<TAPS>(p); });
 
         // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
         // early.
@@ -6576,14 +6576,14 @@ struct GemmBlock : Gemm {
             if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
-            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
+            accumulators.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
                              b_ring + step.stage * B_BYTES, patch.tap<TAPS>(step.tap));
         }
 
         __pipeline_wait_prior(0);
         __syncthreads();  // the rings become the staging area
         float* staging = (float*)(shared + TABLE_BYTES);
-        product.store(staging);
+        accumulators.store(staging);
         __syncthreads();
         finish(staging, pixel_in, tile, n0);
     }
@@ -6839,12 +6839,17 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         struct alignas(128) Stage {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
+        // The row of x where a pixel's neighbourhood begins, and the pixel that lies in a row.
+        __device__ int row(int pixel) const { return TAPS > 1 ? row_of_pixel[pixel] : pixel; }
+        __device__ int pixel(int tile, int row) const {
+            return TAPS > 1 ? pixel_of_row[tile % 2][row] : tile * PIXELS + row;
+        }
     };
 
 #ifndef PRECISION_FP32
     // The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
     // with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-    struct Product {
+    struct Accumulators {
         static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
         static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
         static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
@@ -6855,7 +6860,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
         // Eight input channels of fragment j; its tap is j.
         __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const Shared& shared, const Patch& patch,
                                  bool sums_bias) {
 #pragma unroll 1
             for (int k = 0; k < PIXELS; k += 32) {
@@ -6869,7 +6874,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
                 }
-                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+                const int row = shared.row(k + lane);
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
                     load_matrices_transposed(b, x_tile + swizzled(row + patch.tap<TAPS>(j), vector(j)));
@@ -6899,7 +6904,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     };
 #else
     // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
-    struct Product {
+    struct Accumulators {
         static constexpr int NC = TAPS > 1 ? 2 : 4;
         static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
         float c[8][TAPS][NC] = {};
@@ -6908,7 +6913,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         __device__ static uint32_t at(uint32_t tile, int row, int channel) {
             return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
         }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const Shared& shared, const Patch& patch,
                                  bool sums_bias) {
 #pragma unroll 4
             for (int k = 0; k < PIXELS; k++) {
@@ -6916,7 +6921,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
-                int row = TAPS > 1 ? row_of_pixel[k] : k;
+                const int row = shared.row(k);
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
                     auto x = load_shared<NC>(at(x_tile, row + patch.tap<TAPS>(t), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
@@ -6970,24 +6975,20 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             if (tile >= last) return;
             auto& stage = shared.stages[(tile - first) % STAGES];
             const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
-            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
-            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
-            auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap<TAPS>(4) : row + i);
-            };
             load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
+                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0,
+                [&](int i) { return shared.pixel(tile, shared.row(row + i) + patch.tap<TAPS>(4)); });
             load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
                 shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
-                [&](int i) { return pixel(row + i); });
+                [&](int i) { return shared.pixel(tile, row + i); });
         };
 
-        Product product;
+        Accumulators accumulators;
         // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
         // write one row, because neither split nor set ever goes down.
         int set = first / set_tiles;
         auto flush_sums = [&] {
-            product.flush_sums([&](int image, int o, float sum) {
+            accumulators.flush_sums([&](int image, int o, float sum) {
                 if (image < patch.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
@@ -7006,14 +7007,13 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, patch,
-                             sums_bias);
+            accumulators.multiply(shared_address(stage.dout), shared_address(stage.x), shared, patch, sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
 
         float* to = partial ? partial + blockIdx.y * count() : dw;
-        product.store([&](int o, int tap, int c, float2 value) {
+        accumulators.store([&](int o, int tap, int c, float2 value) {
             if (o0 + o >= O || c0 + c >= channels) return;
             size_t row = (size_t)(o0 + o) * TAPS + tap;
             *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;

@@ -1125,7 +1125,7 @@ __global__ void __launch_bounds__(256, 1)
             copy_async(at + JOINT_ROWS * 128, valid ? x + (size_t)m * s.C + c0 + v * 8 : x, valid);
         }
     };
-    JointWeight::Product dw;  // a warp: all 64 outputs, eight channels, nine taps
+    JointWeight::Accumulators dw;  // a warp: all 64 outputs, eight channels, nine taps
     if (first < last) load(first);
     __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
@@ -1135,7 +1135,7 @@ __global__ void __launch_bounds__(256, 1)
         __syncthreads();
         uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
 
-        JointInput::Product product([&](int p) { return patch.row<9>(p); });
+        JointInput::Accumulators product([&](int p) { return patch.row<9>(p); });
 #pragma unroll 1
         for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap<9>(tap));
         Pixel origin = patch.origin(tile);
@@ -1153,7 +1153,7 @@ __global__ void __launch_bounds__(256, 1)
                 *to = pack_bf16(low, high);
             }
         }
-        // WeightBlock::Product::multiply, but for dout's rows, which here have a border too.
+        // WeightBlock::Accumulators::multiply, but for dout's rows, which here have a border too.
 #pragma unroll 1
         for (int k = 0; k < 128; k += 32) {
             uint32_t a[2][4][4];
