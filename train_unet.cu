@@ -7860,6 +7860,30 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         unsigned char unread[4096];
     };
 
+    // Done by one thread: fills the ring with the steps [first, last), from the block's first channels on.
+    __device__ __forceinline__ void load_steps(Shared& shared, int first, int last, int c0, int o0, int dy) const {
+        Pixel at = patch.origin(first);
+        Ring<STAGES> stage = {0, 1};
+        for (int t = first; t < last; t++, stage.next()) {
+            auto& to = shared.stages[stage.slot];
+            Barrier& full = shared.ring.full[stage.slot];
+            shared.ring.empty[stage.slot].wait(stage.parity);
+            full.expect(sizeof to.dout + X.width * X.height * 128);
+            tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
+            tma_load(to.dout, dout_map, full, o0, at);
+            // The next tile; divisions would take this one thread longer than the product.
+            at.x += 8;
+            if (at.x >= patch.W) {
+                at.x = 0;
+                at.y += 8;
+            }
+            if (at.y >= patch.H) {
+                at.y = 0;
+                at.b++;
+            }
+        }
+    }
+
     __device__ __forceinline__ void run() const {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
@@ -7882,27 +7906,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         __syncthreads();
 
         if (threadIdx.x >= READERS) {
-            if (threadIdx.x > READERS) return;
-            Pixel at = patch.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                auto& to = shared.stages[stage.slot];
-                Barrier& full = shared.ring.full[stage.slot];
-                shared.ring.empty[stage.slot].wait(stage.parity);
-                full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
-                tma_load(to.dout, dout_map, full, o0, at);
-                // The next tile; divisions would take this one thread longer than the product.
-                at.x += 8;
-                if (at.x >= patch.W) {
-                    at.x = 0;
-                    at.y += 8;
-                }
-                if (at.y >= patch.H) {
-                    at.y = 0;
-                    at.b++;
-                }
-            }
+            if (threadIdx.x == READERS) load_steps(shared, first, last, c0, o0, dy);
             return;
         }
 
