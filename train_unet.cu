@@ -5703,20 +5703,15 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
 
     NormWork work(grid, blockIdx.x - weight_blocks, norm);
-    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_joined;
-    const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
-    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_joined;
+    const floatX* x_data = norm.x.of(work.c).data;
+    floatX* dx_data = dx.of(work.c).data;
+    size_t at = work.at, at_joined = work.at_joined;
     uint4 x_bits, dy_bits, residual, old;
     auto load = [&] {
-        x_bits = *(const uint4*)x_from;
-        x_from += work.step;
-        dy_bits = *(const uint4*)dy_from;
-        dy_from += work.step_joined;
-        if (RESIDUAL) {
-            residual = *(const uint4*)residual_from;
-            residual_from += work.step;
-        }
-        if (ACCUMULATE) old = *(const uint4*)dx_to;
+        x_bits = *(const uint4*)(x_data + at);
+        dy_bits = *(const uint4*)(dy + at_joined);
+        if (RESIDUAL) residual = *(const uint4*)(dresidual + at);
+        if (ACCUMULATE) old = *(const uint4*)(dx_data + at);
     };
     const NormSums* sums = norm.sums + (size_t)work.b * tiles * C;
     auto item = [&](int tile, int c, int) {
@@ -5756,13 +5751,13 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
-        *(uint4*)normed_to = pack(x);
-        normed_to += work.step_joined;
+        *(uint4*)(normed + at_joined) = pack(x);
 
         if (RESIDUAL) d += unpack(residual);
         if (ACCUMULATE) d += unpack(old);
-        *(uint4*)dx_to = pack(d);
-        dx_to += work.step;
+        *(uint4*)(dx_data + at) = pack(d);
+        at += work.step;
+        at_joined += work.step_joined;
         if (t + work.stride < T) load();
     }
 }
