@@ -5604,6 +5604,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_joined;
     uint4 in[NORM_DEPTH];
+    auto load_next = [&](int i) {
+        in[i] = *(const uint4*)source;
+        source += work.step;
+    };
     const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
@@ -5616,10 +5620,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     float2 sum = work.sum_of_items(tiles, item);
     if (work.owner) modulated = norm.modulated(work.b, c);
     for (int i = 0; i < NORM_DEPTH; i++)
-        if (out && work.t + i * work.stride < T) {
-            in[i] = *(const uint4*)source;
-            source += work.step;
-        }
+        if (out && work.t + i * work.stride < T) load_next(i);
     sum = work.group_sum(sum);
     if (work.owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
@@ -5642,10 +5643,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * work.stride >= T) break;
             Unpacked y = unpack(in[i]);
-            if (t + (i + NORM_DEPTH) * work.stride < T) {
-                in[i] = *(const uint4*)source;
-                source += work.step;
-            }
+            if (t + (i + NORM_DEPTH) * work.stride < T) load_next(i);
             for (int e = 0; e < VEC; e++) y[e] = y[e] * half[e].scale + half[e].shift;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
