@@ -5424,13 +5424,13 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
     const int C = norm.x.C(), c = tile.c;
     Unpacked sum = {}, product = {};
     if (c < C) {
-        const size_t pixel = tile.first + tile.row, at = pixel * C + c;
-        uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         const Tensor& x = norm.x.of(c);
+        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
         NormGradient gradient;
-        gradient.load(norm, (size_t)blockIdx.z * C + c);
+        gradient.load(norm, of_image);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
@@ -5473,7 +5473,6 @@ struct NormWork {
     bool owner;                  // whether thread i works out what belongs to channel slab + i
     int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
-    int sharers;                 // threads that share a group, a power of 2
     size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
     int step, step_joined;       // elements from one of its pixels to the next
     // Divisions are few and unsigned: a small norm takes as long as this and the sums that follow.
@@ -5492,7 +5491,6 @@ struct NormWork {
         group_size = C / norm.groups;
         g0 = (unsigned)slab / group_size;
         groups = (slab + channels - 1) / group_size - g0 + 1;
-        sharers = 1 << (31 - __clz(NORM_THREADS / groups));
 
         t = block * rows + row;
         stride = rows * grid.blocks;
@@ -5505,11 +5503,13 @@ struct NormWork {
         if (row >= rows) t = T;  // a thread too many
     }
 
-    // The sum over a group, of all its tiles and channels, is taken in two calls, between which a thread may begin to
-    // load its pixels. The order of additions follows from the shapes alone.
-    //
-    // This thread's part of item(tile, channel, the group's first channel).
-    __device__ float2 sum_of_items(int tiles, auto item) const {
+    // For thread i < channels the sum over the group of channel slab + i, over all tiles and channels
+    // of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
+    // of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+    __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
+        __shared__ float2 shared_sums[NORM_THREADS];
+        const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
+        const int width = min(sharers, 32), warps = sharers / width;
         const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
         const int c0 = (g0 + i) * group_size;
         const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
@@ -5525,12 +5525,8 @@ struct NormWork {
                     tile++;
                 }
             }
-        return sum;
-    }
-    // For thread i < channels the sum over the group of channel slab + i, from every thread's part.
-    __device__ float2 group_sum(float2 sum) const {
-        __shared__ float2 shared_sums[NORM_THREADS];
-        const int width = min(sharers, 32), warps = sharers / width;
+        meanwhile();
+
         for (int offset = width / 2; offset; offset /= 2) {
             sum.x += __shfl_xor_sync(~0u, sum.x, offset);
             sum.y += __shfl_xor_sync(~0u, sum.y, offset);
@@ -5557,10 +5553,6 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_joined;
     uint4 in[NORM_DEPTH];
-    auto load_next = [&](int i) {
-        in[i] = *(const uint4*)source;
-        source += work.step;
-    };
     const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
@@ -5570,11 +5562,14 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     const int c = work.slab + threadIdx.x;  // the channel that this thread works out
     ScaleShift modulated;
-    float2 sum = work.sum_of_items(tiles, item);
-    if (work.owner) modulated = norm.modulated(work.b, c);
-    for (int i = 0; i < NORM_DEPTH; i++)
-        if (out && work.t + i * work.stride < T) load_next(i);
-    sum = work.group_sum(sum);
+    float2 sum = work.group_sum(tiles, item, [&] {
+        if (work.owner) modulated = norm.modulated(work.b, c);
+        for (int i = 0; i < NORM_DEPTH; i++)
+            if (out && work.t + i * work.stride < T) {
+                in[i] = *(const uint4*)source;
+                source += work.step;
+            }
+    });
     if (work.owner) {
         float n = (float)work.group_size * T, distance = sum.x / n;
         float mean = moments(0, c - c % work.group_size).mean + distance;
@@ -5596,7 +5591,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * work.stride >= T) break;
             Unpacked y = unpack(in[i]);
-            if (t + (i + NORM_DEPTH) * work.stride < T) load_next(i);
+            if (t + (i + NORM_DEPTH) * work.stride < T) {
+                in[i] = *(const uint4*)source;
+                source += work.step;
+            }
             for (int e = 0; e < VEC; e++) y[e] = y[e] * half[e].scale + half[e].shift;
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
@@ -5654,15 +5652,20 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
 
     NormWork work(grid, blockIdx.x - weight_blocks, norm);
-    const floatX* x_data = norm.x.of(work.c).data;
-    floatX* dx_data = dx.of(work.c).data;
-    size_t at = work.at, at_joined = work.at_joined;
+    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_joined;
+    const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
+    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_joined;
     uint4 x_bits, dy_bits, residual, old;
     auto load = [&] {
-        x_bits = *(const uint4*)(x_data + at);
-        dy_bits = *(const uint4*)(dy + at_joined);
-        if (RESIDUAL) residual = *(const uint4*)(dresidual + at);
-        if (ACCUMULATE) old = *(const uint4*)(dx_data + at);
+        x_bits = *(const uint4*)x_from;
+        x_from += work.step;
+        dy_bits = *(const uint4*)dy_from;
+        dy_from += work.step_joined;
+        if (RESIDUAL) {
+            residual = *(const uint4*)residual_from;
+            residual_from += work.step;
+        }
+        if (ACCUMULATE) old = *(const uint4*)dx_to;
     };
     const NormSums* sums = norm.sums + (size_t)work.b * tiles * C;
     auto item = [&](int tile, int c, int) {
@@ -5670,14 +5673,14 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     };
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = work.sum_of_items(tiles, item);
-    if (work.owner) {
-        const size_t channel = (size_t)work.b * C + work.slab + threadIdx.x;
-        statistics = norm.statistics[channel];
-        half = norm.half_scale_shift[channel];
-    }
-    if (work.t < T) load();
-    sum = work.group_sum(sum);
+    float2 sum = work.group_sum(tiles, item, [&] {
+        const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
+        if (work.owner) {
+            statistics = norm.statistics[at];
+            half = norm.half_scale_shift[at];
+        }
+        if (work.t < T) load();
+    });
     // All in registers: 2% slower on an H100.
     if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
@@ -5702,26 +5705,26 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
-        *(uint4*)(normed + at_joined) = pack(x);
+        *(uint4*)normed_to = pack(x);
+        normed_to += work.step_joined;
 
         if (RESIDUAL) d += unpack(residual);
         if (ACCUMULATE) d += unpack(old);
-        *(uint4*)(dx_data + at) = pack(d);
-        at += work.step;
-        at_joined += work.step_joined;
+        *(uint4*)dx_to = pack(d);
+        dx_to += work.step;
         if (t + work.stride < T) load();
     }
 }
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
-    PROFILE("group norm backward", {0, (4.0 + !!options.residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    const bool residual = !!options.residual;
+    PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
     NormGrid grid(norm.x, weight_blocks);
-    auto kernel = groupnorm_backward_kernel<false, false>;
-    if (options.residual) kernel = groupnorm_backward_kernel<true, false>;
-    if (options.accumulate) kernel = groupnorm_backward_kernel<false, true>;
-    if (options.residual && options.accumulate) kernel = groupnorm_backward_kernel<true, true>;
-    launch(kernel, weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx, normed.data, dy.data,
-           options.residual.data, norm, grid, weight_blocks);
+    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
+        {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
+    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
+           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
@@ -5742,11 +5745,11 @@ struct AttentionHead {
 
 // The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
 struct Attention {
+    floatX *dqkv, *dout;  // null in forward
     floatX *out, *qkv;
     float* lse;
     int T, C, d;
     float scale;
-    floatX *dqkv = nullptr, *dout = nullptr;  // in backward
     // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
     __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
     __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
@@ -6067,7 +6070,7 @@ static void with_padded_head(int d, auto launch) {
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    const Attention a = {out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
+    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Forward), Tile{a});
@@ -6077,7 +6080,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
                                int heads) {
     const int T = out.T(), d = out.C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    const Attention a = {out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d), dqkv.data, dout.data};
+    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
     with_padded_head(d, [&]<class Tile>(Tile) {
         launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
                sizeof(typename Tile::Backward), Tile{a});
@@ -6150,12 +6153,11 @@ struct Patch {
     // A set is the images that share tiles; it has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
-    template <int TAPS> __device__ int row(int p) const {
-        if (TAPS == 1) return p;
+    __device__ int row(int p) const {
         int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
-    template <int TAPS> __device__ int tap(int t) const { return TAPS == 1 ? 0 : t / 3 * (width + 2) + t % 3; }
+    __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
     // Where a row lies in the tile with its halo: column, line, image.
     __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
@@ -6271,7 +6273,7 @@ struct GemmBlock : Gemm {
     }
 
     // A warp's accumulators, WM x WN, in the fragments of mma.sync, which fp32 uses too.
-    struct Accumulators {
+    struct Product {
         static constexpr int MI = WM / 16, NI = WN / 8;
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -6280,7 +6282,7 @@ struct GemmBlock : Gemm {
         // rows, `shift` further down, and B, over BK channels.
 #ifndef PRECISION_FP32
         int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
-        __device__ Accumulators(auto row_of) {
+        __device__ Product(auto row_of) {
             UNROLLED_FOR (int i = 0; i < MI; i++) row[i] = row_of(m0 + i * 16 + lane % 16);
         }
         __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
@@ -6304,7 +6306,7 @@ struct GemmBlock : Gemm {
         }
 #else
         int row[2 * MI];  // of A: those of this lane's sums
-        __device__ Accumulators(auto row_of) {
+        __device__ Product(auto row_of) {
             UNROLLED_FOR (int i = 0; i < 2 * MI; i++) row[i] = row_of(m0 + i * 8 + lane / 4);
         }
         // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
@@ -6349,7 +6351,7 @@ struct GemmBlock : Gemm {
     // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
     // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
     // pixel.
-    __device__ __forceinline__ void finish(float* staging, auto pixel_in, int tile, int n0) const {
+    __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
         const bool has_norm = TRANSPOSED && norm.half_scale_shift;
@@ -6366,7 +6368,7 @@ struct GemmBlock : Gemm {
             const floatX* from = n < N() && of.data ? of.data + source.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
-                m[i] = pixel_in(patch.row<TAPS>(p) + patch.tap<TAPS>(4));
+                m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
                 if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = load<VEC>(staging + p * PITCH + column);
@@ -6447,7 +6449,6 @@ struct GemmBlock : Gemm {
                 pixel_of_row[r] = patch.pixel(origin, patch.offset(r));
             __syncthreads();
         }
-        auto pixel_in = [&](int row) { return TAPS > 1 ? pixel_of_row[row] : tile * BM + row; };
 
         // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
         // them is the chunk's first.
@@ -6460,8 +6461,9 @@ struct GemmBlock : Gemm {
             const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
             const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
             const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
-            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0,
-                                        [&](int i) { return pixel_in(row + i); });
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
+                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
+            });
         };
 
         // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
@@ -6489,7 +6491,7 @@ struct GemmBlock : Gemm {
             }
         };
 
-        Accumulators accumulators([&](int p) { return patch.row<TAPS>(p); });
+        Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
 
         // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
         // early.
@@ -6522,16 +6524,16 @@ struct GemmBlock : Gemm {
             if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
-            accumulators.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, patch.tap<TAPS>(step.tap));
+            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
+                             b_ring + step.stage * B_BYTES, TAPS > 1 ? patch.tap(step.tap) : 0);
         }
 
         __pipeline_wait_prior(0);
         __syncthreads();  // the rings become the staging area
         float* staging = (float*)(shared + TABLE_BYTES);
-        accumulators.store(staging);
+        product.store(staging);
         __syncthreads();
-        finish(staging, pixel_in, tile, n0);
+        finish(staging, pixel_of_row, tile, n0);
     }
 
     static void launch_tiles(const Gemm& g) {
@@ -6785,17 +6787,12 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         struct alignas(128) Stage {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
-        // The row of x where a pixel's neighbourhood begins, and the pixel that lies in a row.
-        __device__ int row(int pixel) const { return TAPS > 1 ? row_of_pixel[pixel] : pixel; }
-        __device__ int pixel(int tile, int row) const {
-            return TAPS > 1 ? pixel_of_row[tile % 2][row] : tile * PIXELS + row;
-        }
     };
 
 #ifndef PRECISION_FP32
     // The 64 x (taps * 64) sums are cut into 16 x 8 fragments; a warp owns MI x NI of them. Both operands lie
     // with the reduction down the rows, so both are read transposed, and a tap is again a shift of rows.
-    struct Accumulators {
+    struct Product {
         static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
         static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
         static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
@@ -6806,7 +6803,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
         // Eight input channels of fragment j; its tap is j.
         __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const Shared& shared, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
                                  bool sums_bias) {
 #pragma unroll 1
             for (int k = 0; k < PIXELS; k += 32) {
@@ -6820,10 +6817,11 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
                 }
-                const int row = shared.row(k + lane);
+                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
-                    load_matrices_transposed(b, x_tile + swizzled(row + patch.tap<TAPS>(j), vector(j)));
+                    int r = TAPS > 1 ? row + patch.tap(j) : row;
+                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
                 }
@@ -6850,7 +6848,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     };
 #else
     // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
-    struct Accumulators {
+    struct Product {
         static constexpr int NC = TAPS > 1 ? 2 : 4;
         static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
         float c[8][TAPS][NC] = {};
@@ -6859,7 +6857,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         __device__ static uint32_t at(uint32_t tile, int row, int channel) {
             return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
         }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const Shared& shared, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
                                  bool sums_bias) {
 #pragma unroll 4
             for (int k = 0; k < PIXELS; k++) {
@@ -6867,9 +6865,9 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
-                const int row = shared.row(k);
+                int row = TAPS > 1 ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
-                    auto x = load_shared<NC>(at(x_tile, row + patch.tap<TAPS>(t), c0));
+                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
                         UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
@@ -6911,7 +6909,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             shared.pixel_of_row[tile % 2][tid] = tid < patch.rows() ? pixel : -1;
         };
         if (TAPS > 1) {
-            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row<TAPS>(p);
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
@@ -6921,20 +6919,24 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             if (tile >= last) return;
             auto& stage = shared.stages[(tile - first) % STAGES];
             const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
+            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
+            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+            auto pixel_of_dout = [&](int i) {
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap(4) : row + i);
+            };
             load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0,
-                [&](int i) { return shared.pixel(tile, shared.row(row + i) + patch.tap<TAPS>(4)); });
+                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
             load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
                 shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
-                [&](int i) { return shared.pixel(tile, row + i); });
+                [&](int i) { return pixel(row + i); });
         };
 
-        Accumulators accumulators;
+        Product product;
         // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
         // write one row, because neither split nor set ever goes down.
         int set = first / set_tiles;
         auto flush_sums = [&] {
-            accumulators.flush_sums([&](int image, int o, float sum) {
+            product.flush_sums([&](int image, int o, float sum) {
                 if (image < patch.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
@@ -6953,13 +6955,14 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 flush_sums();
                 set++;
             }
-            accumulators.multiply(shared_address(stage.dout), shared_address(stage.x), shared, patch, sums_bias);
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, patch,
+                             sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
 
         float* to = partial ? partial + blockIdx.y * count() : dw;
-        accumulators.store([&](int o, int tap, int c, float2 value) {
+        product.store([&](int o, int tap, int c, float2 value) {
             if (o0 + o >= O || c0 + c >= channels) return;
             size_t row = (size_t)(o0 + o) * TAPS + tap;
             *(float2*)(to + row * x.C() + (second ? x.first.C : 0) + c0 + c) = value;
@@ -7327,10 +7330,14 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int BLOCKS = 2 / SUBTILES;                    // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
-    // The threads that feed them: two warps, in each of which one thread fills a ring. With two sub-tiles these warps
-    // have a warpgroup of their own, which leaves its registers to the others.
-    static constexpr int FEEDERS = SUBTILES == 1 ? 64 : NORMS ? 256 : 128;
-    static constexpr int THREADS = READERS + FEEDERS;
+    // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
+    // two sub-tiles these warps have a warpgroup of their own, which leaves its registers to the others.
+    static constexpr int feeders() {
+        if (NORMS) return 256;
+        if (SUBTILES > 1) return 128;
+        return TAPS > 1 ? 64 : 32;
+    }
+    static constexpr int THREADS = READERS + feeders();
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
     // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
     static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
@@ -7385,46 +7392,44 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     __device__ Pixel origin(int tile) const {
         return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
     }
-    // Done by one thread: loads each chunk's patch, and after the last chunk the operand, where the outputs will be
-    // put together.
-    __device__ __forceinline__ void load_patches() {
+    // Done by one thread: loads patches and operands, or weights, or both.
+    __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
+        Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
-            for (int chunk = first; chunk <= last; chunk++, patch.next()) {
-                auto& to = shared.patches[patch.slot];
-                Barrier& full = shared.patch.full[patch.slot];
-                shared.patch.empty[patch.slot].wait(patch.parity);
-                if (chunk < last) {
-                    const int c = g.first_channel(chunk);
-                    full.expect(PATCH_ROWS * 128);
-                    tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
-                } else if (g.operand_map.columns && rank == 0) {
-                    full.expect(sizeof to.outputs);
-                    for (int k = 0; k < SUBTILES; k++)
-                        tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), subtile(at, k));
-                } else {
-                    full.arrive();
+            for (int chunk = first; chunk <= last; chunk++) {
+                const int channel = g.first_channel(chunk);
+                if (patches) {
+                    load_patch(at, chunk, channel, patch.slot, patch.parity);
+                    patch.next();
+                }
+                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
+                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
+                    Barrier& full = shared.stage.full[stage.slot];
+                    shared.stage.empty[stage.slot].wait(stage.parity);
+                    full.expect(sizeof(Rows64));
+                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
+                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
                 }
             }
         }
     }
-    // Done by another thread: loads weights, a tap at a time.
-    __device__ __forceinline__ void load_weights() {
-        Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
-            for (int chunk = first; chunk < last; chunk++) {
-                const int c = g.first_channel(chunk);
-#pragma unroll 1
-                for (int tap = 0; tap < TAPS; tap++, stage.next()) {
-                    Barrier& full = shared.stage.full[stage.slot];
-                    shared.stage.empty[stage.slot].wait(stage.parity);
-                    full.expect(sizeof(Rows64));
-                    const Pixel row = TRANSPOSED ? Pixel{0, c, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : c, row);
-                }
-            }
-            if (weights_resident) return;
+    // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
+    __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
+        auto& to = shared.patches[slot];
+        Barrier& full = shared.patch.full[slot];
+        shared.patch.empty[slot].wait(parity);
+        if (chunk < last) {
+            full.expect(PATCH_ROWS * 128);
+            tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
+        } else if (g.operand_map.columns && rank == 0) {
+            full.expect(sizeof to.outputs);
+            for (int k = 0; k < SUBTILES; k++)
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
+                         subtile(at, k));
+        } else {
+            full.arrive();
         }
     }
 
@@ -7554,8 +7559,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return norm_patches();
         }
         if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
-        if (threadIdx.x == READERS) load_patches();
-        if (threadIdx.x == READERS + 32) load_weights();
+        if (threadIdx.x == READERS) produce(true, TAPS == 1);
+        if (threadIdx.x == READERS + 32) produce(false, true);
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
@@ -7806,30 +7811,6 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         unsigned char unread[4096];
     };
 
-    // Done by one thread: fills the ring with the steps [first, last), from the block's first channels on.
-    __device__ __forceinline__ void load_steps(Shared& shared, int first, int last, int c0, int o0, int dy) const {
-        Pixel at = patch.origin(first);
-        Ring<STAGES> stage = {0, 1};
-        for (int t = first; t < last; t++, stage.next()) {
-            auto& to = shared.stages[stage.slot];
-            Barrier& full = shared.ring.full[stage.slot];
-            shared.ring.empty[stage.slot].wait(stage.parity);
-            full.expect(sizeof to.dout + X.width * X.height * 128);
-            tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
-            tma_load(to.dout, dout_map, full, o0, at);
-            // The next tile; divisions would take this one thread longer than the product.
-            at.x += 8;
-            if (at.x >= patch.W) {
-                at.x = 0;
-                at.y += 8;
-            }
-            if (at.y >= patch.H) {
-                at.y = 0;
-                at.b++;
-            }
-        }
-    }
-
     __device__ __forceinline__ void run() const {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
@@ -7852,7 +7833,27 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         __syncthreads();
 
         if (threadIdx.x >= READERS) {
-            if (threadIdx.x == READERS) load_steps(shared, first, last, c0, o0, dy);
+            if (threadIdx.x > READERS) return;
+            Pixel at = patch.origin(first);
+            Ring<STAGES> stage = {0, 1};
+            for (int t = first; t < last; t++, stage.next()) {
+                auto& to = shared.stages[stage.slot];
+                Barrier& full = shared.ring.full[stage.slot];
+                shared.ring.empty[stage.slot].wait(stage.parity);
+                full.expect(sizeof to.dout + PITCH * X.height * 128);
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
+                tma_load(to.dout, dout_map, full, o0, at);
+                // The next tile; divisions would take this one thread longer than the product.
+                at.x += 8;
+                if (at.x >= patch.W) {
+                    at.x = 0;
+                    at.y += 8;
+                }
+                if (at.y >= patch.H) {
+                    at.y = 0;
+                    at.b++;
+                }
+            }
             return;
         }
 

@@ -1104,7 +1104,7 @@ __global__ void __launch_bounds__(256, 1)
     int first = (int)((long long)patch.tiles * blockIdx.y / gridDim.y);
     int last = (int)((long long)patch.tiles * (blockIdx.y + 1) / gridDim.y);
     for (int r = tid; r < rows; r += 256) offset_of_row[r] = patch.offset(r);
-    for (int p = tid; p < 128; p += 256) row_of_pixel[p] = patch.row<9>(p);
+    for (int p = tid; p < 128; p += 256) row_of_pixel[p] = patch.row(p);
     // Rows of eight 16-byte vectors, vector v of row r at v ^ (r % 8), as everywhere in the program.
     for (int i = tid; i < 9 * 64 * 8; i += 256) {
         int v = i % 8, o = i / 8 % 64, tap = i / 512, c = c0 + v * 8;
@@ -1125,7 +1125,7 @@ __global__ void __launch_bounds__(256, 1)
             copy_async(at + JOINT_ROWS * 128, valid ? x + (size_t)m * s.C + c0 + v * 8 : x, valid);
         }
     };
-    JointWeight::Accumulators dw;  // a warp: all 64 outputs, eight channels, nine taps
+    JointWeight::Product dw;  // a warp: all 64 outputs, eight channels, nine taps
     if (first < last) load(first);
     __pipeline_commit();
     for (int tile = first; tile < last; tile++) {
@@ -1135,14 +1135,14 @@ __global__ void __launch_bounds__(256, 1)
         __syncthreads();
         uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
 
-        JointInput::Accumulators product([&](int p) { return patch.row<9>(p); });
+        JointInput::Product product([&](int p) { return patch.row(p); });
 #pragma unroll 1
-        for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap<9>(tap));
+        for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap(tap));
         Pixel origin = patch.origin(tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int p = product.m0 + i / 2 * 16 + i % 2 * 8 + lane / 4;
-            int m = patch.pixel(origin, offset_of_row[row_of_pixel[p] + patch.tap<9>(4)]);
+            int m = patch.pixel(origin, offset_of_row[row_of_pixel[p] + patch.tap(4)]);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int c = c0 + product.n0 + j * 8 + lane % 4 * 2;
@@ -1153,13 +1153,13 @@ __global__ void __launch_bounds__(256, 1)
                 *to = pack_bf16(low, high);
             }
         }
-        // WeightBlock::Accumulators::multiply, but for dout's rows, which here have a border too.
+        // WeightBlock::Product::multiply, but for dout's rows, which here have a border too.
 #pragma unroll 1
         for (int k = 0; k < 128; k += 32) {
             uint32_t a[2][4][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + patch.tap<9>(4);
+                int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + patch.tap(4);
                 uint32_t line = d_tile + r * 128 + ((lane / 8 % 2 ^ (r & 7)) << 4);
 #pragma unroll
                 for (int i = 0; i < 4; i++) load_matrices_transposed(a[h][i], line ^ i << 5);
@@ -1168,7 +1168,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
             for (int tap = 0; tap < 9; tap++) {
                 uint32_t b[4];
-                int r = row + patch.tap<9>(tap);
+                int r = row + patch.tap(tap);
                 load_matrices_transposed(b, x_tile + r * 128 + ((dw.vector(tap) ^ (r & 7)) << 4));
 #pragma unroll
                 for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[0][i], b[0], b[1]);
