@@ -1460,14 +1460,15 @@ struct DeflateStream {
         }
     }
 
-    // Writes a block with a Huffman code of its own, or stores it where that is shorter.
+    // Writes a block with a Huffman code of its own, or stores it where that is shorter. It copies what `bytes` holds before:
+    // write_png takes that away after every block.
     void add(std::span<const uint8_t> block, bool is_last) {
         DeflateStream coded = *this;
         coded.put(is_last, 1);
         coded.put_coded(block);
         put(is_last, 1);
         put_stored(block);
-        if (coded.bytes.size() < bytes.size()) *this = coded;
+        if (coded.bytes.size() < bytes.size()) *this = std::move(coded);
     }
 
     void put_stored(std::span<const uint8_t> block) {
