@@ -2181,7 +2181,7 @@ template <typename T> struct PredictionLoss {
     size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
-        int b = team.index / parts, part = team.index % parts;
+        int b = team.index / parts, part = team.index % parts, t = batch.timestep(b);
         size_t sum_at = (size_t)batch.first * parts + team.index;
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
         float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
@@ -2194,12 +2194,12 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep timestep = batch.at(b);
+                const Timestep timestep = batch.schedule[t];
                 float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
                 float log_variance = timestep.posterior_log_variance_clipped + above;
                 float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
                 ValueAndSlope term;
-                if (batch.timestep(b)) {
+                if (t) {
                     term = normal_kl(error, log_variance, above);
                 } else {
                     size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
@@ -3369,18 +3369,18 @@ static float* images_of(float* images, const Model* m, MicroBatch part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// What the network reads and should answer of m->images, noised to these timesteps (B).
-static void add_noise(Model* m, MicroBatch part, const int* timesteps, RandomStream stream) {
+// What the network reads and should answer of a micro-batch's images (B, C, H, W), noised to these timesteps (B).
+static void add_noise(Model* m, const float* images, MicroBatch part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{unet_input(m, part.B), m->target, m->images, m->schedule, timesteps, step, part.first,
+    run(AddNoise<floatX>{unet_input(m, part.B), m->target, images, m->schedule, timesteps, step, part.first,
                          c.in_channels, c.offset_noise, c.seed, stream});
 }
 
 // pairs.errors: the network is called at the earlier timesteps.
 static void see_earlier(Model* m, MicroBatch part) {
     std::swap(m->timesteps, m->pairs.timesteps);
-    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
     run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
@@ -3391,7 +3391,7 @@ static void load_images(Trainer* t, MicroBatch part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (m->pairs.weights) see_earlier(m, part);
-    add_noise(m, part, m->timesteps + part.first, STREAM_NOISE);
+    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
 static void load_path_points(Model* m, MicroBatch part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
@@ -3402,19 +3402,23 @@ static void load_path_points(Model* m, MicroBatch part) {
                                .path_steps = m->config.path_steps});
 }
 static void load_drawn_pictures(Model* m, MicroBatch part) {
-    size_t elements = part.B * m->config.in_channels * pixels_of(m->config);
-    backend_copy(m->images, images_of(m->matching.pictures, m, part), elements * sizeof(float));
-    add_noise(m, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
+    const float* pictures = images_of(m->matching.pictures, m, part);
+    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
 }
 
-// `predicted`, an array of matching, gets the x0 that the network has seen in m->images, noised.
-static void predict_x0(Model* m, float* predicted, MicroBatch part, bool clamps) {
+// `predicted`, an array of matching, gets the x0 that the network has seen in a micro-batch's images (B, C, H, W), noised.
+static void predict_x0(Model* m, float* predicted, const float* images, MicroBatch part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = loss_of(m, part),
-                          .images = m->images,
+                          .images = images,
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
+}
+
+// The same of the pictures that the student drew, clamped as drawing clamps.
+static void predict_x0_of_drawn(Model* m, float* predicted, MicroBatch part) {
+    predict_x0(m, predicted, images_of(m->matching.pictures, m, part), part, clamps_x0(m->config));
 }
 
 // m->target becomes what the student should have answered.
@@ -3443,7 +3447,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, floa
         run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, loss});
     }
-    if (lesson == LESSON_FAKE) predict_x0(m, m->matching.fake_x0, part, clamps_x0(c));
+    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, part);
     if (lesson == LESSON_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
@@ -3538,7 +3542,7 @@ static void match_distributions(Trainer* t) {
     for (MicroBatch part : own_microbatches(m)) {
         load_images(t, part);
         unet_forward(m, part.B, part.first);
-        predict_x0(m, matching.pictures, part, false);
+        predict_x0(m, matching.pictures, m->images, part, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
@@ -3549,7 +3553,7 @@ static void match_distributions(Trainer* t) {
     for (MicroBatch part : own_microbatches(m)) {
         load_drawn_pictures(m, part);
         unet_forward(m, part.B, part.first);
-        predict_x0(m, matching.teacher_x0, part, clamps_x0(c));
+        predict_x0_of_drawn(m, matching.teacher_x0, part);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
@@ -3706,7 +3710,7 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    add_noise(m, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
+    add_noise(m, m->images, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
     loss.batch_size = loss.B = B;
@@ -3772,7 +3776,7 @@ struct Progress {
         bool ends = ++done == all, terminal = isatty(1);
         if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
         print("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
-               human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
+              human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
         fflush(stdout);
         last = now;
     }
@@ -3941,7 +3945,7 @@ static void print_blocks(const Plan& plan) {
         if (b.C2) reads += text(" + %d", b.C2);
         if (b.skip >= 0) skip = text("%d", b.skip);
         print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-               reads, writes, skip, parameters, human_bytes(kept));
+              reads, writes, skip, parameters, human_bytes(kept));
     }
 }
 
@@ -4050,7 +4054,7 @@ static void print_time(const Config& config, long steps_done) {
     }
     double all_ms = (left - matching) * ms + matching * matching_ms;
     print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"),
-           human_time(all_ms / 1e3));
+          human_time(all_ms / 1e3));
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
@@ -4627,8 +4631,7 @@ static void validate(Trainer* t) {
     if (stop_requested) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
-    print("step %ld | validation loss %s (%s)\n", t->step, shown,
-           chosen_name(t->model.config));
+    print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
     t->metrics.add(text("{\"step\": %ld, \"val_loss\": %s}\n", t->step, json_number(loss)));
     t->validated[t->step] = loss;
 }
@@ -4829,7 +4832,7 @@ static void run_training(const GivenFlags& given) {
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (is_schedule_over(config, trainer.step))
         print("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-               flag_text(config, flag_named("lr_schedule")));
+              flag_text(config, flag_named("lr_schedule")));
     print_run(trainer.model);
     if (config.dry_run) {
         check_memory(trainer.model);

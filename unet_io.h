@@ -40,12 +40,14 @@ template <typename... Args> struct Format {
 
 // printf into a string, and onto standard output. %s takes a std::string too.
 static std::string formatted(const char* format, ...) {
-    char buffer[4096];
-    va_list args;
+    va_list args, again;
     va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
+    va_copy(again, args);
+    std::string line(vsnprintf(nullptr, 0, format, args), 0);
+    vsnprintf(line.data(), line.size() + 1, format, again);
+    va_end(again);
     va_end(args);
-    return buffer;
+    return line;
 }
 static const char* as_argument(const std::string& argument) { return argument.c_str(); }
 static auto as_argument(const auto& argument) { return argument; }

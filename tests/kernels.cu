@@ -1016,7 +1016,7 @@ static void test_philox(int n) {
 // ---- a step's beginning and end, optimiser ----------------------------------------------------------------
 
 static void test_step(int count, int batch, int size, int64_t step, int lr_schedule, bool bytes) {
-    std::string shape = text("%d images of %d, batch %d, step %ld", count, size, batch, (long)step);
+    std::string shape = text("%d images of %d, batch %d, step %ld", count, size, batch, step);
     int slots = 2 * (batch / count + 2), channels = 1 + size % 4, elements = channels * size * size;
     std::vector<int> shuffled((size_t)slots * count);
     for (size_t i = 0; i < shuffled.size(); i++) shuffled[i] = (int)(i * 7 % count);
