@@ -102,7 +102,9 @@ def parse_classes(text, names, num_classes):
     names = names or list(map(str, range(num_classes)))
     text, known = unet_io.nfc(text), [unet_io.nfc(name) for name in names]
     places = {name: number for number, name in enumerate(known)}
-    numbered = {name.lstrip("0") or "0": places[name] for name in reversed(places)} | places
+    plain = [name.lstrip("0") or "0" for name in known]
+    numbered = {number: place for place, number in enumerate(plain) if plain.count(number) == 1}
+    numbered |= {name: place for name, place in places.items() if known.count(name) == 1}
     classes, at = [], 0
     while text and at <= len(text):
         here = [name for name in places if text.startswith(name, at) and text[at + len(name):][:1] in ("", ",")]

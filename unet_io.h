@@ -1740,13 +1740,17 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The class whose name is a number, perhaps with zeros before it; -1: there is none.
+// The class whose name is a number, or that number with zeros before it; -1: there is none, or there are several.
 static int class_called(uint32_t number, const Strings& names) {
     std::string digits = text("%u", number);
-    int found = index_of(names, digits);
-    for (int i = 0; i < (int)names.size() && found < 0; i++)
-        if (names[i].ends_with(digits) && names[i].find_first_not_of('0') >= names[i].size() - digits.size()) found = i;
-    return found;
+    std::vector<int> exact, padded;
+    for (int i = 0; i < (int)names.size(); i++) {
+        const std::string& name = names[i];
+        if (!name.ends_with(digits) || name.find_first_not_of('0') < name.size() - digits.size()) continue;
+        (name == digits ? exact : padded).push_back(i);
+    }
+    const std::vector<int>& found = exact.empty() ? padded : exact;
+    return found.size() == 1 ? found[0] : -1;
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.

@@ -529,6 +529,16 @@ def test_class_by_name(tmp_path, names):
             assert "--class" in answer and answer.count("\n") <= 1
 
 
+@pytest.mark.parametrize("text", ["2", "1-2"])
+def test_number_of_two_names(tmp_path, text):
+    """A number that could be one class or another is none of them, and the names are told."""
+    names = ("1", "02", "002", "3")
+    named_file(tmp_path / "named.bin", Config(**CLASSES | dict(num_classes=len(names))), names)
+    for answer in both_draw(tmp_path, "named.bin", 1, "--class", text)[:2]:
+        assert f"the model has no class called '{text}'; its classes are" in answer
+    assert generate.parse_classes("02,3", names, 4) == [1, 3]
+
+
 def test_unicode_names():
     """Letters of one or of two characters are the same name."""
     two = unicodedata.normalize("NFD", "café")
