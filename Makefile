@@ -69,7 +69,8 @@ $(BUILD)/settings: settings
 data/%.bin: data/%.bin.gz
 	gzip -dc $< > $@.tmp && mv $@.tmp $@
 
-data: data/emoji.bin data/faces.bin data/faces_in_two_steps.bin data/fashion_in_two_steps.bin
+UNPACKED = $(addprefix data/,emoji.bin faces.bin faces_in_two_steps.bin fashion_in_two_steps.bin)
+data: $(UNPACKED)
 
 # nvcc's flags for an architecture (80, 86, 89, 90) and a precision. 90 means 90a; a newer GPU gets 90's code as PTX.
 gencode = -gencode $(if $(filter 90,$(1)),arch=compute_90a$(,)code=sm_90a,$(if $(filter $(ARCHS),$(1)),arch=compute_$(1)$(,)code=sm_$(1),arch=compute_90$(,)code=compute_90))
@@ -312,4 +313,4 @@ check_toc:
 	@python3 dev/bench/toc.py --check
 
 clean:
-	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) $(LADDERS:%=%_program) bench/profile bench/profile_dit) data/emoji.bin data/faces.bin data/faces_in_two_steps.bin
+	rm -rf $(BUILD) train_unet train_dit __pycache__ dev/__pycache__ dev/*/__pycache__ tests/__pycache__ $(addprefix dev/,$(LADDERS) $(LADDERS:%=%_program) bench/profile bench/profile_dit) $(UNPACKED)

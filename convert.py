@@ -474,7 +474,7 @@ def _read_bare(path, state, averaged, overrides):
     """
     check_tensors(path, state)
     if "x_embedder.proj.weight" in state:
-        raise UserError(f"{path} holds a DiT: python dev/dit/train_dit.py --import makes a .bin of it")
+        raise UserError(f"{path} holds a DiT: python3 dev/dit/train_dit.py --import makes a .bin of it")
     guided = any(".in_layers." in name for name in state)
     overrides = dict(conv_resample=any(".op." in name for name in state)) | overrides
     first = state.get(ANCHORS[0], next(iter(state.values()))).shape  # (4 num_channels, num_channels)

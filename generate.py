@@ -1,10 +1,10 @@
 """Pictures from trained weights: a .bin, old or new, a .pt, a .safetensors, a folder of diffusers. From one to the other.
 
-    python generate.py --model_weights out/checkpoint_00020000.bin
-    python generate.py --model_weights out/checkpoint_00020000.bin --export weights.safetensors
-    python generate.py --model_weights out/checkpoint_00020000.bin --init_image cat.png --mask known.png
-    python generate.py --import weights.safetensors
-    python generate.py --import 64x64_diffusion.pt --preset adm64
+    python3 generate.py --model_weights out/checkpoint_00020000.bin
+    python3 generate.py --model_weights out/checkpoint_00020000.bin --export weights.safetensors
+    python3 generate.py --model_weights out/checkpoint_00020000.bin --init_image cat.png --mask known.png
+    python3 generate.py --import weights.safetensors
+    python3 generate.py --import 64x64_diffusion.pt --preset adm64
 
 The first writes samples.png. A picture comes from its seed alone, so that batches and --num_samples change
 none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The third
@@ -624,7 +624,7 @@ def main():
         help="default: what the run drew its grids with, or ddim. With this flag, those of the next three that are left out"
              " have the defaults of ./train_unet, not the run's")
     add("--sample_steps", type=int, metavar="N",
-        help="steps; 0: ddim 50, ddpm all timesteps, dpmpp and heun 25, consistency 2 (default: the run's, or 0)")
+        help="steps; 0: ddim 50, ddpm all timesteps, dpmpp and heun 25, consistency as tuned (default: the run's, or 0)")
     add("--spacing", choices=unet_io.SPACINGS,
         help="which timesteps; auto: uniform for ddim and ddpm, else trailing; karras: as EDM (default: the run's, or auto)")
     add("--eta", type=float, metavar="X",
@@ -717,7 +717,7 @@ def main():
     vars(args).update(sampling)
     if target:
         if not isinstance(model, UNet):
-            raise UserError(f"{args.model_weights} is no UNet; python dev/dit/train_dit.py --export writes a DiT's"
+            raise UserError(f"{args.model_weights} is no UNet; python3 dev/dit/train_dit.py --export writes a DiT's"
                             f" weights")
         if args.class_names:
             if not model.config.class_cond:

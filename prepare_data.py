@@ -1,10 +1,10 @@
 """A folder or zip of images, a picture, an IDX file or an array -> one .bin of small squares to train on.
 
-    python prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
-    python prepare_data.py --data_dir FOLDER_OR_ZIP --labels --val_fraction 0.1 --output_name FILE.bin
-    python prepare_data.py --data_dir CLIP_ART --fit trim --distinct 16 --output_name FILE.bin
-    python prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
-    python prepare_data.py --data_dir latents.npz --labels --data_std 1 --output_name FILE.bin
+    python3 prepare_data.py --data_dir FOLDER_OR_ZIP --output_name FILE.bin --image_size 64
+    python3 prepare_data.py --data_dir FOLDER_OR_ZIP --labels --val_fraction 0.1 --output_name FILE.bin
+    python3 prepare_data.py --data_dir CLIP_ART --fit trim --distinct 16 --output_name FILE.bin
+    python3 prepare_data.py --data_dir train-images-idx3-ubyte.gz --labels --output_name FILE.bin
+    python3 prepare_data.py --data_dir latents.npz --labels --data_std 1 --output_name FILE.bin
 
 Pictures. Takes the formats in FORMATS, told by a file's content. Each picture (the first, where a file holds
 several) is turned as its EXIF data says, converted to sRGB where it has a colour profile, laid on white where

@@ -251,7 +251,7 @@ static void block_backward(Model* m, const Block& block, int B);
 static Network network = {
     .program = "train_unet",
     .name = "UNet",
-    .importer = "python generate.py --import",
+    .importer = "python3 generate.py --import",
     .magic = UNET_MAGIC,
     .label_table = "label_emb.weight",
     .block_kinds = BLOCK_NAMES,

@@ -1,9 +1,9 @@
 """The PyTorch reference of train_unet.cu: the same UNet, the same diffusion, the same run number for number.
 
-    python train_unet.py --data_dir FOLDER              train on a folder of images
-    python train_unet.py --preset tiny                  the small demo model on data/faces.bin
-    python train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
-    python train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
+    python3 train_unet.py --data_dir FOLDER              train on a folder of images
+    python3 train_unet.py --preset tiny                  the small demo model on data/faces.bin
+    python3 train_unet.py --init_model_only True         write unet_init.bin for ./train_unet --model_weights
+    python3 train_unet.py --write_debug_state PREFIX     reference values for the tests of the C++ program
 
 The architecture is that of Dhariwal and Nichol 2021, "Diffusion Models Beat GANs on Image Synthesis"; flags
 and module names are guided-diffusion's. Batches, timesteps, noise, flips and initial weights are functions of
@@ -1579,10 +1579,10 @@ def train(config, run, given):
             last_time, last_step = time.time(), step
     bar.close()
     if stop:
-        unet_io.say(f"stopped; to go on: python train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
+        unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
                     f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")
     else:
-        unet_io.say(f"done; to see pictures: python generate.py --model_weights {shlex.quote(saved)}")
+        unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(saved)}")
 
 
 def sample_average(trainer, seeds, classes=None):

@@ -405,7 +405,7 @@ struct Flag {
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
 #define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
 static std::vector<Flag> FLAGS = {
-    {FIELD(preset), PATH, FILES, FORGOTTEN, "", "a named set of defaults, listed below"},
+    {FIELD(preset), PATH, FILES, FORGOTTEN, "", "a named set of defaults, such as tiny"},
     {FIELD(data_file), PATH, FILES, FREE, "data/emoji.bin", "training images of prepare_data.py"},
     {FIELD(val_file), PATH, FILES, FREE, "", "validation images, for a loss every --val_every"},
     {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
@@ -475,7 +475,7 @@ static std::vector<Flag> FLAGS = {
     {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", 0, 0.9999999},
     {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", 1e-20, 1},
     {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
-     "longest gradient (norm over all parameters): a longer one is scaled down to it; 0: none is",
+     "largest norm of the gradient over all parameters; a larger one is scaled down to it; 0: no limit",
      0, 1e9},
     {OPTIMISER(skip_outliers), FLOAT, TRAINING, FREE, "0",
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
@@ -488,13 +488,13 @@ static std::vector<Flag> FLAGS = {
     {FIELD(timestep_std), FLOAT, TRAINING, FIXED, "1",
      "standard deviation of log(sigma / alpha): 1 is usual with --noise_schedule flow, 1.2 with edm", 0.01, 20},
     {OPTIMISER(ema_rate), FLOAT, TRAINING, FIXED, "0.999",
-     "rates of moving averages of the weights (EMA), up to 4; see --use_ema; 0: none", 0, 0.9999999},
+     "rates of the averaged weights (EMA), up to 4; see --use_ema; 0: none", 0, 0.9999999},
     {FIELD(consistency), BOOL, TRAINING, FIXED, "0",
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
     {FIELD(consistency_steps), INT, TRAINING, FIXED, "2",
-     "with --consistency: in how many steps the model is to draw, which it learns best in matching distributions", 1, 2},
+     "with --consistency: the number of steps, 1 or 2, in which the tuned model is to draw best", 1, 2},
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
-     "with --consistency: learn from paths of so many steps that the model itself draws; 0: from pairs of timesteps",
+     "with --consistency: learn from pictures that --model_weights draws in so many steps; 0: from pairs of timesteps",
      0, 1000},
     {FIELD(matching_fraction), FLOAT, TRAINING, FIXED, "0",
      "with --path_steps: in this last part of the steps match the distribution of pictures instead of paths",
@@ -506,14 +506,14 @@ static std::vector<Flag> FLAGS = {
     {FIELD(offset_noise), FLOAT, TRAINING, FIXED, "0",
      "add this multiple of one normal a channel to the training noise, for very dark and bright pictures",
      0, 10},
-    {FIELD(seed), INT, TRAINING, FIXED, "0", "of weights, order, noise, first picture",
+    {FIELD(seed), INT, TRAINING, FIXED, "0", "seed of the weights, the order, the noise, and the first picture",
      0, 4294967295.0},
     {FIELD(log_every), INT, TRAINING, FREE, "50", "steps between two log lines", 1, 1e9},
     {FIELD(save_every), INT, TRAINING, FREE, "1000", "steps between checkpoints; 0: at the end",
      0, 1e9},
     {FIELD(keep), INT, TRAINING, FREE, "2", "newest checkpoints to keep", 1, 1e9},
     {FIELD(keep_every), INT, TRAINING, FREE, "0",
-     "also keep every checkpoint whose step is a multiple of this, for ever; 0: none", 0, 1e9},
+     "also keep every checkpoint whose step is a multiple of this; 0: none", 0, 1e9},
     {FIELD(sample_every), INT, TRAINING, FREE, "1000", "steps between grids; 0: at the end", 0, 1e9},
     {FIELD(val_every), INT, TRAINING, FREE, "1000", "steps between two validation losses", 1, 1e9},
 
@@ -532,13 +532,13 @@ static std::vector<Flag> FLAGS = {
      "strength of classifier-free guidance; 1: none, 2 to 4 are usual",
      0, 1000},
     {FIELD(sampler), CHOICE, SAMPLING, FREE, "ddim",
-     "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: usual after --consistency",
+     "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: for models of --consistency",
      0, 0, "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency 2. A step calls the network once, heun's twice",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency as tuned. A step calls the network once, heun's twice",
      0, 100000},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
-     "which timesteps: auto: uniform for ddim and ddpm, else trailing; karras: as EDM",
+     "which timesteps; auto: uniform for ddim and ddpm, as tuned for consistency, else trailing; karras: as EDM",
      0, 0, "auto|uniform|trailing|karras"},
     {FIELD(eta), FLOAT, SAMPLING, FREE, "0", "how much of ddpm's noise ddim adds at every step",
      0, 1},
@@ -546,7 +546,7 @@ static std::vector<Flag> FLAGS = {
      "how steps keep pictures in [-1, 1]; dynamic is generate.py's",
      0, 0, "clamp|dynamic|none"},
     {FIELD(use_ema), INT, SAMPLING, FREE, "1",
-     "sample and validate with this one of the running means where there is one; 0: the raw weights",
+     "draw and validate with this one of the averaged weights of --ema_rate, counted from 1; 0: the raw weights",
      0, 4},
 
     {FIELD(resume), PATH, OTHER, FORGOTTEN, "", "continue the newest checkpoint here, or in --out_dir"},
@@ -722,7 +722,7 @@ static const Strings USUAL_FLAGS = {
 static void print_help(bool all) {
     printf(
         "%1$s: trains a %2$s diffusion model on images\n\n"
-        "  ./%1$s --data_file X.bin     train (X.bin: python prepare_data.py --data_dir D "
+        "  ./%1$s --data_file X.bin     train (X.bin: python3 prepare_data.py --data_dir D "
         "--output_name X.bin)\n"
         "  ./%1$s --resume              continue\n"
         "  ./%1$s --generate            draw pictures with the newest checkpoint\n"
@@ -782,7 +782,7 @@ static const Strings MOVED_FLAGS = {
 
 static void refuse_moved(const std::string& name) {
     if (index_of(MOVED_FLAGS, name) >= 0)
-        fail_usage("--%s is generate.py's: python generate.py --help tells how it is used", name);
+        fail_usage("--%s is generate.py's: python3 generate.py --help tells how it is used", name);
 }
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
@@ -1058,7 +1058,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path, path);
     if (!file_exists(path))
-        fail("no file %s; make it: python prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
+        fail("no file %s; make it: python3 prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
              wanted, shell_word(path));
     Reader in(path);
     ImageHeader h = image_header(in);
@@ -1233,13 +1233,13 @@ static void check_format(const Reader& in) {
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (magic == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python generate.py --import %s --export NEW.bin makes today's", name,
+        fail("%s has the first format; python3 generate.py --import %s --export NEW.bin makes today's", name,
              word);
     if (in.size < HEADER_BYTES || magic != network.magic)
         fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
     if (version >= 1 && version < WEIGHTS_VERSION)
-        throw EarlierFormat({1, printable(text("%s has version %d of the format; python generate.py --import %s --export %s "
+        throw EarlierFormat({1, printable(text("%s has version %d of the format; python3 generate.py --import %s --export %s "
                                                "makes it today's and keeps all that it holds",
                                                name, version, word, word))});
     if (version != WEIGHTS_VERSION)

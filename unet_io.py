@@ -1164,7 +1164,7 @@ class Images:
             raise UserError(f"{self.path} has images of {have} channels, {channels} wanted")
         if height != width or height % image_size:
             raise UserError(f"{self.path} holds {width}x{height} images, not {image_size}x{image_size}: make"
-                            " a file with python prepare_data.py --data_dir FOLDER --output_name FILE.bin"
+                            " a file with python3 prepare_data.py --data_dir FOLDER --output_name FILE.bin"
                             f" --image_size {image_size}")
 
     def match_classes(self, names, trains=True):

@@ -4,7 +4,7 @@
 //
 // A ladder X is dev/X.cu and dev/X.py:
 //
-//   python X.py              writes ../build/dev/X.bin: inputs, outputs and gradients from a seed, computed
+//   python3 X.py             writes ../build/dev/X.bin: inputs, outputs and gradients from a seed, computed
 //                            by PyTorch in float64; also large cases, of which most need a GPU, and
 //                            PyTorch's own times there
 //   make X                   builds the ladder by itself, in seconds; make X_program with the program's version
@@ -71,13 +71,13 @@ typedef std::map<std::string, Reference> Case;
 
 static std::vector<std::pair<std::string, Case>> read_cases(const std::string& path,
                                                             const std::string& stem) {
-    if (!file_exists(path)) fail("%s is not there; make it with: python %s.py", path.c_str(), stem.c_str());
+    if (!file_exists(path)) fail("%s is not there; make it with: python3 %s.py", path.c_str(), stem.c_str());
     Reader in(path);
     std::vector<std::pair<std::string, Case>> cases;
     size_t left = in.size;
     auto read = [&](void* to, size_t bytes) {
         if (bytes > left)
-            fail("%s is truncated; make it anew with: python %s.py", path.c_str(), stem.c_str());
+            fail("%s is truncated; make it anew with: python3 %s.py", path.c_str(), stem.c_str());
         in.read(to, bytes), left -= bytes;
     };
     auto number = [&] {

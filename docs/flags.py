@@ -1,7 +1,7 @@
 """The tables of flags in guide.md, from what `./train_unet --help all` prints.
 
     make docs                       writes them
-    python docs/flags.py --check    fails where a table is not what would be written; the tests run this
+    python3 docs/flags.py --check    fails where a table is not what would be written; the tests run this
 
 A table stands between <!-- flags: GROUP --> and <!-- /flags -->, GROUP being a title of --help.
 """

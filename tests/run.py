@@ -1,10 +1,10 @@
 """Tests of train_unet against PyTorch and NumPy, of its files, and of the command lines: those in tests/.
 
     make test                      builds what is tested, sets up Python, runs this
-    python tests/run.py            the tests; the last line counts them, those that build/network and others run too
-    ALL=1 python tests/run.py      every one, also those that take long: conftest.py names them
-    python tests/run.py -k resume  those whose name contains "resume"; all of pytest's flags work
-    python tests/run.py -n 0       one after the other, in this process
+    python3 tests/run.py            the tests; the last line counts them, those that build/network and others run too
+    ALL=1 python3 tests/run.py      every one, also those that take long: conftest.py names them
+    python3 tests/run.py -k resume  those whose name contains "resume"; all of pytest's flags work
+    python3 tests/run.py -n 0       one after the other, in this process
 
 Where pytest-xdist is found, the tests run side by side, one on each core and each with one thread; conftest.py tells
 which of them may not. The programs under test are those in the folder above; harness.py tells how to name others.

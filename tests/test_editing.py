@@ -352,7 +352,7 @@ def test_what_the_program_leaves_to_us(tmp_path, name):
     shown = f"--{name} dynamic" if name == "threshold" else f"--{name}"
     draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "x.png", "--generate", 1]
     for words in ([f"--{name}", value], ["--config", tmp_path / "c.txt"]):
-        sentence = refused(*draw, *words, status=2, says=f"{shown} is generate.py's: python generate.py")
+        sentence = refused(*draw, *words, status=2, says=f"{shown} is generate.py's: python3 generate.py")
         assert ("c.txt, line 2: " in sentence) == (words[0] == "--config" and name != "threshold")
     assert not (tmp_path / "x.png").exists()
     assert f"--{name}" in help_of_generate()

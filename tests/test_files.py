@@ -151,7 +151,7 @@ def test_earlier_versions(tmp_path, images8, version):
     for words in (["--resume", folder], ["--generate", 1, "--model_weights", path],
                   ["--model_weights", path, "--out_dir", tmp_path / "new"]):
         result = run(TRAIN, *words, status=1)
-        program, *words = re.search(r"python (.*) makes it today's", result.stderr)[1].split()
+        program, *words = re.search(r"python3 (.*) makes it today's", result.stderr)[1].split()
         assert program == "generate.py" and result.stderr.count("\n") == 1
     same, _ = train_unet.load_model(str(path))
     assert call(generate, *words) == ""
@@ -294,7 +294,7 @@ def test_export_refusals(tmp_path):
 
 
 def test_files_for_the_program(cpp, tmp_path, images8):
-    """python train_unet.py --init_model_only True: its file starts the program, with the same weights."""
+    """python3 train_unet.py --init_model_only True: its file starts the program, with the same weights."""
     flags = flags_of(Config(**TOY | dict(seed=6)))
     result = script("train_unet.py", "--init_model_only", "True", *flags, "--device", "cpu", cwd=tmp_path)
     assert "./train_unet --model_weights unet_init.bin" in result.stdout

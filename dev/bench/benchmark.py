@@ -1,11 +1,11 @@
 """./train_unet against PyTorch on this machine: a training step of the default model, and a call of the network.
 
     make bench                                        builds, measures, writes the tables beside this file and in README.md
-    python dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
-    python dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
-    python dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
-    python dev/bench/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
-    python dev/bench/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
+    python3 dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
+    python3 dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
+    python3 dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone
+    python3 dev/bench/benchmark.py --presets ranks     on several GPUs, steps on 1, 2, 4 of them
+    python3 dev/bench/benchmark.py --presets DiT-XL/2  on a GPU, the Diffusion Transformer of that size, at batch 32
 
 On a CPU the opponent is PyTorch in fp32: eager or torch.compile, with channels_last or without, the best of
 these four in each case. On a GPU it is PyTorch as fast as it goes: torch.compile,

@@ -1,6 +1,6 @@
 """The same run in ./train_unet and in PyTorch: do the losses fall alike?
 
-    python dev/bench/compare_quality.py --output_name curves.jsonl --batch_size 64 --steps 3000
+    python3 dev/bench/compare_quality.py --output_name curves.jsonl --batch_size 64 --steps 3000
 
 Both start from the same weights and see the same batches with the same noise, in bf16 where ./train_unet computes in
 bf16. Writes both curves, and fails unless they end within 1% of each other. Takes the flags of train_unet.py too.

@@ -1,7 +1,7 @@
 """Loss, validation loss, learning rate and gradient norm of a run, or of several, as one PNG.
 
-    python dev/bench/plot_log.py out/metrics.jsonl --output_name loss.png
-    python dev/bench/plot_log.py out/small/metrics.jsonl out/large/metrics.jsonl
+    python3 dev/bench/plot_log.py out/metrics.jsonl --output_name loss.png
+    python3 dev/bench/plot_log.py out/small/metrics.jsonl out/large/metrics.jsonl
 
 Also works while the run is still going. A panel appears where a run has something to show in it.
 """

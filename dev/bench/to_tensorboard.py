@@ -1,6 +1,6 @@
 """A run's metrics.jsonl, and the grids of samples beside it, as TensorBoard event files.
 
-    python dev/bench/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
+    python3 dev/bench/to_tensorboard.py out/mine/metrics.jsonl --output_dir out/mine/tensorboard
     tensorboard --logdir out
 
 Called again, for a run that went on, it replaces what it wrote. Needs PyTorch and the package tensorboard.

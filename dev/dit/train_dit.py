@@ -1,8 +1,8 @@
 """The PyTorch twin of train_dit.cu: the Diffusion Transformer of Peebles and Xie 2022, "Scalable Diffusion Models with
 Transformers", with the names of its authors' program, whose weights it makes .bin files of.
 
-    python dev/dit/train_dit.py --import DiT-XL-2-256x256.pt --output_name dit_xl.bin    for ./train_dit --model_weights
-    python dev/dit/train_dit.py --export out/checkpoint_00020000.bin --output_name X.pt  and back
+    python3 dev/dit/train_dit.py --import DiT-XL-2-256x256.pt --output_name dit_xl.bin    for ./train_dit --model_weights
+    python3 dev/dit/train_dit.py --export out/checkpoint_00020000.bin --output_name X.pt  and back
 
 Of averaged and raw weights it takes the former, unless --use_ema 0.
 
