@@ -4214,9 +4214,6 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
                                              : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
-    config.consistency = file.config.consistency;
-    config.path_steps = file.config.path_steps;  // which says what timesteps the model has learned
-    config.consistency_steps = file.config.consistency_steps;
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
@@ -4294,7 +4291,8 @@ static void run_generate(const GivenFlags& given) {
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
-    if (out_dir && out_dir->value != config->out_dir)
+    std::error_code missing;
+    if (out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value, config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
@@ -4335,7 +4333,7 @@ static Strings row_names(const Config& c, Strings names) {
 }
 
 // Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
-static void plan_rows(Trainer* t, const std::string& data_file, const Strings& rows, const Strings& file_rows) {
+static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
     if (rows == file_rows) return;
     Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
@@ -4349,7 +4347,7 @@ static void plan_rows(Trainer* t, const std::string& data_file, const Strings& r
     auto are = [](const Strings& names, const char* what) {
         return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
     };
-    std::string line = t->start.path + " is trained on for the classes of " + data_file + ": ";
+    std::string line = t->start.path + " is trained on for the classes of " + c.data_file + ": ";
     line += kept.empty() ? "none is known" : are(kept, "kept");
     if (!fresh.empty()) line += ", " + are(fresh, "new");
     if (!dropped.empty()) line += ", " + are(dropped, "dropped");
@@ -4357,6 +4355,8 @@ static void plan_rows(Trainer* t, const std::string& data_file, const Strings& r
     if (has_none && !had_none) line += ", and the row for no class is new";
     if (had_none && !has_none) line += ", and the row for no class is dropped";
     t->notes.push_back(line);
+    if (c.path_steps && std::ranges::count(t->kept_rows, -1))
+        fail("%s; --consistency learns from what the model draws: train it for these classes first", line);
 }
 
 // The names of a run's classes, by which all files are matched: those of the weights that it continues, or of
@@ -4369,7 +4369,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
     bool lacks_names = known && file_names.empty();
-    if (lacks_names) file_names = shown_names(*c, {}, known);
+    if (lacks_names) check_class_names(file_names = shown_names(*c, {}, known), c->class_names);
     if (!lacks_names && was_typed(given, "class_names"))
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
                                 c->class_names, file_names.empty() ? c->data_file : path));
@@ -4391,7 +4391,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
-    if (!path.empty()) plan_rows(t, c->data_file, row_names(*c, names), row_names(file.config, file_names));
+    if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
 
@@ -4421,6 +4421,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     }
     t->model = plan_model(config, microbatch_of(config), true);
     t->model.class_names = class_names;
+    for (const std::string& line : idle_flags(config, given)) t->notes.push_back(line);
 }
 
 // Locks the run's folder. Its checkpoints must be those that the run was configured with: none, if it is new.
@@ -4531,7 +4532,7 @@ static void prepare_run(Trainer* t) {
 // ---- the loop ---------------------------------------------------------------------------------------------
 // Whether --lr_schedule has come to its end: no step after this one learns.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && !(learning_rate(hyper_of(c, lesson_of(c, step)), step) > 0);
+    return step && c.optimiser.lr > 0 && !(learning_rate(hyper_of(c, lesson_of(c, step)), step) > 0);
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -4839,9 +4840,11 @@ static void run_training(const GivenFlags& given) {
         check_samples(trainer.model, config.num_samples, "lower --num_samples");
         return print_time(config, trainer.step);
     }
-    if (config.matching_fraction > 0)
-        say("note: up to step %ld the network learns paths; then it matches distributions, and its loss is another",
-            (long)steps_on_paths(config));
+    if (config.path_steps)
+        say("note: the network learns from what %s draws, and not from the images", config.model_weights);
+    long last = (long)steps_on_paths(config);
+    if (config.matching_fraction > 0 && trainer.step < last && last < config.steps)
+        say("note: up to step %ld it learns paths; then it matches distributions, and its loss is another", last);
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);

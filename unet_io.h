@@ -275,6 +275,13 @@ static std::string read_text(const std::string& path) {
     return in.take<std::string>(in.size);
 }
 
+// A text that somebody may have typed: some editors' byte order mark is left out.
+static std::string read_typed_text(const std::string& path) {
+    std::string contents = read_text(path);
+    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);
+    return contents;
+}
+
 static Strings list_folder(const std::string& path, std::error_code* error) {
     Strings names;
     for (fs::directory_iterator at(path, *error), end; !*error && at != end; at.increment(*error))
@@ -775,6 +782,42 @@ static void choose_sampler(Config* config, const GivenFlags& given) {
     if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
+// What is said of typed flags that do nothing, for want of another flag.
+static Strings idle_flags(const Config& c, const GivenFlags& given) {
+    bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
+    bool takes_images = !c.path_steps || c.matching_fraction > 0;
+    const char* without_matching = "with --path_steps and without --matching_fraction";
+    struct Need {
+        const char *flag, *other;
+        bool is_met;
+    };
+    const Need needs[] = {
+        {"timestep_mean", "without --timestep_sampling lognormal", is_lognormal},
+        {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
+        {"timestep_sampling", "with --path_steps", !c.path_steps},
+        {"flip", without_matching, takes_images},
+        {"offset_noise", without_matching, takes_images},
+        {"cond_drop_prob", "without --class_cond 1", !!c.class_cond},
+        {"num_classes", "without --class_cond 1", !!c.class_cond},
+        {"final_lr_fraction", "with --lr_schedule constant", c.optimiser.lr_schedule != LR_CONSTANT},
+        {"consistency_steps", "without --consistency 1", !!c.consistency},
+        {"output_name", "without --generate", false},
+    };
+    Strings notes;
+    for (const Need& need : needs) {
+        bool is_usual = flag_text(c, flag_named(need.flag)) == flag_named(need.flag).standard;
+        if (!need.is_met && !is_usual && was_typed(given, need.flag))
+            notes.push_back(text("--%s does nothing %s", need.flag, need.other));
+    }
+    if (was_typed(given, "warmup_steps") && c.optimiser.warmup_steps > c.steps)
+        notes.push_back(text("the learning rate does not reach --lr: --warmup_steps %d are more than --steps %d",
+                             c.optimiser.warmup_steps, c.steps));
+    if (c.path_steps && is_guided(c))
+        notes.push_back(text("--guidance_scale %g guides the grids alone, and not what the network learns from",
+                             c.guidance_scale));
+    return notes;
+}
+
 // What only generate.py does.
 static const Strings MOVED_FLAGS = {
     "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
@@ -814,11 +857,9 @@ static GivenFlags parse_config(const std::string& lines, const std::string& path
 }
 
 static GivenFlags read_config_file(const std::string& path) {
-    Reader in(path);
-    std::string contents = in.take<std::string>(in.size);
+    std::string contents = read_typed_text(path);
     if (contents.find('\0') != std::string::npos)
         fail("%s is no configuration: --config takes a text, a line each: NAME = VALUE", path);
-    if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);  // some editors' byte order mark
     return parse_config(contents, path);
 }
 
@@ -878,6 +919,9 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
     for (const Flag& flag : FLAGS) {
         const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
         if (!preset) continue;
+        for (const GivenFlag& other : given)
+            if (other.flag == preset->flag && other.origin == preset->origin && other.value != preset->value)
+                fail_usage("--%s %s and --%s %s: only one can be had", flag.name, other.value, flag.name, preset->value);
         std::string source = text("--%s %s", flag.name, preset->value);
         put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
     }
@@ -1001,6 +1045,15 @@ static void shrink(Dataset* data, int width, int factor) {
     data->floats.swap(smaller);
 }
 
+// Refuses names that can't be stored: an empty one, and two that are the same.
+static void check_class_names(const Strings& names, const std::string& file) {
+    std::set<std::string> seen;
+    for (const std::string& name : names) {
+        if (name.empty()) fail("%s has a class without a name", file);
+        if (!seen.insert(name).second) fail("%s has two classes called %s", file, name);
+    }
+}
+
 // The names of classes in a file, each ended by a line feed: from `least` to `most` of them.
 static Strings parse_class_names(const std::string& lines, const std::string& file, size_t least, size_t most) {
     size_t count = std::ranges::count(lines, '\n');
@@ -1010,11 +1063,7 @@ static Strings parse_class_names(const std::string& lines, const std::string& fi
         fail("%s is damaged: its names of classes are no text in UTF-8", file);
     Strings names = split(lines, '\n');
     names.pop_back();  // what follows the last line feed
-    std::set<std::string> seen;
-    for (const std::string& name : names) {
-        if (name.empty()) fail("%s is damaged: it has a class without a name", file);
-        if (!seen.insert(name).second) fail("%s is damaged: it has two classes called %s", file, name);
-    }
+    check_class_names(names, file);
     return names;
 }
 
@@ -1060,6 +1109,9 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (!file_exists(path))
         fail("no file %s; make it: python3 prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
              wanted, shell_word(path));
+    if (fs::is_directory(path))
+        fail("%s is a folder; make a file of its pictures: python3 prepare_data.py --data_dir %s --output_name FILE.bin", path,
+             shell_word(path));
     Reader in(path);
     ImageHeader h = image_header(in);
     Dataset data = {.count = h.N};
@@ -1248,6 +1300,8 @@ static void check_format(const Reader& in) {
 }
 
 static WeightsFile open_weights(const std::string& path) {
+    if (fs::is_directory(path))
+        fail("%s is a folder; name a checkpoint in it, or draw with its newest by --out_dir %s", path, shell_word(path));
     Reader in(path);
     check_format(in);
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
@@ -1681,7 +1735,10 @@ enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
-        if (!of_model && !(taking == TO_RESUME && flag.on_resume == FIXED)) continue;
+        bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
+        if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
+        if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
+        if (!of_model) continue;
         const GivenFlag* g = was_given(given, flag.name);
         bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
@@ -1740,8 +1797,8 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The class whose name is a number, or that number with zeros before it; -1: there is none, or there are several.
-static int class_called(uint32_t number, const Strings& names) {
+// The class whose name is a number, or that number with zeros before it; -1: there is none. Refused if there are several.
+static int class_called(uint32_t number, const Strings& names, const std::string& list) {
     std::string digits = text("%u", number);
     std::vector<int> exact, padded;
     for (int i = 0; i < (int)names.size(); i++) {
@@ -1750,7 +1807,9 @@ static int class_called(uint32_t number, const Strings& names) {
         (name == digits ? exact : padded).push_back(i);
     }
     const std::vector<int>& found = exact.empty() ? padded : exact;
-    return found.size() == 1 ? found[0] : -1;
+    if (found.size() > 1)
+        fail_usage("--class %s: %u could be %s or %s", list, number, names[found[0]], names[found[1]]);
+    return found.empty() ? -1 : found[0];
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
@@ -1780,7 +1839,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         std::vector<uint32_t> numbers;
         failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
         for (uint32_t number : numbers) {
-            found = class_called(number, names);
+            found = class_called(number, names, list);
             if (found < 0) break;
             classes.push_back((uint32_t)found);
         }
@@ -1794,7 +1853,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
 static Strings shown_names(const Config& c, const Strings& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
-    Strings names = split(read_text(c.class_names), '\n');
+    Strings names = split(read_typed_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
     if (!own.empty()) classes = own.size();
@@ -1807,8 +1866,8 @@ static Strings shown_names(const Config& c, const Strings& own, size_t classes) 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
 // the network is told none. Classes without names are called by their numbers.
 static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
-    if ((*c.classes || *c.class_names) && !c.class_cond)
-        fail("--class %s needs a model that was trained with --class_cond 1", c.classes);
+    const char* flag = *c.classes ? "class" : *c.class_names ? "class_names" : nullptr;
+    if (flag && !c.class_cond) fail("--%s needs a model that was trained with --class_cond 1", flag);
     if (!c.class_cond) return {};
     if (names.empty())
         for (int i = 0; i < c.num_classes; i++) names.push_back(text("%d", i));

@@ -1,5 +1,6 @@
 """Labels from the image file to the pictures: preparing, training, resuming, drawing by class, refusals."""
 import contextlib
+import dataclasses
 import gzip
 import io
 import json
@@ -17,7 +18,7 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run, same_bits, start_flags, write_toy_images)
+    QUICK, TOY, TRAIN, call, checkpoint_in, perturbed_file, picture, refused, run, same_bits, start_flags, write_toy_images)
 from unet_io import Config, UserError
 
 CLASSES = TOY | dict(class_cond=True, num_classes=3, cond_drop_prob=0.3, predict="v")
@@ -535,7 +536,7 @@ def test_number_of_two_names(tmp_path, text):
     names = ("1", "02", "002", "3")
     named_file(tmp_path / "named.bin", Config(**CLASSES | dict(num_classes=len(names))), names)
     for answer in both_draw(tmp_path, "named.bin", 1, "--class", text)[:2]:
-        assert f"the model has no class called '{text}'; its classes are" in answer
+        assert f"--class {text}: 2 could be 02 or 002" in answer
     assert generate.parse_classes("02,3", names, 4) == [1, 3]
 
 
@@ -686,3 +687,16 @@ def test_damaged_names(tmp_path, text, says):
     with pytest.raises(UserError, match=says):
         unet_io.read_checkpoint(str(tmp_path / "w.bin"))
     refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, says=["w.bin", says])
+
+
+def test_new_classes_cannot_be_tuned(tmp_path):
+    """A tuning learns from what the model draws, which is nothing of classes that it does not know; those it knows it takes."""
+    config = Config(**CLASSES | dict(predict="v"))
+    perturbed_file(tmp_path / "bare.bin", dataclasses.replace(config, class_cond=False, num_classes=0, cond_drop_prob=0.0))
+    named_file(tmp_path / "known.bin", config, FRUIT)
+    data = write_fruit(tmp_path / "fruit.bin", FRUIT, FRUIT)
+    tune = ("--data_file", data, "--consistency", 1, "--path_steps", 2, "--steps", 1, "--out_dir", tmp_path / "run", *QUICK)
+    refused(TRAIN, "--model_weights", tmp_path / "bare.bin", "--class_cond", 1, *tune,
+            says=["none is known", "train it for these classes first"])
+    text = run(TRAIN, "--model_weights", tmp_path / "known.bin", *tune, "--guidance_scale", 2).stdout
+    assert "note: --guidance_scale 2 guides the grids alone, and not what the network learns from\n" in text

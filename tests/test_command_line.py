@@ -167,7 +167,7 @@ def test_data_files(tmp_path, images8):
     refused(TRAIN, *toy, "--data_file", tmp_path / "text.bin", says=["text.bin", "no image file"])
     (tmp_path / "empty.bin").write_bytes(b"")
     refused(TRAIN, *toy, "--data_file", tmp_path / "empty.bin", says="empty.bin")
-    refused(TRAIN, *toy, "--data_file", tmp_path, says="not a regular file")
+    refused(TRAIN, *toy, "--data_file", tmp_path, says=["is a folder", f"prepare_data.py --data_dir {tmp_path} "])
     odd = write_toy_images(tmp_path / "odd.bin", size=12)
     refused(TRAIN, *toy, "--data_file", odd, says=["12 x 12", "prepare_data.py", "--image_size 8"])
     small = write_toy_images(tmp_path / "small.bin", size=4)
@@ -390,3 +390,59 @@ def test_earlier_names(tmp_path, images8):
                "--output_name", tmp_path / "x.bin").stdout
     assert "note: --channels is called --in_channels now\n" in text
     assert unet_io.read_images(tmp_path / "x.bin").pixels.shape == (1, 1, 8, 8)
+
+
+IDLE = {  # what is typed: what is said of it
+    "--timestep_mean 1": "--timestep_mean does nothing without --timestep_sampling lognormal",
+    "--timestep_std 2": "--timestep_std does nothing without --timestep_sampling lognormal",
+    "--cond_drop_prob 0.5": "--cond_drop_prob does nothing without --class_cond 1",
+    "--num_classes 7": "--num_classes does nothing without --class_cond 1",
+    "--final_lr_fraction 0.5": "--final_lr_fraction does nothing with --lr_schedule constant",
+    "--consistency_steps 1": "--consistency_steps does nothing without --consistency 1",
+    "--output_name x.png": "--output_name does nothing without --generate",
+    "--warmup_steps 9": "the learning rate does not reach --lr: --warmup_steps 9 are more than --steps 1"}
+IDLE_ON_PATHS = {
+    "--timestep_sampling lognormal": "--timestep_sampling does nothing with --path_steps",
+    "--flip 1": "--flip does nothing with --path_steps and without --matching_fraction",
+    "--offset_noise 0.1": "--offset_noise does nothing with --path_steps and without --matching_fraction"}
+
+
+def notes_of(*words):
+    return re.findall("^note: (.*)", run(TRAIN, *words, *QUICK).stdout, re.MULTILINE)
+
+
+def test_idle_flags(tmp_path):
+    """A typed flag that does nothing is named, with what it wants; in a preset or a file it may be one of many."""
+    flags = ("--preset", "tiny", "--timestep_sampling", "uniform", "--lr_schedule", "constant", "--steps", 1, "--dry_run")
+    assert notes_of(*flags) == []
+    typed = " ".join(IDLE).split()
+    assert notes_of(*flags, *typed) == list(IDLE.values())
+    (tmp_path / "c.txt").write_text("\n".join(word[2:] for word in IDLE))
+    assert notes_of(*flags, "--config", tmp_path / "c.txt") == []
+
+
+def test_what_paths_learn_from(tmp_path, images8):
+    """Tuning on paths says that images are not learned from, and what does nothing for that reason."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
+    flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--consistency", 1, "--path_steps", 2)
+    source = f"the network learns from what {tmp_path}/w.bin draws, and not from the images"
+    typed = " ".join(IDLE_ON_PATHS).split()
+    assert notes_of(*flags, *typed, "--steps", 1, "--out_dir", tmp_path / "paths") == [*IDLE_ON_PATHS.values(), source]
+    matching = ("--matching_fraction", 0.5, "--out_dir", tmp_path / "both")
+    assert notes_of(*flags, *matching, "--steps", 2) == [
+        source, "up to step 1 it learns paths; then it matches distributions, and its loss is another"]
+    assert notes_of("--resume", tmp_path / "both", "--steps", 3) == [source]
+    draw = ("--generate", "--out_dir", tmp_path / "both", "--num_samples", 1)
+    refused(TRAIN, *draw, "--consistency_steps", 1, says=["--consistency_steps 1 contradicts", "was made with 2"])
+    refused(TRAIN, *draw, "--path_steps", 3, says=["--path_steps 3 contradicts", "was made with 2"])
+
+
+def test_folder_in_place_of_a_file(tmp_path, images8):
+    run(TRAIN, *start_flags(Config(**TOY), images8, tmp_path / "run", 1))
+    refused(TRAIN, "--generate", "--model_weights", tmp_path / "run", says=["is a folder", f"--out_dir {tmp_path}/run"])
+    text = run(TRAIN, "--resume", tmp_path / "run", "--out_dir", f"{tmp_path}/run/", "--steps", 2, *QUICK).stdout
+    assert "resumed at step 1" in text
+
+
+def test_two_presets():
+    refused(TRAIN, "--preset", "tiny", "--preset", "small32", says="--preset tiny and --preset small32: only one can be had", status=2)
