@@ -277,7 +277,8 @@ static std::string read_text(const std::string& path) {
 
 // A text that somebody may have typed: some editors' byte order mark is left out.
 static std::string read_typed_text(const std::string& path) {
-    std::string contents = read_text(path);
+    Reader in(path);
+    std::string contents = in.take<std::string>(in.size);
     if (contents.starts_with("\xEF\xBB\xBF")) contents.erase(0, 3);
     return contents;
 }
