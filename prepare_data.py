@@ -349,7 +349,7 @@ def folder_classes(source, level):
     offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
               for i, names in enumerate(outer, 1) if len(names) > 1]
     if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
-        note(f"the innermost folders give {counted_classes(inner)} ({listed(class_order(inner))});"
+        note(f"the innermost folders give {counted(len(inner), 'class')} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
     return found
 
@@ -484,10 +484,6 @@ def json_pairs(path, text):
     return pairs
 
 
-def counted_classes(names):
-    return f"{len(names)} class" if len(names) == 1 else f"{len(names)} classes"
-
-
 def with_gaps(names):
     """Classes that are numbers, with those between where at most as many are missing: number n is class n."""
     if not all(re.fullmatch("0|[1-9][0-9]*", name) for name in names):
@@ -524,15 +520,15 @@ def warn_of_classes(names, numbers):
     folded = collections.Counter(name.casefold() for name in names)
     alike = [name for name in names if folded[name.casefold()] > 1]
     if alike:
-        note(f"{counted_classes(alike)} that differ by capital letters only: {listed(alike)}")
+        note(f"{counted(len(alike), 'class')} that differ by capital letters only: {listed(alike)}")
     if len(names) == 1:
         note(f"all images are of one class, {names[0]}, which tells a model nothing")
     empty = [name for name in names if not numbers[0][name]]
     few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if empty:
-        note(f"{counted_classes(empty)} without an image to train on, to be left out when drawing: {listed(empty)}")
+        note(f"{counted(len(empty), 'class')} without an image to train on, to be left out when drawing: {listed(empty)}")
     if few:
-        note(f"{counted_classes(few)} of fewer than {HANDFUL} images to train on: {listed(few)}")
+        note(f"{counted(len(few), 'class')} of fewer than {HANDFUL} images to train on: {listed(few)}")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -248,8 +248,9 @@ def parse_rates(text):
 
 
 def counted(n, noun):
-    """'1 picture', '2 pictures'."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    """'1 picture', '2 pictures', '2 classes'."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
 
 
 def listed(names, most=8):
