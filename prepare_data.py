@@ -341,9 +341,9 @@ def folder_classes(source, level):
             if len(path) < level:
                 raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
                                 f" in {source.path} has {len(path)}")
-        return {name: as_class(path[level - 1]) for name, path in folders.items()}
+        return one_class_each({name: path[level - 1] for name, path in folders.items()})
     own = os.path.splitext(os.path.basename(os.path.abspath(source.path)))[0]
-    found = {name: as_class(path[-1] if path else own) for name, path in folders.items()}
+    found = one_class_each({name: path[-1] if path else own for name, path in folders.items()})
     inner = set(found.values())
     outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
     offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
@@ -352,6 +352,18 @@ def folder_classes(source, level):
         note(f"the innermost folders give {counted(len(inner), 'class')} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
     return found
+
+
+def one_class_each(folders):
+    """{file: class} from {file: name of its folder}. Folders that become one class are noted."""
+    classes = {folder: as_class(folder) for folder in sorted(set(folders.values()))}
+    groups = {}
+    for folder, name in classes.items():
+        groups.setdefault(name, []).append(folder)
+    for name, group in groups.items():
+        if len(group) > 1:
+            note(f"the folders {listed(map(repr, group))} become one class, {name}")
+    return {file: classes[folder] for file, folder in folders.items()}
 
 
 def prefix_class(name):
@@ -550,6 +562,8 @@ class Remarks:
         if self.unconverted:
             yield (f"{counted(len(self.unconverted), 'picture')} with a colour profile that can't be used,"
                    f" whose colours were kept as if in sRGB")
+        if white_level and not self.deep:
+            yield f"--white_level {white_level} does nothing: no grey picture has 16 bits"
         if self.deep:
             yield (f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}:"
                    f" white is {white_level or 65535}, unless --white_level tells another")
