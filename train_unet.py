@@ -1533,10 +1533,10 @@ def train_from(model, checkpoint, path, config, run, given):
     unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
-
-    if config.matching_fraction:
-        unet_io.say(f"note: up to step {unet_io.steps_on_paths(config)} the network learns paths; then it matches"
-                    f" distributions, and its loss is another")
+    on_paths = unet_io.steps_on_paths(config)
+    if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
+        unet_io.say(f"note: up to step {on_paths} the network learns paths; then it matches distributions, and its loss is"
+                    f" another")
 
     stop = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -1587,8 +1587,8 @@ def train_from(model, checkpoint, path, config, run, given):
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            on_paths = config.matching_fraction and step <= unet_io.steps_on_paths(config)  # later steps take longer
-            end = min(unet_io.steps_on_paths(config), run.steps) if on_paths else run.steps
+            follows = config.matching_fraction and step <= on_paths  # later steps take longer
+            end = min(on_paths, run.steps) if follows else run.steps
             left = tqdm.format_interval(seconds * (end - step)) + (f" to step {end}" if end < run.steps else "")
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
             unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"

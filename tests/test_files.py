@@ -81,8 +81,9 @@ def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop, threshold
     script("train_unet.py", *tuning, "--device", "cpu", "--sample_every", 0, "--out_dir", tmp_path / "python")
     (tmp_path / "resumed").mkdir()
     shutil.copy(checkpoint_in(tmp_path / "run", stop), tmp_path / "resumed")
-    script("train_unet.py", "--resume", tmp_path / "resumed", "--out_dir", tmp_path / "resumed", "--steps", 6, "--log_every", 1,
-           "--device", "cpu", "--sample_every", 0)
+    output = script("train_unet.py", "--resume", tmp_path / "resumed", "--steps", 6, "--log_every", 1, "--device", "cpu",
+                    "--sample_every", 0).stdout
+    assert ("then it matches distributions" in output) == (stop < 6 * (1 - matching_fraction) < 6)
 
     theirs, averages = losses_in(tmp_path / "run"), unet_io.read_checkpoint(str(base)).sections["ema"]
     for folder, first in (("python", 1), ("resumed", stop + 1)):
