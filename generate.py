@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, sampling_settings, seed_noise)
+                        refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings, seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -570,7 +570,7 @@ def export_page(args, model, class_names, step):
         raise UserError("a page draws without --threshold dynamic: name another, such as --threshold clamp")
     sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing", "threshold")}
     sampling["sample_steps"] = sampler_steps(model.config, args.sampler, args.sample_steps)
-    unet_io.check_steps(model.config.diffusion_steps, sampling["sample_steps"])
+    sampler_timesteps(model.config, args.sampler, sampling["sample_steps"], args.spacing)  # which refuses what can't be
     page = unet_io.import_from_dev("web/page")
     page.write_page(args.export_page, model, sampling, class_names, step)
     unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")

@@ -653,6 +653,14 @@ def sampler_steps(config, sampler, sample_steps=None):
     return min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
 
 
+def sampler_timesteps(config, sampler, steps, spacing):
+    """The ascending timesteps that a sampler visits in so many steps: int64 (steps,). Raises UserError where it can't."""
+    if sampler == "consistency" and spacing == "auto":
+        return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
+    chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)
+
+
 def sampling_settings(checkpoint, given):
     """(how pictures of a Checkpoint are drawn: {name: value} of SAMPLING; a text of the flags that are the run's).
 
@@ -745,10 +753,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     T, strength = config.diffusion_steps, edit.strength if edit else 1
     chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     steps = sampler_steps(config, sampler, sample_steps)
-    if sampler == "consistency" and spacing == "auto":
-        times = unet_io.consistency_timesteps(T, config.path_steps, steps)[::-1]
-    else:
-        times = unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)[::-1]
+    times = sampler_timesteps(config, sampler, steps, spacing)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
     if strength and not len(times):
         raise UserError(f"--strength {strength:g} is less noise than the least of"
