@@ -90,6 +90,7 @@ class Parser(argparse.ArgumentParser):
     earlier: {a flag's earlier name: its name}. The earlier name is taken, and the program says so.
     may_be_empty: the flags that take '' as a value; others, where this is given, refuse it: a script types it
     whose variable is unset, and it would mean that the flag was left out.
+    typed: after parse_args, the flags that were typed, each by its first name.
     """
     def __init__(self, renamed=None, may_be_empty=None, earlier=None, **options):
         self.renamed, self.may_be_empty, self.earlier = renamed or {}, may_be_empty, earlier or {}
@@ -105,6 +106,8 @@ class Parser(argparse.ArgumentParser):
                 alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
                 nearest = max(alike, key=alike.get)
                 self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+        typed = {word.split("=")[0] for word in words}
+        self.typed = [action.option_strings[0] for action in self._actions if typed & set(action.option_strings)]
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)

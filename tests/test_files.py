@@ -249,6 +249,20 @@ def test_export_import(cpp, tmp_path, ending, images8):
         assert "x0.bin exists already" in call(generate, "--import", there)
 
 
+def test_flags_of_pictures(tmp_path):
+    """What only pictures depend on is refused where weights are written, if it is typed, be it with its default."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    for source, target, flags, says in (
+            ("--model_weights", "x.bin", ["--sampler", "heun", "--eta=0"],
+             "--export draws no pictures: leave --sampler and --eta out"),
+            ("--import", "x.pt", ["--output_filename", "y.png"], "--import draws no pictures: leave --output_name out"),
+            ("--model_weights", "x.bin", ["--threshold", "none"], "leave --threshold out"),
+            ("--model_weights", "x/", ["--threshold", "none", "--batch_size", 16], "leave --batch_size out")):
+        assert says in call(generate, source, tmp_path / "w.bin", "--export", f"{tmp_path}/{target}", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.bin"]
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/x/", "--threshold", "none") == ""
+
+
 def test_export_refusals(tmp_path):
     """Cut, garbled and foreign files: one sentence each, and nothing written."""
     weights = tmp_path / "w.bin"

@@ -295,7 +295,8 @@ def test_refused(tmp_path):
     for flags, says in ((["page.htm"], "must end in .html"), (["no/page.html"], "does not exist"),
                         (["page.html", "--export", "x.bin"], "leave --import and --export out"),
                         (["page.html", "--threshold", "dynamic"], "without --threshold dynamic"),
-                        (["page.html", "--guidance_scale", "2", "--guide_weights", "w.bin"], "without --guide_weights"),
+                        (["page.html", "--guide_weights", "w.bin", "--seed", "0", "--class=bag"],
+                         "--export_page draws no pictures: leave --seed, --class and --guide_weights out"),
                         (["page.html", "--guidance_scale", "2"], "learnt to draw"),
                         (["page.html", "--sample_steps", "1001"], "between 1 and the 1000 steps")):
         name, *rest = flags
