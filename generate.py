@@ -128,7 +128,11 @@ def parse_classes(text, names, num_classes):
             called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
             called = []
-        if not called or not numbered.keys() >= set(called):
+        unknown = next((number for number in called if number not in numbered), None)
+        candidates = [name for name, number in zip(names, plain) if number == unknown]
+        if len(candidates) > 1:
+            raise UserError(f"--class {text}: {unknown} could be {' or '.join(candidates)}")
+        if not called or unknown:
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
         classes += [numbered[name] for name in called]

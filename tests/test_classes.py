@@ -535,7 +535,7 @@ def test_number_of_two_names(tmp_path, text):
     names = ("1", "02", "002", "3")
     named_file(tmp_path / "named.bin", Config(**CLASSES | dict(num_classes=len(names))), names)
     for answer in both_draw(tmp_path, "named.bin", 1, "--class", text)[:2]:
-        assert f"the model has no class called '{text}'; its classes are" in answer
+        assert f"--class {text}: 2 could be 02 or 002" in answer
     assert generate.parse_classes("02,3", names, 4) == [1, 3]
 
 
