@@ -91,12 +91,13 @@ def parse_numbers(text):
 
 def shown_names(path, own, num_classes):
     """What the user calls a model's classes: the lines of the file of --class_names, or its own names."""
-    if not path:
-        return own
-    names, classes = unet_io.read_class_names(path), len(own) or num_classes
-    if len(names) != classes:
-        raise UserError(f"{path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
-    return names
+    return unet_io.read_class_names(path, len(own) or num_classes) if path else own
+
+
+def check_stored(path, names):
+    """Raise UserError where names, from the file of --class_names, are no text in UTF-8, as which names are stored."""
+    lines = "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
+    unet_io.parse_class_names(lines, path, 0, len(names))
 
 
 def parse_classes(text, names, num_classes):
@@ -589,6 +590,7 @@ def check_page(args):
 
 def export_page(args, model, class_names, step):
     """Write the page of --export_page, which draws as these flags say."""
+    check_stored(args.class_names, class_names)
     if not isinstance(model, UNet):
         raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
     if args.threshold == "dynamic":
@@ -749,6 +751,7 @@ def main():
             if not model.config.class_cond:
                 raise UserError("--class_names needs a model that was trained with --class_cond 1")
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
+            check_stored(args.class_names, names)
             checkpoint.sections |= unet_io.class_section(names)
         if names_folder(target):
             checkpoint.run["threshold"] = args.threshold
@@ -778,7 +781,8 @@ def main():
         quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
     if (args.classes or args.class_names) and not config.class_cond:
-        raise UserError("--class needs a model that was trained with --class_cond 1")
+        flag = "--class" if args.classes else "--class_names"
+        raise UserError(f"{flag} needs a model that was trained with --class_cond 1")
     class_names = shown_names(args.class_names, checkpoint.class_names, config.num_classes)
     own_names = checkpoint.class_names or class_names  # by which files are matched
     classes = parse_classes(args.classes, class_names, config.num_classes)

@@ -1192,10 +1192,7 @@ def plan_classes(config, run, given, source, path, data_names):
     notes, before = [], source.class_names if source else ()
     known = source.config.num_classes if source and source.config.class_cond else 0
     if run.class_names and known and not before:
-        before = unet_io.read_class_names(run.class_names)
-        if len(before) != known:
-            raise UserError(f"--class_names {run.class_names} has {unet_io.counted(len(before), 'line')} and the"
-                            f" model {known} classes")
+        before = unet_io.read_class_names(run.class_names, known)
     elif run.class_names:
         notes.append(f"--class_names {run.class_names} is not needed: the classes are called as"
                      f" {path if before else run.data_file} calls them")

@@ -1231,21 +1231,30 @@ def parse_class_names(data, path, least, most):
         names = ("\0",)
     if any("\0" in name for name in names):
         raise UserError(f"{path} is damaged: its names of classes are no text in UTF-8")
-    if "" in names:
-        raise UserError(f"{path} is damaged: it has a class without a name")
-    if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise UserError(f"{path} is damaged: it has two classes called {twice}")
+    check_class_names(names, path)
     return names
 
 
-def read_class_names(path):
-    """A text file's lines as names of classes 0, 1 ...: a tuple. Raises UserError."""
+def check_class_names(names, path):
+    """Raise UserError where a class has no name, or two have one."""
+    if "" in names:
+        raise UserError(f"{path} has a class without a name")
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise UserError(f"{path} has two classes called {twice}")
+
+
+def read_class_names(path, classes):
+    """The lines of --class_names, a text file, as names of so many classes: a tuple. Raises UserError."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return tuple(line.strip() for line in file)
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            names = tuple(line.strip() for line in file)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
+    if len(names) != classes:
+        raise UserError(f"--class_names {path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
+    check_class_names(names, path)
+    return names
 
 
 def read_images(path):

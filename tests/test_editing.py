@@ -326,9 +326,9 @@ def test_class_names(tmp_path, draw, capsys):
     for name, words, says in (("w", [*named, "--class", "cow"], "'cow'"), ("w", ["--class", "cat"], "'cat'"),
                               ("w", ["--class", "3"], "--class 3: the model has no class called '3'"),
                               ("w", [*named, "--class", "0"], "no class called '0'"),
-                              ("w", ["--class_names", tmp_path / "few"], "1 line and the model 3 class"),
+                              ("w", ["--class_names", tmp_path / "few"], "few has 1 line and the model 3 classes"),
                               ("w", ["--class_names", tmp_path / "none"], "none can't be read"),
-                              ("plain", named, "class_cond"), ("plain", ["--class", 0], "class_cond")):
+                              ("plain", named, "--class_names needs"), ("plain", ["--class", 0], "--class needs")):
         assert says in draw(name, *words), says
 
 
