@@ -29,12 +29,18 @@ from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, sampling_settings, seed_noise)
+                        refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings, seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
 
 EARLIER_NAMES = {"--num_images": "--num_samples", "--model_filename": "--model_weights"}
+
+# Flags that do nothing where weights are written. A page does nothing with the first ones, and draws with the others.
+OF_PICTURES = ("--num_samples", "--seed", "--seeds", "--class", "--guidance_interval", "--guide_weights", "--init_image",
+               "--strength", "--mask", "--jump_length", "--jump_n_sample", "--interpolate", "--batch_size", "--output_name",
+               "--output_dir", "--show", "--strip", "--nearest", "--quality")
+OF_SAMPLING = ("--guidance_scale", "--sampler", "--sample_steps", "--spacing", "--eta", "--threshold")
 
 
 def nearest(pictures, images, image_size, chunk=256):
@@ -85,12 +91,13 @@ def parse_numbers(text):
 
 def shown_names(path, own, num_classes):
     """What the user calls a model's classes: the lines of the file of --class_names, or its own names."""
-    if not path:
-        return own
-    names, classes = unet_io.read_class_names(path), len(own) or num_classes
-    if len(names) != classes:
-        raise UserError(f"{path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
-    return names
+    return unet_io.read_class_names(path, len(own) or num_classes) if path else own
+
+
+def check_stored(path, names):
+    """Raise UserError where names, from the file of --class_names, are no text in UTF-8, as which names are stored."""
+    lines = "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
+    unet_io.parse_class_names(lines, path, 0, len(names))
 
 
 def parse_classes(text, names, num_classes):
@@ -122,7 +129,11 @@ def parse_classes(text, names, num_classes):
             called = [str(number) for number in parse_numbers(part)]
         except argparse.ArgumentTypeError:
             called = []
-        if not called or not numbered.keys() >= set(called):
+        unknown = next((number for number in called if number not in numbered), None)
+        candidates = [name for name, number in zip(names, plain) if number == unknown]
+        if len(candidates) > 1:
+            raise UserError(f"--class {text}: {unknown} could be {' or '.join(candidates)}")
+        if not called or unknown:
             raise UserError(f"--class {text}: the model has no class called {part!r}; its classes are"
                             f" {unet_io.listed(names)}")
         classes += [numbered[name] for name in called]
@@ -547,6 +558,23 @@ def export_target(args):
     return args.export
 
 
+def refuse_unused(args, typed):
+    """Raise UserError where a page or weights are written, and flags were typed that do nothing there."""
+    written = [flag for flag, value in (("--export_page", args.export_page), ("--import", args.imported),
+                                        ("--export", args.export)) if value]
+    if not written:
+        return
+    used = OF_SAMPLING if args.export_page else ("--threshold",) if names_folder(args.export) else ()  # diffusers are told it
+    unused = [flag for flag in typed if flag in OF_PICTURES + OF_SAMPLING and flag not in used]
+    if unused:
+        raise UserError(f"{written[0]} draws no pictures: leave {unet_io.listed(unused)} out")
+
+
+def names_folder(path):
+    """Whether --export means a folder, in the format of diffusers."""
+    return path.endswith("/") or os.path.isdir(path)
+
+
 def check_page(args):
     """Raise UserError where --export_page can't be done as it is asked for."""
     if not args.export_page:
@@ -555,8 +583,6 @@ def check_page(args):
         raise UserError(f"--export_page {args.export_page}: a page's name must end in .html")
     if args.export or args.imported:
         raise UserError("--export_page writes a page of --model_weights and nothing else: leave --import and --export out")
-    if args.guide_weights:
-        raise UserError("a page draws without --guide_weights: leave it out of --export_page")
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
@@ -564,13 +590,14 @@ def check_page(args):
 
 def export_page(args, model, class_names, step):
     """Write the page of --export_page, which draws as these flags say."""
+    check_stored(args.class_names, class_names)
     if not isinstance(model, UNet):
         raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
     if args.threshold == "dynamic":
         raise UserError("a page draws without --threshold dynamic: name another, such as --threshold clamp")
     sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing", "threshold")}
     sampling["sample_steps"] = sampler_steps(model.config, args.sampler, args.sample_steps)
-    unet_io.check_steps(model.config.diffusion_steps, sampling["sample_steps"])
+    sampler_timesteps(model.config, args.sampler, sampling["sample_steps"], args.spacing)  # which refuses what can't be
     page = unet_io.import_from_dev("web/page")
     page.write_page(args.export_page, model, sampling, class_names, step)
     unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")
@@ -606,8 +633,8 @@ def main():
              " keeps them")
     add("--guidance_scale", type=float, metavar="X",
         help="draw what differs so many times as much from pictures without a class (default: the run's, or 1)")
-    add("--guidance_interval", type=parse_interval, default=(0.0, 1.0), metavar="LO,HI",
-        help="guide in this part of the chain only, from no noise (0) to nothing but noise (1)")
+    add("--guidance_interval", type=parse_interval, metavar="LO,HI",
+        help="guide in this part of the chain only, from no noise (0) to nothing but noise (1) (default: 0,1)")
     add("--guide_weights", metavar="FILE",
         help="guide away from this model's pictures, an earlier or smaller one's, not from those of no class")
     add("--init_image", metavar="FILE", help="draw from this picture, the first of a .bin, with noise added")
@@ -667,6 +694,7 @@ def main():
                                      choices=field.metadata["choices"], help=field.metadata["help"],
                                      metavar=None if field.metadata["choices"] else "X")
     args = parser.parse_args()
+    refuse_unused(args, parser.typed)
     count = args.interpolate or (len(args.seeds) if args.seeds else 16 if args.num_samples is None
                                  else args.num_samples)
     if args.num_samples not in (None, count):
@@ -723,8 +751,9 @@ def main():
             if not model.config.class_cond:
                 raise UserError("--class_names needs a model that was trained with --class_cond 1")
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
+            check_stored(args.class_names, names)
             checkpoint.sections |= unet_io.class_section(names)
-        if target.endswith("/") or os.path.isdir(target):
+        if names_folder(target):
             checkpoint.run["threshold"] = args.threshold
             save_diffusers(target, model, checkpoint)
         else:
@@ -752,7 +781,8 @@ def main():
         quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
     if (args.classes or args.class_names) and not config.class_cond:
-        raise UserError("--class needs a model that was trained with --class_cond 1")
+        flag = "--class" if args.classes else "--class_names"
+        raise UserError(f"{flag} needs a model that was trained with --class_cond 1")
     class_names = shown_names(args.class_names, checkpoint.class_names, config.num_classes)
     own_names = checkpoint.class_names or class_names  # by which files are matched
     classes = parse_classes(args.classes, class_names, config.num_classes)
@@ -761,8 +791,9 @@ def main():
     if guided and not args.guide_weights and not (config.class_cond and config.cond_drop_prob):
         raise UserError(f"--guidance_scale {args.guidance_scale:g} needs a model that also learnt to draw"
                         f" without a class, by --cond_drop_prob, or another one, --guide_weights")
-    if args.guide_weights and not guided:
-        raise UserError("--guide_weights does nothing without a --guidance_scale; 2 is usual")
+    for name in ("guide_weights", "guidance_interval"):
+        if getattr(args, name) and not guided:
+            raise UserError(f"--{name} does nothing without a --guidance_scale; 2 is usual")
     guide = load_guide(args.guide_weights, config, own_names).to(device) if args.guide_weights else None
     if args.export_page:
         return export_page(args, model, class_names, checkpoint.step)
@@ -786,7 +817,7 @@ def main():
         x = sample(model, names[some], args.sampler, args.sample_steps, device,
                    lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
                    slerp(*ends, count, some) if args.interpolate else None, args.strip,
-                   classes and classes[some], args.guidance_scale, args.guidance_interval, guide, edit,
+                   classes and classes[some], args.guidance_scale, args.guidance_interval or (0.0, 1.0), guide, edit,
                    args.spacing)
         if args.strip:
             x, strip = x

@@ -341,17 +341,29 @@ def folder_classes(source, level):
             if len(path) < level:
                 raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
                                 f" in {source.path} has {len(path)}")
-        return {name: as_class(path[level - 1]) for name, path in folders.items()}
+        return one_class_each({name: path[level - 1] for name, path in folders.items()})
     own = os.path.splitext(os.path.basename(os.path.abspath(source.path)))[0]
-    found = {name: as_class(path[-1] if path else own) for name, path in folders.items()}
+    found = one_class_each({name: path[-1] if path else own for name, path in folders.items()})
     inner = set(found.values())
     outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
     offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
               for i, names in enumerate(outer, 1) if len(names) > 1]
     if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
-        note(f"the innermost folders give {counted_classes(inner)} ({listed(class_order(inner))});"
+        note(f"the innermost folders give {counted(len(inner), 'class')} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
     return found
+
+
+def one_class_each(folders):
+    """{file: class} from {file: name of its folder}. Folders that become one class are noted."""
+    classes = {folder: as_class(folder) for folder in sorted(set(folders.values()))}
+    groups = {}
+    for folder, name in classes.items():
+        groups.setdefault(name, []).append(folder)
+    for name, group in groups.items():
+        if len(group) > 1:
+            note(f"the folders {listed(map(repr, group))} become one class, {name}")
+    return {file: classes[folder] for file, folder in folders.items()}
 
 
 def prefix_class(name):
@@ -484,10 +496,6 @@ def json_pairs(path, text):
     return pairs
 
 
-def counted_classes(names):
-    return f"{len(names)} class" if len(names) == 1 else f"{len(names)} classes"
-
-
 def with_gaps(names):
     """Classes that are numbers, with those between where at most as many are missing: number n is class n."""
     if not all(re.fullmatch("0|[1-9][0-9]*", name) for name in names):
@@ -524,15 +532,15 @@ def warn_of_classes(names, numbers):
     folded = collections.Counter(name.casefold() for name in names)
     alike = [name for name in names if folded[name.casefold()] > 1]
     if alike:
-        note(f"{counted_classes(alike)} that differ by capital letters only: {listed(alike)}")
+        note(f"{counted(len(alike), 'class')} that differ by capital letters only: {listed(alike)}")
     if len(names) == 1:
         note(f"all images are of one class, {names[0]}, which tells a model nothing")
     empty = [name for name in names if not numbers[0][name]]
     few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if empty:
-        note(f"{counted_classes(empty)} without an image to train on, to be left out when drawing: {listed(empty)}")
+        note(f"{counted(len(empty), 'class')} without an image to train on, to be left out when drawing: {listed(empty)}")
     if few:
-        note(f"{counted_classes(few)} of fewer than {HANDFUL} images to train on: {listed(few)}")
+        note(f"{counted(len(few), 'class')} of fewer than {HANDFUL} images to train on: {listed(few)}")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -554,6 +562,8 @@ class Remarks:
         if self.unconverted:
             yield (f"{counted(len(self.unconverted), 'picture')} with a colour profile that can't be used,"
                    f" whose colours were kept as if in sRGB")
+        if white_level and not self.deep:
+            yield f"--white_level {white_level} does nothing: no grey picture has 16 bits"
         if self.deep:
             yield (f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}:"
                    f" white is {white_level or 65535}, unless --white_level tells another")

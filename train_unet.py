@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -652,6 +653,14 @@ def sampler_steps(config, sampler, sample_steps=None):
     return min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
 
 
+def sampler_timesteps(config, sampler, steps, spacing):
+    """The ascending timesteps that a sampler visits in so many steps: int64 (steps,). Raises UserError where it can't."""
+    if sampler == "consistency" and spacing == "auto":
+        return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
+    chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)
+
+
 def sampling_settings(checkpoint, given):
     """(how pictures of a Checkpoint are drawn: {name: value} of SAMPLING; a text of the flags that are the run's).
 
@@ -744,10 +753,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     T, strength = config.diffusion_steps, edit.strength if edit else 1
     chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     steps = sampler_steps(config, sampler, sample_steps)
-    if sampler == "consistency" and spacing == "auto":
-        times = unet_io.consistency_timesteps(T, config.path_steps, steps)[::-1]
-    else:
-        times = unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)[::-1]
+    times = sampler_timesteps(config, sampler, steps, spacing)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
     if strength and not len(times):
         raise UserError(f"--strength {strength:g} is less noise than the least of"
@@ -1186,10 +1192,7 @@ def plan_classes(config, run, given, source, path, data_names):
     notes, before = [], source.class_names if source else ()
     known = source.config.num_classes if source and source.config.class_cond else 0
     if run.class_names and known and not before:
-        before = unet_io.read_class_names(run.class_names)
-        if len(before) != known:
-            raise UserError(f"--class_names {run.class_names} has {unet_io.counted(len(before), 'line')} and the"
-                            f" model {known} classes")
+        before = unet_io.read_class_names(run.class_names, known)
     elif run.class_names:
         notes.append(f"--class_names {run.class_names} is not needed: the classes are called as"
                      f" {path if before else run.data_file} calls them")
@@ -1329,7 +1332,18 @@ def resolve(given):
         unet_io.check_range(name, getattr(run, name))
     if run.debug_steps < 0:
         raise UserError(f"--debug_steps must be at least 0, not {run.debug_steps}")
+    if run.resume:
+        stay_in_folder(run, "out_dir" in given)
     return config.check(), run
+
+
+def stay_in_folder(run, names_folder):
+    """Make --out_dir the folder of --resume PLACE, which --out_dir may not contradict."""
+    folder = run.resume if os.path.isdir(run.resume) else os.path.dirname(run.resume) or "."
+    if names_folder and os.path.realpath(run.out_dir) != os.path.realpath(folder):
+        raise UserError(f"--out_dir {run.out_dir} contradicts --resume {run.resume}: a run stays in its folder; leave"
+                        f" --out_dir out")
+    run.out_dir = folder
 
 
 def pick_device(name=""):
@@ -1387,14 +1401,36 @@ def new_model(config, run):
     return model if run.init == "torch" else init_weights(model, config.seed)
 
 
-def refuse_other_run(folder):
-    """Raise UserError if the folder for a new run holds checkpoints of another."""
+def checkpoints_in(folder):
+    """The steps of the checkpoints in a run's folder: a set."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     found = [re.fullmatch(r"checkpoint_(\d{1,8})\.bin", name) for name in names]
-    steps = [int(match[1]) for match in found if match]
-    if steps:
-        raise UserError(f"{folder} already holds a run, at step {max(steps)}; continue it with --resume, or"
-                        f" name another folder with --out_dir")
+    return {int(match[1]) for match in found if match}
+
+
+@contextlib.contextmanager
+def locked(folder, steps):
+    """Make the folder of a run, if there is none, and hold the lock that ./train_unet, too, takes of it.
+
+    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others.
+    """
+    os.makedirs(folder, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {folder}; name another folder with --out_dir") from None
+        except OSError as error:
+            print(f"note: {unet_io.printable(folder)} can't be locked ({error.strerror}): see that no other run is started",
+                  file=sys.stderr)
+        there = checkpoints_in(folder)
+        if there != steps:
+            raise UserError(f"{folder} already holds a run, at step {max(there, default=0)}; continue it with --resume, or"
+                            f" name another folder with --out_dir")
+        yield
+    finally:
+        os.close(lock)
 
 
 def open_images(config, run):
@@ -1457,16 +1493,20 @@ class Metrics:
 
 
 def train(config, run, given):
-    """Train, log, save and sample until --steps are done or a signal asks to stop."""
-    device = pick_device(run.device)
+    """Train in the run's folder, from what the flags name."""
+    run.device = pick_device(run.device)
+    steps = checkpoints_in(run.out_dir) if run.resume is not None else set()
+    start = start_model(config, run, given)
+    with locked(run.out_dir, steps):
+        train_from(*start, config, run, given)
+
+
+def train_from(model, checkpoint, path, config, run, given):
+    """Train, log, save and sample until --steps are done or a signal asks to stop. The first three: of start_model."""
     torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.cudnn.benchmark = True
-    model, checkpoint, path = start_model(config, run, given)
     resumes = run.resume is not None
-    if not resumes:
-        refuse_other_run(run.out_dir)
-        note_unused_start(run)
-    os.makedirs(run.out_dir, exist_ok=True)
+    note_unused_start(run)
     images = open_images(config, run)
     validation = unet_io.read_images(run.val_file) if run.val_file else None
     if validation:
@@ -1484,21 +1524,21 @@ def train(config, run, given):
     model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
     for line in notes:
         unet_io.say(f"note: {line}")
-    compile = device != "cpu" if run.compile is None else run.compile
-    trainer = Trainer(model, images, config, device, precision=run.precision, compile=compile,
+    compile = run.device != "cpu" if run.compile is None else run.compile
+    trainer = Trainer(model, images, config, run.device, precision=run.precision, compile=compile,
                       operators=run.operators, threshold=run.threshold)
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)
         smoothed = checkpoint.smoothed_loss
         unet_io.say(f"resumed {path} after step {trainer.steps_done}")
-    unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {device},"
+    unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
-
-    if config.matching_fraction:
-        unet_io.say(f"note: up to step {unet_io.steps_on_paths(config)} the network learns paths; then it matches"
-                    f" distributions, and its loss is another")
+    on_paths = unet_io.steps_on_paths(config)
+    if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
+        unet_io.say(f"note: up to step {on_paths} the network learns paths; then it matches distributions, and its loss is"
+                    f" another")
 
     stop = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
@@ -1549,8 +1589,8 @@ def train(config, run, given):
         if step % run.log_every == 0 or step == run.steps or stop:
             seconds = (time.time() - last_time) / (step - last_step)
             rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            on_paths = config.matching_fraction and step <= unet_io.steps_on_paths(config)  # later steps take longer
-            end = min(unet_io.steps_on_paths(config), run.steps) if on_paths else run.steps
+            follows = config.matching_fraction and step <= on_paths  # later steps take longer
+            end = min(on_paths, run.steps) if follows else run.steps
             left = tqdm.format_interval(seconds * (end - step)) + (f" to step {end}" if end < run.steps else "")
             shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
             unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
@@ -1580,7 +1620,7 @@ def train(config, run, given):
     bar.close()
     if stop:
         unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
-                    f" --out_dir {shlex.quote(run.out_dir)} --steps {run.steps}")
+                    f" --steps {run.steps}")
     else:
         unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(saved)}")
 

@@ -90,6 +90,7 @@ class Parser(argparse.ArgumentParser):
     earlier: {a flag's earlier name: its name}. The earlier name is taken, and the program says so.
     may_be_empty: the flags that take '' as a value; others, where this is given, refuse it: a script types it
     whose variable is unset, and it would mean that the flag was left out.
+    typed: after parse_args, the flags that were typed, each by its first name.
     """
     def __init__(self, renamed=None, may_be_empty=None, earlier=None, **options):
         self.renamed, self.may_be_empty, self.earlier = renamed or {}, may_be_empty, earlier or {}
@@ -105,6 +106,8 @@ class Parser(argparse.ArgumentParser):
                 alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
                 nearest = max(alike, key=alike.get)
                 self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+        typed = {word.split("=")[0] for word in words}
+        self.typed = [action.option_strings[0] for action in self._actions if typed & set(action.option_strings)]
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
@@ -248,8 +251,9 @@ def parse_rates(text):
 
 
 def counted(n, noun):
-    """'1 picture', '2 pictures'."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    """'1 picture', '2 pictures', '2 classes'."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
 
 
 def listed(names, most=8):
@@ -1227,21 +1231,30 @@ def parse_class_names(data, path, least, most):
         names = ("\0",)
     if any("\0" in name for name in names):
         raise UserError(f"{path} is damaged: its names of classes are no text in UTF-8")
-    if "" in names:
-        raise UserError(f"{path} is damaged: it has a class without a name")
-    if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise UserError(f"{path} is damaged: it has two classes called {twice}")
+    check_class_names(names, path)
     return names
 
 
-def read_class_names(path):
-    """A text file's lines as names of classes 0, 1 ...: a tuple. Raises UserError."""
+def check_class_names(names, path):
+    """Raise UserError where a class has no name, or two have one."""
+    if "" in names:
+        raise UserError(f"{path} has a class without a name")
+    if len(set(names)) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise UserError(f"{path} has two classes called {twice}")
+
+
+def read_class_names(path, classes):
+    """The lines of --class_names, a text file, as names of so many classes: a tuple. Raises UserError."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return tuple(line.strip() for line in file)
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            names = tuple(line.strip() for line in file)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
+    if len(names) != classes:
+        raise UserError(f"--class_names {path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
+    check_class_names(names, path)
+    return names
 
 
 def read_images(path):

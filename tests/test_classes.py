@@ -596,17 +596,35 @@ def test_names_travel(tmp_path):
             train_unet.load_model(str(tmp_path / "bad.pt"))
 
 
-def test_doubled_names(tmp_path):
-    """Names that several classes share, as ImageNet's cranes do, draw all of them, and --class refuses those alone."""
+@pytest.mark.parametrize("text, says", [("crane\nheron\ncrane\n", "names has two classes called crane"),
+                                        ("crane\n\nheron\n", "names has a class without a name")])
+def test_refused_names(tmp_path, text, says):
+    """Names that no file of weights can hold are none for --class_names either, in all programs."""
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
-    (tmp_path / "names").write_text("crane\nheron\ncrane\n")
-    named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names", "--sample_steps", 1,
-             "--output_name", tmp_path / "x.png"]
-    assert "(rows: crane, heron, crane)" in run(TRAIN, *named, "--generate", 3).stdout
-    run(TRAIN, *named, "--generate", 1, "--class", "heron")
-    refused(TRAIN, *named, "--generate", 1, "--class", "heron,crane", says=["several classes are called 'crane'"], status=2)
-    assert call(generate, *named, "--num_samples", 1, "--class", "heron") == ""
-    assert "several classes are called 'crane'" in call(generate, *named, "--num_samples", 1, "--class", "crane")
+    (tmp_path / "names").write_text(text)
+    named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names"]
+    for flags in (["--num_samples", 1, "--output_name", tmp_path / "x.png"], ["--export", tmp_path / "x.pt"],
+                  ["--export_page", tmp_path / "x.html"]):
+        assert says in call(generate, *named, *flags)
+    data = write_fruit(tmp_path / "data.bin", FRUIT)
+    assert says in call(train_unet, *named, "--data_file", data, "--out_dir", tmp_path / "run", "--device", "cpu")
+    refused(TRAIN, *named, "--generate", "--num_samples", 1, "--output_name", tmp_path / "x.png", says=says)
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_bytes_of_names(tmp_path, capsys):
+    """A byte order mark is no part of a name, and what is no UTF-8 may be drawn, but not stored."""
+    config = Config(**CLASSES | dict(num_classes=2))
+    perturbed_file(tmp_path / "w.bin", config)
+    named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names"]
+    drawn = [*named, "--num_samples", 2, "--sample_steps", 1, "--output_name", tmp_path / "x.png"]
+    (tmp_path / "names").write_bytes(b"\xef\xbb\xbfcat\nd\xf6g\n")
+    assert call(generate, *drawn) == "" and "(rows: cat, d\\xF6g)" in capsys.readouterr().out
+    assert call(generate, *drawn, "--class", "cat") == ""
+    assert call(generate, *drawn, "--class", b"d\xf6g".decode("utf-8", "surrogateescape")) == ""
+    for flag, name in (("--export", "x.bin"), ("--export_page", "x.html")):
+        assert "names of classes are no text in UTF-8" in call(generate, *named, flag, tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 def test_quality_by_name(tmp_path, monkeypatch, capsys):

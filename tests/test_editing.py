@@ -297,7 +297,8 @@ def test_guide_files(tmp_path, draw):
     known = draw("classes", *guide["smaller"], "--guidance_scale", 2)  # without a row for no class
     assert known.shape == plain.shape and not same_bits(known, draw("classes"))
     two = ["--guidance_scale", 2]
-    assert "without a --guidance_scale" in draw("w", *guide["smaller"])
+    assert "--guide_weights does nothing without a --guidance_scale" in draw("w", *guide["smaller"])
+    assert "--guidance_interval does nothing without a --guidance_scale" in draw("w", "--guidance_interval", "0,1")
     assert "or another one, --guide_weights" in draw("w", *two)
     assert "--num_classes 4, and the model that it is to guide 3" in draw("classes", *guide["more"], *two)
     assert "--num_classes 3, and the model that it is to guide 0" in draw("w", *guide["classes"], *two)
@@ -325,9 +326,9 @@ def test_class_names(tmp_path, draw, capsys):
     for name, words, says in (("w", [*named, "--class", "cow"], "'cow'"), ("w", ["--class", "cat"], "'cat'"),
                               ("w", ["--class", "3"], "--class 3: the model has no class called '3'"),
                               ("w", [*named, "--class", "0"], "no class called '0'"),
-                              ("w", ["--class_names", tmp_path / "few"], "1 line and the model 3 class"),
+                              ("w", ["--class_names", tmp_path / "few"], "few has 1 line and the model 3 classes"),
                               ("w", ["--class_names", tmp_path / "none"], "none can't be read"),
-                              ("plain", named, "class_cond"), ("plain", ["--class", 0], "class_cond")):
+                              ("plain", named, "--class_names needs"), ("plain", ["--class", 0], "--class needs")):
         assert says in draw(name, *words), says
 
 

@@ -57,9 +57,10 @@ def test_checkpoint_round_trip(tmp_path, images8):
 def test_resume_in_pytorch(tmp_path, images8):
     """train_unet.py goes on from the program's checkpoint with the program's next losses."""
     run(TRAIN, *start_flags(RESUMED, images8, tmp_path / "run", 6, save_every=3, log_every=1, keep=9))
-    checkpoint_in(tmp_path / "run", 6).unlink()
-    script("train_unet.py", "--resume", tmp_path / "run", "--out_dir", tmp_path / "python", "--steps", 6,
-           "--log_every", 1, "--device", "cpu", "--sample_every", 0)
+    (tmp_path / "python").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "run", 3), tmp_path / "python")
+    script("train_unet.py", "--resume", tmp_path / "python", "--steps", 6, "--log_every", 1, "--device", "cpu",
+           "--sample_every", 0)
     theirs, ours = losses_in(tmp_path / "run"), losses_in(tmp_path / "python")
     assert sorted(ours) == [4, 5, 6]
     for step, loss in ours.items():
@@ -80,8 +81,9 @@ def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop, threshold
     script("train_unet.py", *tuning, "--device", "cpu", "--sample_every", 0, "--out_dir", tmp_path / "python")
     (tmp_path / "resumed").mkdir()
     shutil.copy(checkpoint_in(tmp_path / "run", stop), tmp_path / "resumed")
-    script("train_unet.py", "--resume", tmp_path / "resumed", "--out_dir", tmp_path / "resumed", "--steps", 6, "--log_every", 1,
-           "--device", "cpu", "--sample_every", 0)
+    output = script("train_unet.py", "--resume", tmp_path / "resumed", "--steps", 6, "--log_every", 1, "--device", "cpu",
+                    "--sample_every", 0).stdout
+    assert ("then it matches distributions" in output) == (stop < 6 * (1 - matching_fraction) < 6)
 
     theirs, averages = losses_in(tmp_path / "run"), unet_io.read_checkpoint(str(base)).sections["ema"]
     for folder, first in (("python", 1), ("resumed", stop + 1)):
@@ -245,6 +247,20 @@ def test_export_import(cpp, tmp_path, ending, images8):
         assert call(generate, "--import", there) == "" and same_bits((tmp_path / "x0.bin").read_bytes(),
                                                                      back.read_bytes())
         assert "x0.bin exists already" in call(generate, "--import", there)
+
+
+def test_flags_of_pictures(tmp_path):
+    """What only pictures depend on is refused where weights are written, if it is typed, be it with its default."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    for source, target, flags, says in (
+            ("--model_weights", "x.bin", ["--sampler", "heun", "--eta=0"],
+             "--export draws no pictures: leave --sampler and --eta out"),
+            ("--import", "x.pt", ["--output_filename", "y.png"], "--import draws no pictures: leave --output_name out"),
+            ("--model_weights", "x.bin", ["--threshold", "none"], "leave --threshold out"),
+            ("--model_weights", "x/", ["--threshold", "none", "--batch_size", 16], "leave --batch_size out")):
+        assert says in call(generate, source, tmp_path / "w.bin", "--export", f"{tmp_path}/{target}", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.bin"]
+    assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/x/", "--threshold", "none") == ""
 
 
 def test_export_refusals(tmp_path):

@@ -295,13 +295,37 @@ def test_refused(tmp_path):
     for flags, says in ((["page.htm"], "must end in .html"), (["no/page.html"], "does not exist"),
                         (["page.html", "--export", "x.bin"], "leave --import and --export out"),
                         (["page.html", "--threshold", "dynamic"], "without --threshold dynamic"),
-                        (["page.html", "--guidance_scale", "2", "--guide_weights", "w.bin"], "without --guide_weights"),
+                        (["page.html", "--guide_weights", "w.bin", "--seed", "0", "--class=bag"],
+                         "--export_page draws no pictures: leave --seed, --class and --guide_weights out"),
                         (["page.html", "--guidance_scale", "2"], "learnt to draw"),
                         (["page.html", "--sample_steps", "1001"], "between 1 and the 1000 steps")):
         name, *rest = flags
         refused(sys.executable, ROOT / "generate.py", "--model_weights", tmp_path / "w.bin",
                 "--export_page", tmp_path / name, *rest, says=says, cwd=tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["w.bin"]
+
+
+def test_steps_of_paths(tmp_path, browser):
+    """A tuned model's page begins with the steps that it was told, of which the consistency sampler has those of its paths."""
+    config = Config(**FLOW | dict(consistency=True, consistency_steps=1, path_steps=6))
+    page = page_of(tmp_path, config, "--sampler", "ddim", "--sample_steps", 60)
+    browser.open(page)
+    assert is_drawn(browser) and browser.evaluate("[find('steps').value, find('steps').max]") == ["60", "60"]
+    change(browser, sampler="consistency")
+    assert browser.evaluate("[find('steps').value, find('steps').max]") == ["6", "6"]
+    assert unet_io.read_checkpoint(tmp_path / "page.bin").config.consistency_steps == 1
+    assert "7 is more than the model has learned" in call(
+        generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "x.html", "--sample_steps", 7)
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("scale", ["0", "1.6", "2.25", "10", "11.05"])
+def test_guidance_of_a_page(tmp_path, browser, scale):
+    """A page begins with the guidance that it was told, wherever that lies."""
+    page = page_of(tmp_path, Config(**SMALL | CLASSES), "--guidance_scale", scale, "--sample_steps", 1)
+    browser.open(page)
+    assert is_drawn(browser) and browser.evaluate("find('guidance').value") == scale
+    assert browser.complaints() == []
 
 
 SHIPPED = sorted((ROOT / "data").glob("*.html"))

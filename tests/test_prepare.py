@@ -183,7 +183,7 @@ def test_python_refusals(tmp_path, images8, tools):
     for module, words, says in (
             (train_unet, [*python, "--data_file", tmp_path / "none.bin"], "none.bin"),
             (train_unet, [*python, "--data_file", images8], "prepare_data.py"),
-            (train_unet, [*python, "--resume", tmp_path], "checkpoint"),
+            (train_unet, [*python[:2], "--resume", tmp_path], "checkpoint"),
             (train_unet, [*python, "--num_channels", 32, "--data_file", images8], "norm_groups"),
             (tools("compare_quality"), [*python, "--skip_outliers", 6], "--skip_outliers"),
             (train_unet, [*python, "--image_size", 36, "--data_file", images8], "image_size"),
@@ -1091,6 +1091,12 @@ def test_white_of_16_bits(tmp_path, values, flags, white):
     assert err.count("skipped y.png") == 1
 
 
+def test_white_level_of_8_bits(tmp_path):
+    """It is said that it does nothing, where nothing has 16 bits."""
+    err = prepared(make_colours(tmp_path / "in", "a.png"), "--white_level", 4095)[3]
+    assert "note: --white_level 4095 does nothing: no grey picture has 16 bits" in err
+
+
 def test_white_level_is_too_low(tmp_path):
     folder = deep_set(tmp_path / "in", (2000, 5000))
     shades, _, _, err = prepared(folder, "--white_level", 4095)
@@ -1322,3 +1328,12 @@ def test_notes_of_folders(tmp_path):
     assert "has pictures in train and val, and all are read" in err
     assert "note: 2 classes that differ by capital letters only: Cat and cat" in err
     assert "and all are read" not in class_file(folder / "train", labels="folder")[3]
+
+
+def test_folders_of_one_class(tmp_path):
+    """Folders that become one class, as only blanks tell them apart, are said."""
+    folder = make_colours(tmp_path / "in", "x/cat/a.png", "x/cat /b.png", "y/cat/c.png", "y/dog/d.png")
+    for flags in (dict(labels="folder"), dict(labels="folder", label_level=2)):
+        images, _, _, err = class_file(folder, **flags)
+        assert images.class_names == ("cat", "dog") and err.count("become one class") == 1
+        assert "note: the folders 'cat' and 'cat ' become one class, cat" in err

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import generate
+import train_unet
 import unet_io
 from harness import (
     LONG, QUICK, RESUMED, SMALL, TOY, TRAIN, another, call, checkpoint_in, effective, fill, finish, is_delivered,
-    losses_in, perturbed_file, read_until, refused, run, same_bits, settings, start_flags, started, state_in,
-    stored_flags,
-    wait_until)
-from unet_io import Config
+    losses_in, perturbed_file, read_until, refused, run, same_bits, script, settings, start_flags, started, state_in,
+    stored_flags, wait_until)
+from unet_io import Config, flags_of
 
 
 @pytest.mark.parametrize("more", [{}, dict(microbatch=2, min_snr_gamma=5)])
@@ -189,6 +189,23 @@ def test_one_process_a_run(tmp_path, images8):
     with started(TRAIN, *words) as process:
         read_until(process, b"^step 1/")
         refused(TRAIN, *words, says=["another process", str(tmp_path / "run")])
+        theirs = [*flags_of(Config(**TOY)), "--data_file", images8, "--out_dir", tmp_path / "run", "--device", "cpu"]
+        assert f"another process is training in {tmp_path / 'run'}" in call(train_unet, *theirs)
+
+
+def test_folder_of_a_run_in_pytorch(tmp_path, images8):
+    """train_unet.py --resume stays in the run's folder, too."""
+    flags = [*flags_of(Config(**SMALL)), "--data_file", images8, "--sample_every", 0, "--device", "cpu"]
+    script("train_unet.py", *flags, "--steps", 1, "--out_dir", tmp_path / "run")
+    resume = ["--steps", 2, "--sample_every", 0, "--device", "cpu", "--resume"]
+    said = script("train_unet.py", *resume, tmp_path / "run", "--out_dir", f"{tmp_path}/run/", cwd=tmp_path).stdout
+    assert f"saved {checkpoint_in(tmp_path / 'run', 2)}" in said
+    script("train_unet.py", *resume, "checkpoint_00000001.bin", cwd=tmp_path / "run")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+    refusal = call(train_unet, *resume, tmp_path / "run", "--out_dir", tmp_path / "other")
+    assert f"--out_dir {tmp_path / 'other'} contradicts --resume {tmp_path / 'run'}: a run stays in its folder" in refusal
+    assert "already holds a run, at step 2" in call(train_unet, *flags, "--out_dir", tmp_path / "run")
+    assert not (tmp_path / "other").exists()
 
 
 def test_damaged_checkpoints_are_not_kept_for_whole_ones(tmp_path, images8):
