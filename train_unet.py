@@ -1193,6 +1193,7 @@ def plan_classes(config, run, given, source, path, data_names):
     known = source.config.num_classes if source and source.config.class_cond else 0
     if run.class_names and known and not before:
         before = unet_io.read_class_names(run.class_names, known)
+        unet_io.check_class_names(before, run.class_names)
     elif run.class_names:
         notes.append(f"--class_names {run.class_names} is not needed: the classes are called as"
                      f" {path if before else run.data_file} calls them")

@@ -1245,7 +1245,10 @@ def check_class_names(names, path):
 
 
 def read_class_names(path, classes):
-    """The lines of --class_names, a text file, as names of so many classes: a tuple. Raises UserError."""
+    """The lines of --class_names, a text file, as names of so many classes, of which several may share one: a tuple.
+
+    Raises UserError. Names that are stored must also pass check_class_names.
+    """
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             names = tuple(line.strip() for line in file)
@@ -1253,7 +1256,6 @@ def read_class_names(path, classes):
         raise UserError(f"{path} can't be read: {error.strerror}") from None
     if len(names) != classes:
         raise UserError(f"--class_names {path} has {counted(len(names), 'line')} and the model {counted(classes, 'class')}")
-    check_class_names(names, path)
     return names
 
 

@@ -596,19 +596,31 @@ def test_names_travel(tmp_path):
             train_unet.load_model(str(tmp_path / "bad.pt"))
 
 
+def test_doubled_names(tmp_path):
+    """Names that several classes share, as ImageNet's cranes do, draw all of them, and --class refuses those alone."""
+    perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
+    (tmp_path / "names").write_text("crane\nheron\ncrane\n")
+    named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names", "--sample_steps", 1,
+             "--output_name", tmp_path / "x.png"]
+    assert "(rows: crane, heron, crane)" in run(TRAIN, *named, "--generate", 3).stdout
+    run(TRAIN, *named, "--generate", 1, "--class", "heron")
+    refused(TRAIN, *named, "--generate", 1, "--class", "heron,crane", says=["several classes are called 'crane'"], status=2)
+    assert call(generate, *named, "--num_samples", 1, "--class", "heron") == ""
+    assert "several classes are called 'crane'" in call(generate, *named, "--num_samples", 1, "--class", "crane")
+
+
 @pytest.mark.parametrize("text, says", [("crane\nheron\ncrane\n", "names has two classes called crane"),
                                         ("crane\n\nheron\n", "names has a class without a name")])
-def test_refused_names(tmp_path, text, says):
-    """Names that no file of weights can hold are none for --class_names either, in all programs."""
+def test_names_that_are_not_stored(tmp_path, text, says):
+    """Names that no file of weights can hold are refused before anything is written."""
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
     (tmp_path / "names").write_text(text)
     named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names"]
-    for flags in (["--num_samples", 1, "--output_name", tmp_path / "x.png"], ["--export", tmp_path / "x.pt"],
-                  ["--export_page", tmp_path / "x.html"]):
+    for flags in (["--export", tmp_path / "x.pt"], ["--export_page", tmp_path / "x.html"]):
         assert says in call(generate, *named, *flags)
-    data = write_fruit(tmp_path / "data.bin", FRUIT)
-    assert says in call(train_unet, *named, "--data_file", data, "--out_dir", tmp_path / "run", "--device", "cpu")
-    refused(TRAIN, *named, "--generate", "--num_samples", 1, "--output_name", tmp_path / "x.png", says=says)
+    train = [*named, "--data_file", write_fruit(tmp_path / "data.bin", FRUIT), "--out_dir", tmp_path / "run"]
+    assert says in call(train_unet, *train, "--device", "cpu")
+    refused(TRAIN, *train, says=says)
     assert not list(tmp_path.glob("x.*"))
 
 
