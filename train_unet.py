@@ -1536,10 +1536,11 @@ def train_from(model, checkpoint, path, config, run, given):
     unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
+    if config.path_steps:
+        unet_io.say(f"note: the network learns from what {run.model_weights} draws, and not from the images")
     on_paths = unet_io.steps_on_paths(config)
     if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
-        unet_io.say(f"note: up to step {on_paths} the network learns paths; then it matches distributions, and its loss is"
-                    f" another")
+        unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")
 
     stop = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
