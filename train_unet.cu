@@ -3,7 +3,7 @@
 //
 //   make train_unet                     builds for the GPU where there is one, otherwise for the CPU
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
-//   ./train_unet --gpus 4               on so many GPUs
+//   ./train_unet --gpus 4               trains on four GPUs
 //   ./train_unet --generate             draws pictures with the newest checkpoint
 //   ./train_unet --help all             every flag with its default
 //
@@ -128,7 +128,8 @@
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
-static std::pair<int, int> head_channels();  // what an attention head may have: a multiple of this, up to that
+// An attention head's channels are a multiple of the first number, and at most the second.
+static std::pair<int, int> head_channels();
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0, PREDICT_FLOW, PREDICT_EDM };
@@ -191,7 +192,7 @@ static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image
 static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// How often a sampler's step has the network see a picture: guided, with its class and without.
+// The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
@@ -294,7 +295,7 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // as many steps are begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the steps that the host begins before it waits for the first of them
 #else
 #define DEVICE cpu
 #define HOST_DEVICE
@@ -322,7 +323,7 @@ static std::string backend_name();  // the device and its precision
 
 #define fail_to_allocate(bytes) \
     fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes))
-// Memory where the layers work, and the host's that the device copies fastest.
+// Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // The same as memory that is freed when its owner goes.
@@ -330,7 +331,7 @@ template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
 }
-// Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
+// Free bytes where the layers work; on a CPU no more than `ulimit -v` leaves. 0: not known.
 static size_t backend_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static void allocate_workspace();
@@ -363,6 +364,7 @@ static Event on_side_stream(auto launches);
 // These are launched after the main stream's next kernel, which so gets the multiprocessors first. Without, a
 // step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
+// Has the main stream, not the host, wait for an event.
 static void wait_for(Event event);
 
 // A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
@@ -440,9 +442,9 @@ struct Parameter {
     std::vector<int> shape = {};  // in PyTorch's order
     size_t count = 0;             // elements, as in files
     size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
-    bool joined = false;          // to others like it: see place_parameters
+    bool joined = false;          // it lies beside those of other residual blocks' embedding layers: see place_parameters
     Init init;
-    float scale = 1;  // of its first values
+    float scale = 1;  // of its first values; only dev/dit sets it
 };
 
 static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
@@ -594,8 +596,7 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C), where whoever reads the tensor is to norm it, with SiLU: see Norm.half_scale_shift. Null where
-    // it is read as it is.
+    // (B, C): whoever reads the tensor norms it by these, with SiLU: see Norm.half_scale_shift. Null: it is not to be normed.
     const ScaleShift* half_scale_shift;
     ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
@@ -632,7 +633,7 @@ template <typename Real> struct NormOf {
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     GroupStatistics* statistics = nullptr;
-    ScaleShift* half_scale_shift = nullptr;
+    ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
     NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
     // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
     // others.
@@ -1049,7 +1050,8 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's shard; files lack gradients.
+// What an update of the weights reads and writes: arrays of this rank's shard; of one rank, of all parameters. Checkpoints
+// hold all but the gradients. Those of Model are (gradient_buffers, num_floats).
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1074,15 +1076,16 @@ struct DistributionMatching {
     float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
 };
 
-// What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
+// The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
     int ranks = 1, rank = 0;  // that train it together, and which of them this is: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
-    floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
+    // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
+    floatX* weights;
     float* dw;                // (num_floats): where backward leaves the weights' gradients
-    float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
+    float* fp32_params;       // in fp32, for norms; with several ranks only the parameters that are no matrices
     char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
     Arena scratch, late;      // the parts of it that the block under way may take from
     Event embedding_ready = 0;  // block 0's output is there
@@ -1096,14 +1099,14 @@ struct Model : OptimiserMemory {
     int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;  // of the step under way: see section 7
     float* losses;            // (batch_size, loss_parts)
-    float* variance_losses = nullptr;    // likewise, with --learn_sigma
+    float* variance_losses = nullptr;    // (batch_size, loss_parts), with --learn_sigma
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct Timestep* schedule;           // (diffusion_steps)
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
-    float* points;                       // likewise, of every micro-batch (path_steps + 1, B, H, W, PIXEL)
+    float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
     DistributionMatching matching = {};  // with --matching_fraction
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
@@ -1181,9 +1184,11 @@ static Tensor unet_input(const Model* m, int B) {
 // make_plan can add blocks of it. What it has to keep to:
 //   - The last weight gradient that backward starts with beside() may still run during the next block's backward. So
 //     it reads only tensors of take_late(), and `hidden` in a block that reads the embedding; or backward waits for it.
+//     (The embedding, which is last, and the first and the last convolution read other memory: see compute_lifetimes.)
 //   - Forward leaves the moments of its output, if that has any. Convolutions do; others call channel_moments(out).
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
+//   - Backward does not read the block's own output, which lives only until other blocks have read it.
 struct Module {
     Model* m;
     const Block& block;
@@ -1398,12 +1403,12 @@ struct ResBlock : Module {
         return normed2;
     }
 
-    // In backward a norm's input and output are made again where the gradient was, for the weight gradients:
+    // The norms' outputs, which the weight gradients read, are made again in backward, in the memory of their gradients:
     //
     // memory    holds, one after the other              is read last by
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
-    // h         h, dh                                   conv1's weight gradient, as `late` is
-    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
+    // h         h, dh                                   conv1's weight gradient, perhaps beside the next block's backward
+    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, perhaps beside the next block's backward
     // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
@@ -1615,10 +1620,10 @@ static void block_backward(Model* m, const Block& block, int B) {
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their
-// gradients: last block to first. The embedding layers of all residual blocks lie next to each other, so that
-// block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
-// PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, because they alone decay. They go from the last block to the
+// first; only the order in which the gradient's norm is summed depends on that. The embedding layers of all residual blocks
+// lie next to each other, so that block 0 computes them as one layer: their weights are the last matrices, their biases
+// come next. Files keep PyTorch's order.
 static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
@@ -1733,7 +1738,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     }
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
-        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
+        plan->blocks[block.skip + 1].accumulate = true;  // the encoder's next block, which reads the same output
     }
     if (!block.out_H) block.out_H = block.H;
 
@@ -1890,7 +1895,8 @@ static NoiseLevel flow_level(int t, int T) {
 }
 
 // Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from 0.002 to 80, spaced
-// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input has that of 1: table 1's c_in.
+// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input is scaled to a standard deviation
+// of 1, by table 1's c_in.
 const double SIGMA_DATA = 0.5;
 static NoiseLevel edm_level(int t, int T) {
     double smallest = pow(0.002, 1.0 / 7), largest = pow(80, 1.0 / 7);
@@ -1901,6 +1907,8 @@ static NoiseLevel edm_level(int t, int T) {
 
 // The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by it; the
 // last has a sigma of about 1, because sampling begins with noise of that; it may have no image, but not with --predict eps.
+// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
+// unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
     int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
@@ -1952,15 +1960,17 @@ static Denoiser denoiser_at(int predict, NoiseLevel level) {
     return {target.eps / determinant, -level.sigma / determinant};
 }
 
-// A timestep as training needs it. Of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), it
-// has the logarithm of the variance (timestep 0, which has none, has that of 1), by how much that of beta is
-// larger, and the error of the mean where that of the prediction is 1.
+// A timestep as training needs it.
 struct Timestep {
-    float alpha, sigma;                                                    // of the NoiseLevel
-    float target_eps, target_x0;                                           // of the Target
-    float weight;                                                          // of the squared error
-    float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
-    float noise_fraction, x0_error;  // with --consistency; the error in x0 where that of the prediction is 1
+    float alpha, sigma;           // of the NoiseLevel
+    float target_eps, target_x0;  // of the Target
+    float weight;                 // of the squared error
+    // With --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020): the logarithm of its variance
+    // (timestep 0 has none and takes timestep 1's), by how much log beta exceeds it, and the error of its mean where the
+    // prediction is off by 1.
+    float posterior_log_variance_clipped, log_variance_range, mean_error;
+    // With --consistency: see noise_fraction; and the error of x0 where the prediction is off by 1.
+    float noise_fraction, x0_error;
 };
 
 // The noise's part of the sum of alpha and sigma: it rises from 0 to 1, in equal steps with the flow schedule.
@@ -2130,8 +2140,10 @@ struct BatchLoss {
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
 // number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
+
+// A function's value, and its slope by the logarithm of the variance, or by z.
 struct ValueAndSlope {
-    float value, slope;  // the slope by the logarithm of the variance, or by z
+    float value, slope;
 };
 
 // The divergence of a Gaussian from a second one, whose mean is off by `error` and whose logarithm of the variance is larger by
@@ -2241,8 +2253,8 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// By how much the prediction for samples of the batch in which the network would see the same image as in their earlier
-// noised images differs from the one that is right. An item is an element.
+// pairs.errors: what is added to a sample's target, so that the network learns to see in the sample the image that it saw in
+// its earlier noised one. It is the error of x0 there, as an error of the prediction here. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2321,8 +2333,8 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// The x0 that a network sees in noised images of the batch: the images, and the errors that follow from those of its predictions.
-// An item is an element.
+// predicted = images + x0_error (out - target): the x0 that the network sees in noised images of the batch. An item is an
+// element.
 template <typename T> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
@@ -2374,8 +2386,8 @@ template <typename T> struct MatchingTarget {
 
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
-// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
-// sampler_text; sampler_steps and spacing_of say how it usually goes.
+// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler and, at the same place,
+// into FLAGS of unet_io.h and sampler_text; sampler_steps and spacing_of say how it usually goes. train_unet.py has SAMPLERS.
 
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
 // fresh noise. It saves save_x0 x0 + save_x x for the next call: x0 itself, but for the first of Heun's two calls.
@@ -2387,7 +2399,7 @@ struct SampleUpdate {
 // A call of the network, and what follows from its answer. The first step, number 0, calls nothing: x becomes
 // noise.
 struct SamplerStep {
-    uint32_t number = 0;                   // of those that follow, counted from 1
+    uint32_t number = 0;                   // of the call, counted from 1; it keys the noise
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
@@ -2395,6 +2407,7 @@ struct SamplerStep {
 };
 
 // --spacing auto: what has the smallest error with an ideal denoiser (test_ideal.py); for DDIM and DDPM guided-diffusion's.
+// A consistency sampler has its own, which sampler_timesteps takes.
 static int spacing_of(const Config& c) {
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     if (c.spacing != SPACING_AUTO) return c.spacing;
@@ -2437,9 +2450,9 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The timesteps of `count` consistency steps, rising: of those that the model has learned, all or the points of its paths, the
-// last, and with it others in even distances. The second of two has three tenths of them before it, which was better than two
-// to seven tenths for Fashion-MNIST.
+// The timesteps of `count` consistency steps, rising, of those that the model has learned: all, or the points of its paths.
+// The last is T - 1. The second of two steps starts where the first three tenths of them end, which was better than two to
+// seven tenths for Fashion-MNIST; otherwise distances are even.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
     assert(count <= known);  // see check_config
@@ -2582,8 +2595,8 @@ template <typename T> struct SampleBatch {
     }
 };
 
-// A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
-// fmaf says how each sum is rounded, so that every compiler makes the same bits.
+// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and not on the others
+// of its batch. fmaf says how each sum is rounded, so that every compiler makes the same bits.
 template <typename T> struct UpdateSamples {
     SampleBatch<T> batch;
     SamplerStep step;
@@ -2653,8 +2666,11 @@ static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
 }
 
-// The network's answers for a step, of which the first calls no network. A call is a graph for each number of rows.
+// The graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
+// captured: a map of them serves these weights alone.
 typedef std::map<int, Graph> CallGraphs;
+
+// The network's answers for a step. The first step calls no network.
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
@@ -2690,10 +2706,10 @@ struct AdamW {
 struct StepState {
     int64_t step;      // optimiser steps done, those that were skipped among them
     AdamW update;      // of the step under way
-    int finite;        // its loss and gradient norm are
-    int accepted;      // and no outliers: the weights may be updated
-    int stop;          // a rank was asked to
-    float loss, norm;  // these are they, the norm before clipping
+    int finite;        // its loss and the norm of its gradient are finite
+    int accepted;      // and no outliers: the weights are updated
+    int stop;          // a rank was asked to stop
+    float loss, norm;  // the norm is that before clipping
     // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
     float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
@@ -2846,8 +2862,8 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// As how many micro-batches this rank's images of a batch go through the network: see share_batch. And how many
-// buffers the sum of their gradients needs: see tree_gradient.
+// The number of micro-batches that this rank's images of a batch make: see share_batch. And the number of buffers that adding
+// up their gradients takes: see tree_gradient.
 static int microbatches_of(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
@@ -3016,7 +3032,7 @@ static float* gather_parameters(Model* m, float* parameters) {
     return m->gradients;
 }
 
-// Makes the layers read these parameters: master, or an EMA.
+// Makes the layers read these parameters: master, an average, the teacher's or the fake's.
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
@@ -3078,8 +3094,8 @@ struct BatchSource {
     int count, slots, batch, size, channels, flip, diffusion_steps;
     uint32_t seed;
     const int* labels = nullptr;  // (count); null: not wanted
-    int no_class = 0;             // what stands for a label that is dropped, with this probability
-    float drop = 0;
+    int no_class = 0;             // the label of a sample whose class is dropped
+    float drop = 0;               // the probability of that
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
     int path_steps = 0;
@@ -3098,7 +3114,7 @@ HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, 
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
 // those of its point of a path, and computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
@@ -3128,10 +3144,9 @@ struct BeginStep {
     }
 };
 
-// A step that matches distributions begins, of which `first` is the run's first. It computes the fake's update, and draws of
-// every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are the
-// same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last of all.
-// An item is a sample.
+// Begins a step that matches distributions; `first` is the run's first. For each sample it draws `timesteps`, from which the
+// student draws (the last, or the start of its second step, equally often), and `noised`, to which the picture is then noised
+// (not among the first or last fiftieth). It also computes the fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake;
     int *timesteps, *noised;  // (batch)
@@ -3216,8 +3231,9 @@ struct FinishStep {
     }
 };
 
-// All ranks have agreed that the run ends after this step. stop_asked, in section 2, says that this process has received a
-// signal: with several ranks that alone ends nothing, see agree_to_stop.
+// All ranks know that the run ends after this step. stop_asked (section 2) says only that this process, or one forked with
+// it, has received a signal. With several ranks no run ends until they have told each other: in a step by FinishStep,
+// between steps by agree_to_stop.
 static std::atomic<int> stop_requested = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
@@ -3260,7 +3276,7 @@ struct Trainer {
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
     std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in slot n mod STEPS_IN_FLIGHT
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
@@ -3292,6 +3308,7 @@ static void prepare_steps(Trainer* t) {
         backend_upload(t->copies.back().get(), values.data(), bytes);
         return (const T*)t->copies.back().get();
     };
+    // The steps under way draw from at most STEPS_IN_FLIGHT * batch_size / count + 2 epochs: each has a slot; some are free.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
@@ -3369,7 +3386,7 @@ static float* images_of(float* images, const Model* m, MicroBatch part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// What the network reads and should answer of a micro-batch's images (B, C, H, W), noised to these timesteps (B).
+// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes what the network reads, and m->target.
 static void add_noise(Model* m, const float* images, MicroBatch part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
@@ -3377,7 +3394,7 @@ static void add_noise(Model* m, const float* images, MicroBatch part, const int*
                          c.in_channels, c.offset_noise, c.seed, stream});
 }
 
-// pairs.errors: the network is called at the earlier timesteps.
+// Calls the network at the earlier timesteps, for pairs.errors.
 static void see_earlier(Model* m, MicroBatch part) {
     std::swap(m->timesteps, m->pairs.timesteps);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
@@ -3386,7 +3403,8 @@ static void see_earlier(Model* m, MicroBatch part) {
     run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
 }
 
-// What the network reads and should answer: training images, noised; points of paths; or pictures that the student drew.
+// Make what the network reads, and m->target: from training images, noised; from points of paths; or from pictures that the
+// student drew, noised.
 static void load_images(Trainer* t, MicroBatch part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
@@ -3406,7 +3424,7 @@ static void load_drawn_pictures(Model* m, MicroBatch part) {
     add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
 }
 
-// `predicted`, an array of matching, gets the x0 that the network has seen in a micro-batch's images (B, C, H, W), noised.
+// Writes the x0 that the network has seen in a micro-batch's noised images (B, C, H, W) to `predicted`, an array of matching.
 static void predict_x0(Model* m, float* predicted, const float* images, MicroBatch part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = loss_of(m, part),
@@ -3421,7 +3439,7 @@ static void predict_x0_of_drawn(Model* m, float* predicted, MicroBatch part) {
     predict_x0(m, predicted, images_of(m->matching.pictures, m, part), part, clamps_x0(m->config));
 }
 
-// m->target becomes what the student should have answered.
+// Makes m->target what the student should have answered.
 static void load_matching_target(Model* m, MicroBatch part) {
     run(MatchingTarget<floatX>{.target = m->target,
                                .loss = loss_of(m, part),
@@ -3743,8 +3761,8 @@ struct SampleGrid {
     std::string rows;
 };
 
-// Samples of these seeds, of which each has its class: the first the first of --class or of all. They are grouped by class
-// where equally many are of each. names: the classes'.
+// Plans a grid of one sample a seed. The classes of --class, or all, follow each other; where each gets equally many samples,
+// the grid groups them by class. names: the names of the classes.
 static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
     size_t count = seeds.size(), num_classes = classes.size();
@@ -3796,7 +3814,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     }
 }
 
-// samples (count, H, W, PIXEL), which rank 0 has all. Returns false on Ctrl-C.
+// Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false on Ctrl-C.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
@@ -3842,7 +3860,7 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
     return values;
 }
 
-// One section of parameters, from a file's order to memory's: `to`, this rank's share of them, on the device.
+// One section of parameters, from a file's order to memory's: `to`, this rank's shard of them, on the device.
 // kept: as in kept_rows_of; empty: the file's classes are the model's.
 static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
                             const std::vector<int>& kept = {}) {
@@ -4015,7 +4033,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
-    config.optimiser.lr = 0;  // so that no weight leaves the numbers
+    config.optimiser.lr = 0;  // so that no weight becomes infinite
     prepare_trial_run(&t, config, first);
 
     double start = 0;
@@ -4023,7 +4041,7 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
-        if (!await_step(&t).finite) fail("a step on grey images leaves the numbers: its time can't be told");
+        if (!await_step(&t).finite) fail("a step on grey images became NaN or infinite: its time can't be told");
     }
     double taken = seconds_now() - start;
     backend_wait();  // for what is still under way
@@ -4106,7 +4124,8 @@ static bool first_to_report() {
 
 // When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
 // one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
-// them. Nobody is left waiting in the middle of a message, and the last checkpoint stands.
+// them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. Nobody is left waiting in
+// the middle of a message, and the last checkpoint stands.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
@@ -4203,7 +4222,7 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-// What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
+// What --generate draws with: the configuration, the weights' file, and which flags were taken from its run.
 static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
@@ -4539,7 +4558,7 @@ static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
 }
 
-// Whether what comes every so many steps comes after this one.
+// Whether something that is done every that many steps (0: never) is due after this one.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Where no checkpoint can be written, the run ends.
@@ -4594,7 +4613,7 @@ static void print_best_validation(const Trainer& t) {
            kept ? "there" : "not kept");
 }
 
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+// The end of a run that began after step `first`. seconds: the time of all its steps but the first.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
@@ -4728,7 +4747,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     log_step(t, result, ms, images_per_s);
 }
 
-// Whether the weights of this step are validated: every so many steps, and at the run's end.
+// Whether the weights of this step are validated: every val_every steps, and at the run's end.
 static bool is_validated(const Trainer& t, bool ended) {
     return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
 }
@@ -4933,7 +4952,8 @@ static Event waited_for;  // the newest event that the main stream has waited fo
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
-static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
+// So that kernels may be launched before what comes first has ended. dev/common.h unsets it, for kernels without await_inputs.
+static bool kernels_await_inputs = true;
 
 static void backend_init() {
     std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
@@ -4980,8 +5000,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The side stream's newest launches, where they have been put off. They are launched before the next ones, or when
-// somebody waits for them.
+// The newest launches of the side stream, where they are deferred. They are launched before the next ones, or when somebody
+// waits for them.
 static std::function<void()> deferred;
 
 static void flush_deferred() {
@@ -5749,7 +5769,7 @@ struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
+// The tensors of attention; lse (heads of all images, T). Backward moves the pointers to the block's head; forward moves qkv.
 struct Attention {
     floatX *dqkv, *dout;  // null in forward
     floatX *out, *qkv;
@@ -7006,7 +7026,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = sum;
 }
 
-// launch_sums(g), which has memory for what its splits leave there, and what adds that up.
+// Takes memory for the splits' partial sums, has launch_sums(g) fill it, and launches what adds them up.
 static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
     Arena workspace = stream->workspace;
@@ -7018,7 +7038,7 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
-// ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
+// ---- launchers; maths and shapes stand in section 3, at the declarations of the same names
 
 template <int TAPS>
 static Gemm forward_gemm(Tensor out, Concat x, Product<TAPS> layer, const Forward& options) {
