@@ -638,6 +638,7 @@ template <typename Real> struct NormOf {
     // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
     // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
+    HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
     // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
@@ -661,7 +662,7 @@ template <typename Real> struct ForwardOptionsOf {
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
-    NormOf<Real> norm = {};  // without half_scale_shift: none
+    NormOf<Real> norm = {};
 };
 
 #define LAYER_TYPES(device, Real)                              \
@@ -1018,7 +1019,8 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // its first channel of block 0's output; -1: it reads none
+    int emb = -1;               // its first channel of block 0's output, the embedding; -1: it reads none
+    bool emb_again = false;     // backward reads the embedding again
     int heads = 0;              // attention
     bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
@@ -1189,6 +1191,8 @@ static Tensor unet_input(const Model* m, int B) {
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
 //   - Backward does not read the block's own output, which lives only until other blocks have read it.
+//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
+//     where its backward reads the projection again.
 struct Module {
     Model* m;
     const Block& block;
@@ -1204,21 +1208,19 @@ struct Module {
         return {of(block.input), of(block.skip)};
     }
 
-    // Layer `n` of the block: a weight, and behind it its bias.
-    template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
+    // The layer whose weight is tensor `n` of the plan; the next tensor is its bias.
+    template <typename Layer> Layer layer_at(size_t n, const auto* weights) const {
+        size_t w = m->plan.tensors[n].offset, bias = m->plan.tensors[n + 1].offset;
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
-    template <typename Layer> Layer layer(int n, const auto* weights) const {
-        const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-        return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
-    }
-    template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
+    // Layer `n` of the block.
+    template <typename Layer> Layer layer(int n) const { return layer_at<Layer>(block.param + 2 * n, m->weights); }
 
     // Layer `n`, a norm of `input`.
     Norm norm_of(int n, Concat input) {
-        Norm norm = layer<Norm>(n, m->fp32_params);
+        Norm norm = layer_at<Norm>(block.param + 2 * n, m->fp32_params);
         size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
@@ -1273,8 +1275,8 @@ struct EmbedBlock : Module {
 
     // The residual blocks' embedding layers as one: see place_parameters.
     Linear all_projections() const {
-        const Parameter* first = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
-        return layer_at<Linear>(m->weights, first[0].offset, first[1].offset);
+        auto first = std::ranges::find(m->plan.tensors, true, &Parameter::joined);
+        return layer_at<Linear>(first - m->plan.tensors.begin(), m->weights);
     }
 
     void forward() {
@@ -1340,6 +1342,7 @@ struct ResBlock : Module {
         add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
         for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
         block->emb = plan->blocks[0].O;
+        block->emb_again = c.use_scale_shift_norm;
         plan->blocks[0].O += projected;
         add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
         add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
@@ -1461,8 +1464,7 @@ struct AttentionBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         int C = block->C;
         double T = (double)block->H * block->H;
-        // The decoder's first block reads a skip, and add_block then sets an encoder block's `accumulate`.
-        bool in_decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);
+        bool in_decoder = std::ranges::any_of(plan->blocks, [](const Block& b) { return b.skip >= 0; });
         block->heads = heads_of(c, C, in_decoder);
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
         add_layer(plan, *block, "qkv.", {3 * C, C, 1});
@@ -1628,9 +1630,12 @@ static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
     enum { MATRIX, JOINED_MATRIX, JOINED_BIAS, OTHER };
-    auto group_of = [](const Parameter* t) { return is_matrix(*t) ? MATRIX + t->joined : OTHER - t->joined; };
+    auto group_of = [](const Parameter* t) {
+        if (is_matrix(*t)) return t->joined ? JOINED_MATRIX : MATRIX;
+        return t->joined ? JOINED_BIAS : OTHER;
+    };
     std::ranges::stable_sort(order, {}, group_of);
-    std::reverse(order.begin(), std::ranges::upper_bound(order, (int)MATRIX, {}, group_of));
+    std::reverse(order.begin(), std::ranges::upper_bound(order, MATRIX, {}, group_of));
 
     size_t offset = 0;
     for (Parameter* t : order) {
@@ -1675,12 +1680,11 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, except where the block has no weights, and except for the embedding
-        // where it is only added.
+        // Backward reads the block's inputs again, except where it has no weights; the embedding where emb_again says so.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            bool again = source == 0 ? b.emb_again : b.num_params > 0;
             read.out.used_at(again ? kept : i);
             read.moments.used_at(i);
             read.gradient.used_at(back);
@@ -1840,9 +1844,8 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
-        // Of this block's weight gradients all but the newest; if it started none, that of the block before.
-        wait_for(newest_event - 1);
-        wait_for(of_block_before);
+        // The newest weight gradient of this block may go on. If the block started none, that of the block before may not.
+        wait_for(std::max(newest_event - 1, of_block_before));
     }
     wait_for(newest_event);
 }
@@ -2584,6 +2587,7 @@ template <typename T> struct SampleBatch {
     float *x, *saved;         // (B, H, W, PIXEL)
     const SampleSpec* specs;  // (B)
 
+    int rows() const { return guidance == 1 ? input.B : 2 * input.B; }  // of a call of the network
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float answer = (float)out[at];
         if (guidance != 1) {
@@ -2656,14 +2660,11 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .specs = m->specs};
 }
 
-// The network's calls for one step of B samples.
-static int rows_of(const SampleBatch<floatX>& batch) { return batch.guidance == 1 ? batch.input.B : 2 * batch.input.B; }
-
 static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     size_t values = batch.input.count();
     for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
         backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
+    backend_zero(unet_output(m), batch.rows() / batch.input.B * values * sizeof(floatX));
 }
 
 // The graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
@@ -2674,7 +2675,7 @@ typedef std::map<int, Graph> CallGraphs;
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
-    int rows = rows_of(batch);
+    int rows = batch.rows();
     run(SetModelInputs{.timesteps = m->timesteps,
                        .labels = m->labels,
                        .specs = m->specs,
@@ -2871,6 +2872,7 @@ static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbat
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
+static size_t first_of_shard(const Model* m) { return m->rank * m->shard; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
 // Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
@@ -3013,21 +3015,21 @@ static void allocate_model(Model* m) {
     upload(m->last_words, make_last_words(m->config));
 }
 
-// to = from, (n), in another precision.
-template <typename To, typename From> struct Convert {
-    To* to;
-    const From* from;
+// to = from, (n), rounded.
+struct RoundWeights {
+    floatX* to;
+    const float* from;
     size_t n;
 
     size_t items() const { return n; }
-    HOST_DEVICE void operator()(size_t i) const { to[i] = (To)from[i]; }
+    HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
 // All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
 // the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
-    backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
+    backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
     return m->gradients;
 }
@@ -3036,7 +3038,7 @@ static float* gather_parameters(Model* m, float* parameters) {
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
-    if (is_copied(m)) run(Convert<floatX, float>{.to = m->weights, .from = parameters, .n = P});
+    if (is_copied(m)) run(RoundWeights{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
     if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
@@ -3054,8 +3056,8 @@ static void start_from_master(Model* m) {
 // A tensor's values, in a file's order, into an array of parameters: what this rank's shard has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
     std::vector<float> held = reordered(values, t, true);
-    size_t shard = m.rank * m.shard;
-    size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
+    size_t shard = first_of_shard(&m), first = std::max(t.offset, shard);
+    size_t end = std::min(t.offset + t.size, shard + m.shard);
     if (first >= end) return;
     backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
 }
@@ -3068,12 +3070,13 @@ static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t 
     float bound = (float)(1.0 / sqrt((double)weight.count / weight.shape[0]));
 
     std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-    for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
-        uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
-        values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
-    }
-    for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
-        random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+    if (t.init == INIT_UNIFORM)
+        for (size_t e = 0; e < t.count; e++) {
+            uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
+            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
+        }
+    if (t.init == INIT_NORMAL)
+        for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3489,7 +3492,7 @@ static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float
 // Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
 // in pairs of neighbours, pairs of these, and so on.
 static void reduce_gradient(Model* m) {
-    float* mine = m->gradients + m->rank * m->shard;
+    float* mine = m->gradients + first_of_shard(m);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
     exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
@@ -3517,7 +3520,7 @@ static void gather_results(Model* m, const int* stop) {
 
 // Every rank's shard of the updated weights becomes all ranks'.
 static void gather_weights(Model* m) {
-    size_t shard = m->rank * m->shard, end = shard + m->shard, matrices = m->plan.num_decayed;
+    size_t shard = first_of_shard(m), end = shard + m->shard, matrices = m->plan.num_decayed;
     size_t first = std::clamp(matrices, shard, end);
     if (first < end)
         backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
@@ -3536,7 +3539,7 @@ static void batch_gradient(Trainer* t, Lesson lesson) {
 
 // AdamW with this rank's shard of the gradient; working: null, or the weights as the layers read them.
 static void update_weights(Model* m, OptimiserMemory memory, floatX* working, const StepState* state) {
-    size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
+    size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
     memory.gradients = m->gradients + shard;
     if (working) working += shard;
     run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state});
@@ -3580,7 +3583,7 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    size_t shard = m->rank * m->shard;
+    size_t shard = first_of_shard(m);
     Hyper hyper = hyper_of(m->config, lesson);
 
     BatchSource source = t->source;
@@ -6380,7 +6383,7 @@ struct GemmBlock : Gemm {
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-        const bool has_norm = TRANSPOSED && norm.half_scale_shift;
+        const bool has_norm = TRANSPOSED && norm;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
         Unpacked sum = {}, product = {};
@@ -6679,14 +6682,14 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
     assert(TAPS > 1 || !asked.emb.data);
-    assert(!asked.norm.half_scale_shift || !asked.residual.first);
+    assert(!asked.norm || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.share = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
     const bool sums_are_left = leaves_sums(g, TAPS, choice);
     if (!sums_are_left) g.norm = {};
-    else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
+    else if (g.norm) g.sums = (float2*)g.norm.sums;
     else g.sums = (float2*)g.out.first.moments;
 
     constexpr bool BF16 = sizeof(floatX) == 2;
@@ -6710,7 +6713,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     }
     if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
-    if (asked.norm.half_scale_shift) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
+    if (asked.norm) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
 
 // ---- weight gradient
@@ -7604,7 +7607,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
-        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
+        const bool has_norm = TRANSPOSED && g.norm;
         // By image and row: what is added; the norm's parameters; sums for this norm or the next.
         float bias[IMAGES][2] = {};
         GroupStatistics statistics[IMAGES][2];
@@ -7772,7 +7775,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
         const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-        const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
+        const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = joined(operand, SUBTILE);
         h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
         // Blocks take one tile after another: a tile's loads hide behind the outputs before.

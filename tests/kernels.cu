@@ -822,7 +822,7 @@ static void test_embedding(int B, int C) {
         on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
     });
     auto round_there = [](floatX* to, const float* from, size_t n) {
-        run(Convert<floatX, float>{.to = to, .from = from, .n = n});
+        run(RoundWeights{.to = to, .from = from, .n = n});
     };
     auto round_here = [](float* to, const float* from, size_t n) {
         std::transform(from, from + n, to, rounded);
