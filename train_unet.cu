@@ -181,7 +181,7 @@ struct Config {
 };
 
 // Images that go through the network at a time while it is trained.
-static int microbatch_of(const Config& c) {
+static int microbatch_size(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
@@ -400,13 +400,13 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
 
 #ifndef NETWORK_ONLY
 // Memory that the ranks which are forked on this machine share. Any other process has its own.
-struct Shared {
+struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
 };
-static Shared* const shared =
-    (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-static std::atomic<int>& stop_asked = shared->stop;
+static ForkedRanks* const forked_ranks =
+    (ForkedRanks*)mmap(nullptr, sizeof(ForkedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static std::atomic<int>& stop_asked = forked_ranks->stop;
 #endif
 
 // Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
@@ -1086,26 +1086,26 @@ struct Model : OptimiserMemory {
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
     floatX* weights;
-    float* dw;                // (num_floats): where backward leaves the weights' gradients
-    float* fp32_params;       // in fp32, for norms; with several ranks only the parameters that are no matrices
-    char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
-    Arena scratch, late;      // the parts of it that the block under way may take from
-    Event embedding_ready = 0;  // block 0's output is there
-    floatX* input;            // (B, H, W, PIXEL): the noised images
-    float* target;            // (B, H, W, PIXEL)
-    float* images;            // (B, C, H, W): clean, planar, as in the files
-    int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
-    int first;                // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;  // whose masks --dropout takes; null: nothing is dropped
-    int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
-    int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;  // of the step under way: see section 7
-    float* losses;            // (batch_size, loss_parts)
+    float* dw;                           // (num_floats): where backward leaves the weights' gradients
+    float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
+    char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
+    Arena scratch, late;                 // the parts of it that the block under way may take from
+    Event embedding_ready = 0;           // block 0's output is there
+    floatX* input;                       // (B, H, W, PIXEL): the noised images
+    float* target;                       // (B, H, W, PIXEL)
+    float* images;                       // (B, C, H, W): clean, planar, as in the files
+    int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
+    int first;                           // the sample of the batch that this micro-batch begins with
+    const int64_t* dropout_step;         // whose masks --dropout takes; null: nothing is dropped
+    int* sources;                        // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;             // of the step under way: see section 7
+    float* losses;                       // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // (batch_size, loss_parts), with --learn_sigma
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
-    struct Timestep* schedule;           // (diffusion_steps)
+    struct ScheduleRow* schedule;        // (diffusion_steps)
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
@@ -1114,8 +1114,8 @@ struct Model : OptimiserMemory {
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    Strings class_names = {};  // of its first classes, by number; none: they are not known
-    std::string data_checksum = "";             // of the images that it is trained on
+    Strings class_names = {};            // of its first classes, by number; none: they are not known
+    std::string data_checksum = "";      // of the images that it is trained on
 };
 
 // ---- a block's parameters ---------------------------------------------------------------------------------
@@ -1963,8 +1963,8 @@ static Denoiser denoiser_at(int predict, NoiseLevel level) {
     return {target.eps / determinant, -level.sigma / determinant};
 }
 
-// A timestep as training needs it.
-struct Timestep {
+// A row of Model.schedule: what training needs of a timestep.
+struct ScheduleRow {
     float alpha, sigma;           // of the NoiseLevel
     float target_eps, target_x0;  // of the Target
     float weight;                 // of the squared error
@@ -2021,11 +2021,11 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
 }
 
-static std::vector<Timestep> make_timesteps(const Config& c) {
+static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
     auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
-    std::vector<Timestep> timesteps;
+    std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
         NoiseLevel level = level_at(t);
         double variance = level.sigma * level.sigma;
@@ -2041,18 +2041,18 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
         int clipped = std::max(t, 1);
         double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
         double posterior_variance = beta_at(clipped) * ratio * ratio;
-        timesteps.push_back({.alpha = (float)level.alpha,
-                             .sigma = (float)level.sigma,
-                             .target_eps = (float)target.eps,
-                             .target_x0 = (float)target.x0,
-                             .weight = (float)weight,
-                             .posterior_log_variance_clipped = (float)log(posterior_variance),
-                             .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                             .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
-                             .noise_fraction = (float)noise_fraction(level),
-                             .x0_error = (float)x0_error});
+        rows.push_back({.alpha = (float)level.alpha,
+                        .sigma = (float)level.sigma,
+                        .target_eps = (float)target.eps,
+                        .target_x0 = (float)target.x0,
+                        .weight = (float)weight,
+                        .posterior_log_variance_clipped = (float)log(posterior_variance),
+                        .log_variance_range = (float)log(beta_at(t) / posterior_variance),
+                        .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
+                        .noise_fraction = (float)noise_fraction(level),
+                        .x0_error = (float)x0_error});
     }
-    return timesteps;
+    return rows;
 }
 
 // x0 within [-1, 1]; a NaN stays one.
@@ -2080,12 +2080,12 @@ struct FourPixels {
 // normal, one for a channel's pixels, so that an image's mean is learnt too.
 template <typename T> struct AddNoise {
     TensorOf<T> x_t;
-    float* target;             // (B, H, W, PIXEL)
-    const float* images;       // (B, C, H, W): x0
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
-    const int64_t* step;       // null: validation, whose noise never changes, without offset
-    int first;                 // sample of the batch
+    float* target;                // (B, H, W, PIXEL)
+    const float* images;          // (B, C, H, W): x0
+    const ScheduleRow* schedule;  // (diffusion_steps)
+    const int* timesteps;         // (B)
+    const int64_t* step;          // null: validation, whose noise never changes, without offset
+    int first;                    // sample of the batch
     int channels;
     float offset_noise;
     uint32_t seed;
@@ -2096,7 +2096,7 @@ template <typename T> struct AddNoise {
         FourPixels four(item, x_t.H * x_t.W);
         const uint32_t number = step ? (uint32_t)*step : 0;
         const uint32_t sample = first + four.b;
-        const Timestep at = schedule[timesteps[four.b]];
+        const ScheduleRow at = schedule[timesteps[four.b]];
 
         float offset = step ? offset_noise : 0;
         float shift[4] = {};  // by channel
@@ -2128,16 +2128,16 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 // Where the squared errors of a batch of samples of H W pixels go, and what they count for; and which of the samples, B from
 // `first` on, are looked at. Layers that have it count samples from there.
 struct BatchLoss {
-    float* parts;                    // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;  // (batch_size)
-    const Timestep* schedule = nullptr;  // (diffusion_steps)
+    float* parts;                           // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;         // (batch_size)
+    const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     int batch_size, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     const float* weights = nullptr;   // (batch_size); null: the schedule's
     int first = 0, B = batch_size;
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
-    HOST_DEVICE const Timestep& at(int b) const { return schedule[timestep(b)]; }
+    HOST_DEVICE const ScheduleRow& at(int b) const { return schedule[timestep(b)]; }
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
@@ -2209,10 +2209,10 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep timestep = batch.schedule[t];
-                float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
-                float log_variance = timestep.posterior_log_variance_clipped + above;
-                float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
+                const ScheduleRow row = batch.schedule[t];
+                float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
+                float log_variance = row.posterior_log_variance_clipped + above;
+                float error = row.mean_error * ((float)out[at - C] - target[at - C]);
                 ValueAndSlope term;
                 if (t) {
                     term = normal_kl(error, log_variance, above);
@@ -2222,7 +2222,7 @@ template <typename T> struct PredictionLoss {
                     term = {-term.value, -term.slope};
                 }
                 bound += (Sum)(bits * term.value);
-                gradient = 0.5f * timestep.log_variance_range * term.slope * (float)(bits / batch.elements());
+                gradient = 0.5f * row.log_variance_range * term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
@@ -2247,7 +2247,7 @@ HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
 
 // The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer
 // there does not count, and the gap is the whole noise_fraction.
-HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const Timestep* schedule, size_t b,
+HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const ScheduleRow* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
     float most = own * ratio;
@@ -2316,7 +2316,7 @@ template <typename T> struct LoadPathPoints {
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = loss.at(b);
+        const ScheduleRow at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2865,10 +2865,10 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 // ---- memory of a run --------------------------------------------------------------------------------------
 // The number of micro-batches that this rank's images of a batch make: see share_batch. And the number of buffers that adding
 // up their gradients takes: see tree_gradient.
-static int microbatches_of(const Model* m) {
+static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatches_of(m) - 1u); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
@@ -2891,7 +2891,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t own = microbatches_of(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
+    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
@@ -3011,7 +3011,7 @@ static void allocate_model(Model* m) {
     allocate_workspace();
     backend_zero(m->memory.get(), m->bytes);
     lay_out_model(m, m->memory.get());
-    upload(m->schedule, make_timesteps(m->config));
+    upload(m->schedule, make_schedule_rows(m->config));
     upload(m->last_words, make_last_words(m->config));
 }
 
@@ -3109,11 +3109,11 @@ struct BatchSource {
     }
 };
 
-// What path number b of the batch starts from: of those that serve steps [count * path_steps, (count + 1) * path_steps).
-// Its class is that of a random image.
-HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, count); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, count);
+// What path number b of a round starts from: the paths of a round, one for each sample of the batch, serve steps
+// [round * path_steps, (round + 1) * path_steps). A path's class is that of a random image.
+HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t round) {
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, round); };
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, round);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
@@ -3124,7 +3124,7 @@ struct BeginStep {
     int *timesteps, *sources, *labels;  // (batch)
     BatchSource source;
     Hyper hyper;
-    const Timestep* schedule = nullptr;  // (diffusion_steps)
+    const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     ConsistencyPairs pairs = {};
 
     size_t items() const { return source.batch; }
@@ -3237,7 +3237,7 @@ struct FinishStep {
 // All ranks know that the run ends after this step. stop_asked (section 2) says only that this process, or one forked with
 // it, has received a signal. With several ranks no run ends until they have told each other: in a step by FinishStep,
 // between steps by agree_to_stop.
-static std::atomic<int> stop_requested = 0;
+static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
 // What a network learns in a step: from images; from points of paths; the fake from the student's pictures; and the student
@@ -3284,7 +3284,7 @@ struct Trainer {
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t paths = -1;  // which paths the device has: see path_start
+    int64_t round = -1;                           // of the paths that the device has: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3350,12 +3350,12 @@ struct MicroBatch {
 };
 static MicroBatch microbatch_at(const Model* m, int i) {
     int own = i * m->plan.batch;
-    int first = m->rank * microbatches_of(m) * m->plan.batch + own;
+    int first = m->rank * microbatch_count(m) * m->plan.batch + own;
     return {first, own, std::min(m->plan.batch, m->config.batch_size - first)};
 }
 static std::vector<MicroBatch> own_microbatches(const Model* m) {
     std::vector<MicroBatch> own;
-    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, i));
+    for (int i = 0; i < microbatch_count(m); i++) own.push_back(microbatch_at(m, i));
     return own;
 }
 
@@ -3408,7 +3408,7 @@ static void see_earlier(Model* m, MicroBatch part) {
 
 // Make what the network reads, and m->target: from training images, noised; from points of paths; or from pictures that the
 // student drew, noised.
-static void load_images(Trainer* t, MicroBatch part) {
+static void load_noised_images(Trainer* t, MicroBatch part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (m->pairs.weights) see_earlier(m, part);
@@ -3460,7 +3460,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, floa
     m->dropout_step = &m->state->step;
     if (lesson == LESSON_PATHS) load_path_points(m, part);
     else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
-    else load_images(t, part);
+    else load_noised_images(t, part);
 
     unet_forward(m, part.B, part.first);
     if (m->pairs.weights) {
@@ -3506,7 +3506,7 @@ static void reduce_gradient(Model* m) {
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = microbatches_of(m) * m->plan.batch;
+    size_t images = microbatch_count(m) * m->plan.batch;
     int parts = loss_parts((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
@@ -3533,7 +3533,7 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, 0, microbatches_of(m), m->gradients);
+    tree_gradient(t, lesson, 0, microbatch_count(m), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
@@ -3561,7 +3561,7 @@ static void match_distributions(Trainer* t) {
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
     for (MicroBatch part : own_microbatches(m)) {
-        load_images(t, part);
+        load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, m->images, part, false);
     }
@@ -3605,18 +3605,18 @@ struct StartPaths {
     SampleSpec* specs;  // (B)
     BatchSource source;
     int B, first;
-    int64_t count;  // see path_start
+    int64_t round;  // see path_start
 
     size_t items() const { return B; }
-    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, count); }
+    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, round); }
 };
 
-// Draws this rank's paths, the `count`-th of the run, with the weights that the run started from.
-static void draw_paths(Trainer* t, int64_t count) {
+// Draws this rank's paths of a round, with the weights that the run started from.
+static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
     for (MicroBatch part : own_microbatches(m)) {
-        run(StartPaths{m->specs, t->source, part.B, part.first, count});
+        run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
         float* point = points_of(m, part);
@@ -3627,14 +3627,14 @@ static void draw_paths(Trainer* t, int64_t count) {
         }
     }
     use_weights(m, m->master);
-    t->paths = count;
+    t->round = round;
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     Lesson lesson = lesson_of(t->model.config, t->begun);
-    if (lesson == LESSON_PATHS && t->begun / s.path_steps != t->paths) draw_paths(t, t->begun / s.path_steps);
+    if (lesson == LESSON_PATHS && t->begun / s.path_steps != t->round) draw_paths(t, t->begun / s.path_steps);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
@@ -3652,7 +3652,7 @@ static StepState await_step(Trainer* t) {
     wait_for_step(slot);
     const StepState& result = t->results[slot];
 
-    if (result.stop) stop_requested = stop_asked = 1;
+    if (result.stop) stop_agreed = stop_asked = 1;
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->history = result.history;
     if (!result.finite) return result;
@@ -3684,8 +3684,8 @@ static std::vector<int> gather_numbers(Model* m, int number) {
     return numbers;
 }
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_requested = stop_asked = 1;
-    return stop_requested;
+    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_agreed = stop_asked = 1;
+    return stop_agreed;
 }
 
 // Computes values of the host with the chosen weights: each rank its share of them, work(first, count) for `unit` of them at a
@@ -3993,7 +3993,7 @@ static void print_memory(const Model& m) {
     printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
     print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
     print("and %s of weights; ", human_bytes(sent * sizeof(floatX)));
-    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
+    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_size(c));
 }
 
 static void print_run(const Model& m) {
@@ -4024,7 +4024,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     t->images.count = B;
     t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
-    t->model = plan_model(config, microbatch_of(config), true);
+    t->model = plan_model(config, microbatch_size(config), true);
     check_memory(t->model);
     allocate_model(&t->model);
     initialise_weights(&t->model, config.seed);
@@ -4109,7 +4109,7 @@ static void read_launcher() {
 // Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
 static bool first_to_report() {
     int nobody = 0;
-    return shared->reporter.compare_exchange_strong(nobody, world.rank + 1);
+    return forked_ranks->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
 // Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
@@ -4133,7 +4133,7 @@ static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (shared->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+    if (forked_ranks->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
@@ -4141,7 +4141,7 @@ static std::vector<std::thread> rank_watchers;
 // When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
 static void end_after_rank_0(int) {
     if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (shared->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
 }
 
 // Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
@@ -4337,7 +4337,7 @@ static void share_batch(Config* c) {
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
-    int microbatch = microbatch_of(*c), count = ceil_div(batch, microbatch);
+    int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
     int most_ranks = 1 << std::countr_zero(count + 0u);
     if (count % ranks)
         fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
@@ -4434,14 +4434,14 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     config.optimiser.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
-    if (config.num_samples && microbatch_of(config) < rows_a_sample(config))
+    if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
         std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
         if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
     }
-    t->model = plan_model(config, microbatch_of(config), true);
+    t->model = plan_model(config, microbatch_size(config), true);
     t->model.class_names = class_names;
     for (const std::string& line : idle_flags(config, given)) t->notes.push_back(line);
 }
@@ -4620,7 +4620,7 @@ static void print_best_validation(const Trainer& t) {
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    printf("\n%s at step %ld", stop_agreed ? "stopped" : "done", t.step);
     if (steps > 1) {
         double rate = (steps - 1) / seconds;
         printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, 1e3 / rate,
@@ -4651,7 +4651,7 @@ static void clear_line() {
 
 static void validate(Trainer* t) {
     double loss = validation_loss(t);
-    if (stop_requested) return;
+    if (stop_agreed) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
     print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
@@ -4782,7 +4782,7 @@ static void train(Trainer* t) {
     if (t->step && c.resume_given) catch_up(t);
 
     Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
+    while (t->step < c.steps && !stop_agreed) {
         while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
@@ -4812,7 +4812,7 @@ static void train(Trainer* t) {
 static void handle_signals() {
     auto request_stop = [](int number) {
         stop_asked = 1;
-        if (world.size == 1) stop_requested = 1;
+        if (world.size == 1) stop_agreed = 1;
         if (number == SIGINT || number == SIGTERM) alarm(1);
     };
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
@@ -6233,7 +6233,7 @@ struct Gemm {
     float2* sums = nullptr;        // (B, tiles, N): the output's Moments or the NormSums; null: not made
     Patch patch = {};
     int splits = 1;            // blocks that share a tile's chunks
-    int share = 0;             // chunks of a tile that each of these blocks adds up
+    int chunks_a_split = 0;    // the chunks of a tile that each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
@@ -6470,7 +6470,7 @@ struct GemmBlock : Gemm {
         const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
         const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
         const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-        const int first = blockIdx.y * share, count = min(first + share, chunks()) - first;
+        const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
             Pixel origin = patch.origin(tile);
@@ -6685,8 +6685,8 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     assert(!asked.norm || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
-    g.share = ceil_div(g.chunks(), choice.splits);
-    g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
+    g.chunks_a_split = ceil_div(g.chunks(), choice.splits);
+    g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // none without a chunk
     const bool sums_are_left = leaves_sums(g, TAPS, choice);
     if (!sums_are_left) g.norm = {};
     else if (g.norm) g.sums = (float2*)g.norm.sums;
@@ -7412,8 +7412,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
-    const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
-    const int first = rank * g.share, last = min(first + g.share, g.chunks());
+    const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
+    const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
@@ -7452,7 +7452,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         if (chunk < last) {
             full.expect(PATCH_ROWS * 128);
             tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
-        } else if (g.operand_map.columns && rank == 0) {
+        } else if (g.operand_map.columns && cluster_rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
                 tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
@@ -7569,12 +7569,12 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     __device__ __forceinline__ void combine(float (&c)[SUBTILES * 64]) {
         static_assert(SUBTILES > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
-        if (rank > 0) {
+        if (cluster_rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
             UNROLLED_FOR (int e = 0; e < 64; e += 4) sums[e / 4 * 128] = *(const float4*)(c + e);
         }
         cluster_barrier();
-        if (rank == 0)
+        if (cluster_rank == 0)
             for (int r = 1; r < splits; r++)
                 UNROLLED_FOR (int e = 0; e < 64; e += 4)
                     *(float4*)(c + e) += *(const float4*)__cluster_map_shared_rank(sums + e / 4 * 128, r);
@@ -7748,7 +7748,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             await_turn(parity);
             multiply(c, patch, stage);
             if (splits > 1) combine(c);
-            if (rank > 0) return;  // a block of a cluster has one tile
+            if (cluster_rank > 0) return;  // a block of a cluster has one tile
 
             UNROLLED_FOR (int k = 0; k < SUBTILES; k++) {
                 auto& outputs = shared.patches[patch.slot].outputs[k];

@@ -25,7 +25,7 @@ static void test_microbatch(double limit) {
         Trainer t;
         Model* m = &t.model;
         config.microbatch = microbatch;
-        *m = plan_model(config, microbatch_of(config), true);
+        *m = plan_model(config, microbatch_size(config), true);
         allocate_model(m);
         initialise_weights(m, 1);
         std::vector<float> values(m->plan.num_floats);
