@@ -3343,23 +3343,7 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// Some samples of a batch, which go through the network at a time: B of them, from number `first` of the batch on, which
-// is number `own` of this rank's samples.
-struct MicroBatch {
-    int first, own, B;
-};
-static MicroBatch microbatch_at(const Model* m, int i) {
-    int own = i * m->plan.batch;
-    int first = m->rank * microbatch_count(m) * m->plan.batch + own;
-    return {first, own, std::min(m->plan.batch, m->config.batch_size - first)};
-}
-static std::vector<MicroBatch> own_microbatches(const Model* m) {
-    std::vector<MicroBatch> own;
-    for (int i = 0; i < microbatch_count(m); i++) own.push_back(microbatch_at(m, i));
-    return own;
-}
-
-// What the errors of a batch count for, and of it those of a micro-batch.
+// What the errors of a batch count for.
 static BatchLoss batch_loss(const Model* m) {
     const Config& c = m->config;
     return {.parts = m->losses,
@@ -3372,25 +3356,36 @@ static BatchLoss batch_loss(const Model* m) {
             .variance_parts = m->variance_losses,
             .weights = m->pairs.weights};
 }
-static BatchLoss loss_of(const Model* m, MicroBatch part) {
-    BatchLoss loss = batch_loss(m);
-    loss.first = part.first;
-    loss.B = part.B;
-    return loss;
+
+// Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
+// `own` of this rank's samples.
+struct MicroBatch : BatchLoss {
+    int own;
+};
+static std::vector<MicroBatch> own_microbatches(const Model* m) {
+    int size = m->plan.batch, samples = microbatch_count(m) * size;
+    std::vector<MicroBatch> parts;
+    for (int own = 0; own < samples; own += size) {
+        MicroBatch part = {batch_loss(m), own};
+        part.first = m->rank * samples + own;
+        part.B = std::min(size, part.batch_size - part.first);
+        parts.push_back(part);
+    }
+    return parts;
 }
 
 // Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
 // PIXEL), and images of matching, (B, C, H, W).
-static float* points_of(const Model* m, MicroBatch part) {
+static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
     return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
 }
-static float* images_of(float* images, const Model* m, MicroBatch part) {
+static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
 // Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes what the network reads, and m->target.
-static void add_noise(Model* m, const float* images, MicroBatch part, const int* timesteps, RandomStream stream) {
+static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
     run(AddNoise<floatX>{unet_input(m, part.B), m->target, images, m->schedule, timesteps, step, part.first,
@@ -3398,54 +3393,53 @@ static void add_noise(Model* m, const float* images, MicroBatch part, const int*
 }
 
 // Calls the network at the earlier timesteps, for pairs.errors.
-static void see_earlier(Model* m, MicroBatch part) {
+static void see_earlier(Model* m, const MicroBatch& part) {
     std::swap(m->timesteps, m->pairs.timesteps);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
+    run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// Make what the network reads, and m->target: from training images, noised; from points of paths; or from pictures that the
-// student drew, noised.
-static void load_noised_images(Trainer* t, MicroBatch part) {
+// Make what the network reads, and m->target: from training images, noised; or from points of paths.
+static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (m->pairs.weights) see_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
-static void load_path_points(Model* m, MicroBatch part) {
+static void load_path_points(Model* m, const MicroBatch& part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
-                               .loss = loss_of(m, part),
+                               .loss = part,
                                .points = points_of(m, part),
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps});
 }
-static void load_drawn_pictures(Model* m, MicroBatch part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-}
 
 // Writes the x0 that the network has seen in a micro-batch's noised images (B, C, H, W) to `predicted`, an array of matching.
-static void predict_x0(Model* m, float* predicted, const float* images, MicroBatch part, bool clamps) {
+static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
-                          .loss = loss_of(m, part),
+                          .loss = part,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
 }
 
-// The same of the pictures that the student drew, clamped as drawing clamps.
-static void predict_x0_of_drawn(Model* m, float* predicted, MicroBatch part) {
-    predict_x0(m, predicted, images_of(m->matching.pictures, m, part), part, clamps_x0(m->config));
+// Shows the network the pictures that the student drew, noised, and writes the x0 that it sees in them to `x0`, an array of
+// matching. It is clamped as drawing clamps.
+static void see_drawn_pictures(Model* m, float* x0, const MicroBatch& part) {
+    const float* pictures = images_of(m->matching.pictures, m, part);
+    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
+    unet_forward(m, part.B, part.first);
+    predict_x0(m, x0, pictures, part, clamps_x0(m->config));
 }
 
 // Makes m->target what the student should have answered.
-static void load_matching_target(Model* m, MicroBatch part) {
+static void load_matching_target(Model* m, const MicroBatch& part) {
     run(MatchingTarget<floatX>{.target = m->target,
-                               .loss = loss_of(m, part),
+                               .loss = part,
                                .out = unet_output(m),
                                .pictures = images_of(m->matching.pictures, m, part),
                                .teacher = images_of(m->matching.teacher_x0, m, part),
@@ -3453,39 +3447,39 @@ static void load_matching_target(Model* m, MicroBatch part) {
 }
 
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
-static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, float* dw) {
+static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    BatchLoss loss = loss_of(m, part);
     m->dropout_step = &m->state->step;
-    if (lesson == LESSON_PATHS) load_path_points(m, part);
-    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
-    else load_noised_images(t, part);
-
-    unet_forward(m, part.B, part.first);
+    if (lesson == LESSON_FAKE) {
+        see_drawn_pictures(m, m->matching.fake_x0, part);
+    } else {
+        if (lesson == LESSON_PATHS) load_path_points(m, part);
+        else load_noised_images(t, part);
+        unet_forward(m, part.B, part.first);
+    }
     if (m->pairs.weights) {
         run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
-        run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, loss});
+        run(PredictionLoss<floatX>{part, unet_output(m), m->target});
+        run(ConsistencyWeights{m->pairs, part});
     }
-    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, part);
     if (lesson == LESSON_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
-    run(PredictionLoss<floatX>{loss, unet_output(m), m->target, dout, images});
+    run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
     unet_backward(m, part.B, dw);
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
-// others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
-static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float* dw) {
-    if (count == 1) return microbatch_gradient(t, lesson, microbatch_at(&t->model, first), dw);
+// dw = the gradient of these micro-batches: that of the first half of them plus that of the others. So their number alone
+// decides in which order gradients are added. Behind dw lies memory for the others'.
+static void tree_gradient(Trainer* t, Lesson lesson, std::span<const MicroBatch> parts, float* dw) {
+    if (parts.size() == 1) return microbatch_gradient(t, lesson, parts[0], dw);
 
-    size_t P = t->model.plan.num_floats;
+    size_t P = t->model.plan.num_floats, half = parts.size() / 2;
     float* other = dw + P;
-    tree_gradient(t, lesson, first, count / 2, dw);
-    tree_gradient(t, lesson, first + count / 2, count - count / 2, other);
+    tree_gradient(t, lesson, parts.first(half), dw);
+    tree_gradient(t, lesson, parts.subspan(half), other);
     run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
@@ -3533,7 +3527,7 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, 0, microbatch_count(m), m->gradients);
+    tree_gradient(t, lesson, own_microbatches(m), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
@@ -3560,7 +3554,7 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (MicroBatch part : own_microbatches(m)) {
+    for (const MicroBatch& part : own_microbatches(m)) {
         load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, m->images, part, false);
@@ -3571,11 +3565,7 @@ static void match_distributions(Trainer* t) {
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (MicroBatch part : own_microbatches(m)) {
-        load_drawn_pictures(m, part);
-        unet_forward(m, part.B, part.first);
-        predict_x0_of_drawn(m, matching.teacher_x0, part);
-    }
+    for (const MicroBatch& part : own_microbatches(m)) see_drawn_pictures(m, matching.teacher_x0, part);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
 }
@@ -3615,7 +3605,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (MicroBatch part : own_microbatches(m)) {
+    for (const MicroBatch& part : own_microbatches(m)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
@@ -3731,10 +3721,12 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    add_noise(m, m->images, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
-    unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
     loss.batch_size = loss.B = B;
+    BatchLoss numbered = loss;
+    numbered.first = first;  // by which the noise is drawn
+    add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
+    unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights

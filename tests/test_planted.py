@@ -23,7 +23,7 @@ FAULTS = {
                        ["--only", "differences"]),
     "life of a buffer": ("train_unet.cu", "b.late.used_at(back + 1);", "", NETWORK, ["--only", "plan"]),
     "side stream": ("train_unet.cu", "std::max(newest_event - 1, of_block_before)", "newest_event - 1", NETWORK, ["--only", "plan"]),
-    "micro-batches": ("train_unet.cu", "tree_gradient(t, lesson, first + count / 2,", "tree_gradient(t, lesson, first,", NETWORK,
+    "micro-batches": ("train_unet.cu", "parts.subspan(half), other", "parts.first(half), other", NETWORK,
                       ["--only", "microbatch"]),
     "checksum": ("unet_io.h", "return crc32(header, HEADER_BYTES, crc) == stored;",
                  "return !stored || crc32(header, HEADER_BYTES, crc) == stored;", READERS, ["--fuzz", "500"]),
