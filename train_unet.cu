@@ -1191,6 +1191,7 @@ static Tensor unet_input(const Model* m, int B) {
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
 //   - Backward does not read the block's own output, which lives only until other blocks have read it.
+//   - norm_of adds SiLU to the norms of every block without heads.
 //   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
 //     where its backward reads the projection again.
 struct Module {
