@@ -3,7 +3,7 @@
 //
 //   make train_unet                     builds for the GPU where there is one, otherwise for the CPU
 //   ./train_unet --data_file X.bin      trains; X.bin comes from prepare_data.py (default: the demo data)
-//   ./train_unet --gpus 4               on so many GPUs
+//   ./train_unet --gpus 4               trains on four GPUs
 //   ./train_unet --generate             draws pictures with the newest checkpoint
 //   ./train_unet --help all             every flag with its default
 //
@@ -128,7 +128,8 @@
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
-static std::pair<int, int> head_channels();  // what an attention head may have: a multiple of this, up to that
+// An attention head's channels are a multiple of the first number, and at most the second.
+static std::pair<int, int> head_channels();
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
 enum Prediction { PREDICT_EPS, PREDICT_V, PREDICT_X0, PREDICT_FLOW, PREDICT_EDM };
@@ -180,7 +181,7 @@ struct Config {
 };
 
 // Images that go through the network at a time while it is trained.
-static int microbatch_of(const Config& c) {
+static int microbatch_size(const Config& c) {
     return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
 }
 
@@ -191,7 +192,7 @@ static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image
 static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
-// How often a sampler's step has the network see a picture: guided, with its class and without.
+// The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
 static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
@@ -294,7 +295,7 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // as many steps are begun before the first of them is awaited
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the steps that the host begins before it waits for the first of them
 #else
 #define DEVICE cpu
 #define HOST_DEVICE
@@ -322,7 +323,7 @@ static std::string backend_name();  // the device and its precision
 
 #define fail_to_allocate(bytes) \
     fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes))
-// Memory where the layers work, and the host's that the device copies fastest.
+// Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
 // The same as memory that is freed when its owner goes.
@@ -330,7 +331,7 @@ template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
 }
-// Bytes that are left where the layers work, and to the host, where `ulimit -v` counts too; 0: not known.
+// Free bytes where the layers work; on a CPU no more than `ulimit -v` leaves. 0: not known.
 static size_t backend_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static void allocate_workspace();
@@ -363,6 +364,7 @@ static Event on_side_stream(auto launches);
 // These are launched after the main stream's next kernel, which so gets the multiprocessors first. Without, a
 // step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
+// Has the main stream, not the host, wait for an event.
 static void wait_for(Event event);
 
 // A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
@@ -398,13 +400,13 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
 
 #ifndef NETWORK_ONLY
 // Memory that the ranks which are forked on this machine share. Any other process has its own.
-struct Shared {
+struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
 };
-static Shared* const shared =
-    (Shared*)mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-static std::atomic<int>& stop_asked = shared->stop;
+static ForkedRanks* const forked_ranks =
+    (ForkedRanks*)mmap(nullptr, sizeof(ForkedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+static std::atomic<int>& stop_asked = forked_ranks->stop;
 #endif
 
 // Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
@@ -440,9 +442,9 @@ struct Parameter {
     std::vector<int> shape = {};  // in PyTorch's order
     size_t count = 0;             // elements, as in files
     size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
-    bool joined = false;          // to others like it: see place_parameters
+    bool joined = false;          // it lies beside those of other residual blocks' embedding layers: see place_parameters
     Init init;
-    float scale = 1;  // of its first values
+    float scale = 1;  // of its first values; only dev/dit sets it
 };
 
 static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
@@ -594,8 +596,7 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C), where whoever reads the tensor is to norm it, with SiLU: see Norm.half_scale_shift. Null where
-    // it is read as it is.
+    // (B, C): whoever reads the tensor norms it by these, with SiLU: see Norm.half_scale_shift. Null: it is not to be normed.
     const ScaleShift* half_scale_shift;
     ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
@@ -632,11 +633,12 @@ template <typename Real> struct NormOf {
     const float *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
     GroupStatistics* statistics = nullptr;
-    ScaleShift* half_scale_shift = nullptr;
+    ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
     NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
     // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
     // others.
     RowsOf<Real> modulation = {}, dmodulation = {};
+    HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
     // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
@@ -660,7 +662,7 @@ template <typename Real> struct ForwardOptionsOf {
 template <typename Real> struct BackwardOptionsOf {
     TensorOf<Real> residual = {};
     bool accumulate = false;
-    NormOf<Real> norm = {};  // without half_scale_shift: none
+    NormOf<Real> norm = {};
 };
 
 #define LAYER_TYPES(device, Real)                              \
@@ -1017,7 +1019,8 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // its first channel of block 0's output; -1: it reads none
+    int emb = -1;               // its first channel of block 0's output, the embedding; -1: it reads none
+    bool emb_again = false;     // backward reads the embedding again
     int heads = 0;              // attention
     bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
     int param = 0;              // its first tensor; the others follow
@@ -1049,7 +1052,8 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes: all (num_floats), or a rank's shard; files lack gradients.
+// What an update of the weights reads and writes: arrays of this rank's shard; of one rank, of all parameters. Checkpoints
+// hold all but the gradients. Those of Model are (gradient_buffers, num_floats).
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1074,43 +1078,44 @@ struct DistributionMatching {
     float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
 };
 
-// What a block sees of the model. `memory` owns what the pointers lead to: see lay_out_model.
+// The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
     int ranks = 1, rank = 0;  // that train it together, and which of them this is: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
-    floatX* weights;          // what the layers read: master, or an EMA while drawing; a copy in bf16
-    float* dw;                // (num_floats): where backward leaves the weights' gradients
-    float* fp32_params;       // what `weights` were rounded from, for norms; of ranks only what is no matrix
-    char* arena;              // activations, their gradients, scratch: where the plan says; null in measure_buffers
-    Arena scratch, late;      // the parts of it that the block under way may take from
-    Event embedding_ready = 0;  // block 0's output is there
-    floatX* input;            // (B, H, W, PIXEL): the noised images
-    float* target;            // (B, H, W, PIXEL)
-    float* images;            // (B, C, H, W): clean, planar, as in the files
-    int* timesteps;           // (batch_size): of the whole batch, also where B is a part of it
-    int first;                // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;  // whose masks --dropout takes; null: nothing is dropped
-    int* sources;             // (batch_size): the image of each sample, or -1 - image where it is mirrored
-    int* labels;              // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;  // of the step under way: see section 7
-    float* losses;            // (batch_size, loss_parts)
-    float* variance_losses = nullptr;    // likewise, with --learn_sigma
+    // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
+    floatX* weights;
+    float* dw;                           // (num_floats): where backward leaves the weights' gradients
+    float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
+    char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
+    Arena scratch, late;                 // the parts of it that the block under way may take from
+    Event embedding_ready = 0;           // block 0's output is there
+    floatX* input;                       // (B, H, W, PIXEL): the noised images
+    float* target;                       // (B, H, W, PIXEL)
+    float* images;                       // (B, C, H, W): clean, planar, as in the files
+    int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
+    int first;                           // the sample of the batch that this micro-batch begins with
+    const int64_t* dropout_step;         // whose masks --dropout takes; null: nothing is dropped
+    int* sources;                        // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;             // of the step under way: see section 7
+    float* losses;                       // (batch_size, loss_parts)
+    float* variance_losses = nullptr;    // (batch_size, loss_parts), with --learn_sigma
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
-    struct Timestep* schedule;           // (diffusion_steps)
+    struct ScheduleRow* schedule;        // (diffusion_steps)
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
-    float* points;                       // likewise, of every micro-batch (path_steps + 1, B, H, W, PIXEL)
+    float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
     DistributionMatching matching = {};  // with --matching_fraction
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): what the samples of a batch come from
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    Strings class_names = {};  // of its first classes, by number; none: they are not known
-    std::string data_checksum = "";             // of the images that it is trained on
+    Strings class_names = {};            // of its first classes, by number; none: they are not known
+    std::string data_checksum = "";      // of the images that it is trained on
 };
 
 // ---- a block's parameters ---------------------------------------------------------------------------------
@@ -1181,9 +1186,14 @@ static Tensor unet_input(const Model* m, int B) {
 // make_plan can add blocks of it. What it has to keep to:
 //   - The last weight gradient that backward starts with beside() may still run during the next block's backward. So
 //     it reads only tensors of take_late(), and `hidden` in a block that reads the embedding; or backward waits for it.
+//     (The embedding, which is last, and the first and the last convolution read other memory: see compute_lifetimes.)
 //   - Forward leaves the moments of its output, if that has any. Convolutions do; others call channel_moments(out).
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
+//   - Backward does not read the block's own output, which lives only until other blocks have read it.
+//   - norm_of adds SiLU to the norms of every block without heads.
+//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
+//     where its backward reads the projection again.
 struct Module {
     Model* m;
     const Block& block;
@@ -1199,21 +1209,19 @@ struct Module {
         return {of(block.input), of(block.skip)};
     }
 
-    // Layer `n` of the block: a weight, and behind it its bias.
-    template <typename Layer> Layer layer_at(const auto* weights, size_t w, size_t bias) const {
+    // The layer whose weight is tensor `n` of the plan; the next tensor is its bias.
+    template <typename Layer> Layer layer_at(size_t n, const auto* weights) const {
+        size_t w = m->plan.tensors[n].offset, bias = m->plan.tensors[n + 1].offset;
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
         return layer;
     }
-    template <typename Layer> Layer layer(int n, const auto* weights) const {
-        const Parameter* tensors = &m->plan.tensors[block.param + 2 * n];
-        return layer_at<Layer>(weights, tensors[0].offset, tensors[1].offset);
-    }
-    template <typename Layer> Layer layer(int n) const { return layer<Layer>(n, m->weights); }
+    // Layer `n` of the block.
+    template <typename Layer> Layer layer(int n) const { return layer_at<Layer>(block.param + 2 * n, m->weights); }
 
     // Layer `n`, a norm of `input`.
     Norm norm_of(int n, Concat input) {
-        Norm norm = layer<Norm>(n, m->fp32_params);
+        Norm norm = layer_at<Norm>(block.param + 2 * n, m->fp32_params);
         size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
@@ -1268,8 +1276,8 @@ struct EmbedBlock : Module {
 
     // The residual blocks' embedding layers as one: see place_parameters.
     Linear all_projections() const {
-        const Parameter* first = &*std::ranges::find(m->plan.tensors, true, &Parameter::joined);
-        return layer_at<Linear>(m->weights, first[0].offset, first[1].offset);
+        auto first = std::ranges::find(m->plan.tensors, true, &Parameter::joined);
+        return layer_at<Linear>(first - m->plan.tensors.begin(), m->weights);
     }
 
     void forward() {
@@ -1335,6 +1343,7 @@ struct ResBlock : Module {
         add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
         for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
         block->emb = plan->blocks[0].O;
+        block->emb_again = c.use_scale_shift_norm;
         plan->blocks[0].O += projected;
         add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
         add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
@@ -1398,12 +1407,12 @@ struct ResBlock : Module {
         return normed2;
     }
 
-    // In backward a norm's input and output are made again where the gradient was, for the weight gradients:
+    // The norms' outputs, which the weight gradients read, are made again in backward, in the memory of their gradients:
     //
     // memory    holds, one after the other              is read last by
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
-    // h         h, dh                                   conv1's weight gradient, as `late` is
-    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, as `late` is
+    // h         h, dh                                   conv1's weight gradient, perhaps beside the next block's backward
+    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, perhaps beside the next block's backward
     // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
@@ -1456,8 +1465,7 @@ struct AttentionBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         int C = block->C;
         double T = (double)block->H * block->H;
-        // The decoder's first block reads a skip, and add_block then sets an encoder block's `accumulate`.
-        bool in_decoder = std::ranges::any_of(plan->blocks, &Block::accumulate);
+        bool in_decoder = std::ranges::any_of(plan->blocks, [](const Block& b) { return b.skip >= 0; });
         block->heads = heads_of(c, C, in_decoder);
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
         add_layer(plan, *block, "qkv.", {3 * C, C, 1});
@@ -1615,17 +1623,20 @@ static void block_backward(Model* m, const Block& block, int B) {
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, in the order in which backward finishes their
-// gradients: last block to first. The embedding layers of all residual blocks lie next to each other, so that
-// block 0 computes them as one layer: their weights are the last matrices, their biases come next. Files keep
-// PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, because they alone decay. They go from the last block to the
+// first; only the order in which the gradient's norm is summed depends on that. The embedding layers of all residual blocks
+// lie next to each other, so that block 0 computes them as one layer: their weights are the last matrices, their biases
+// come next. Files keep PyTorch's order.
 static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
     enum { MATRIX, JOINED_MATRIX, JOINED_BIAS, OTHER };
-    auto group_of = [](const Parameter* t) { return is_matrix(*t) ? MATRIX + t->joined : OTHER - t->joined; };
+    auto group_of = [](const Parameter* t) {
+        if (is_matrix(*t)) return t->joined ? JOINED_MATRIX : MATRIX;
+        return t->joined ? JOINED_BIAS : OTHER;
+    };
     std::ranges::stable_sort(order, {}, group_of);
-    std::reverse(order.begin(), std::ranges::upper_bound(order, (int)MATRIX, {}, group_of));
+    std::reverse(order.begin(), std::ranges::upper_bound(order, MATRIX, {}, group_of));
 
     size_t offset = 0;
     for (Parameter* t : order) {
@@ -1670,12 +1681,11 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, except where the block has no weights, and except for the embedding
-        // where it is only added.
+        // Backward reads the block's inputs again, except where it has no weights; the embedding where emb_again says so.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
-            bool again = source == 0 ? c.use_scale_shift_norm : b.num_params > 0;
+            bool again = source == 0 ? b.emb_again : b.num_params > 0;
             read.out.used_at(again ? kept : i);
             read.moments.used_at(i);
             read.gradient.used_at(back);
@@ -1733,7 +1743,7 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
     }
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
-        plan->blocks[block.skip + 1].accumulate = true;  // which reads the same
+        plan->blocks[block.skip + 1].accumulate = true;  // the encoder's next block, which reads the same output
     }
     if (!block.out_H) block.out_H = block.H;
 
@@ -1835,9 +1845,8 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
-        // Of this block's weight gradients all but the newest; if it started none, that of the block before.
-        wait_for(newest_event - 1);
-        wait_for(of_block_before);
+        // The newest weight gradient of this block may go on. If the block started none, that of the block before may not.
+        wait_for(std::max(newest_event - 1, of_block_before));
     }
     wait_for(newest_event);
 }
@@ -1890,7 +1899,8 @@ static NoiseLevel flow_level(int t, int T) {
 }
 
 // Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from 0.002 to 80, spaced
-// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input has that of 1: table 1's c_in.
+// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input is scaled to a standard deviation
+// of 1, by table 1's c_in.
 const double SIGMA_DATA = 0.5;
 static NoiseLevel edm_level(int t, int T) {
     double smallest = pow(0.002, 1.0 / 7), largest = pow(80, 1.0 / 7);
@@ -1901,6 +1911,8 @@ static NoiseLevel edm_level(int t, int T) {
 
 // The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by it; the
 // last has a sigma of about 1, because sampling begins with noise of that; it may have no image, but not with --predict eps.
+// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
+// unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
     int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
@@ -1952,15 +1964,17 @@ static Denoiser denoiser_at(int predict, NoiseLevel level) {
     return {target.eps / determinant, -level.sigma / determinant};
 }
 
-// A timestep as training needs it. Of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020), it
-// has the logarithm of the variance (timestep 0, which has none, has that of 1), by how much that of beta is
-// larger, and the error of the mean where that of the prediction is 1.
-struct Timestep {
-    float alpha, sigma;                                                    // of the NoiseLevel
-    float target_eps, target_x0;                                           // of the Target
-    float weight;                                                          // of the squared error
-    float posterior_log_variance_clipped, log_variance_range, mean_error;  // with --learn_sigma
-    float noise_fraction, x0_error;  // with --consistency; the error in x0 where that of the prediction is 1
+// A row of Model.schedule: what training needs of a timestep.
+struct ScheduleRow {
+    float alpha, sigma;           // of the NoiseLevel
+    float target_eps, target_x0;  // of the Target
+    float weight;                 // of the squared error
+    // With --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020): the logarithm of its variance
+    // (timestep 0 has none and takes timestep 1's), by how much log beta exceeds it, and the error of its mean where the
+    // prediction is off by 1.
+    float posterior_log_variance_clipped, log_variance_range, mean_error;
+    // With --consistency: see noise_fraction; and the error of x0 where the prediction is off by 1.
+    float noise_fraction, x0_error;
 };
 
 // The noise's part of the sum of alpha and sigma: it rises from 0 to 1, in equal steps with the flow schedule.
@@ -2008,11 +2022,11 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
 }
 
-static std::vector<Timestep> make_timesteps(const Config& c) {
+static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
     auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
-    std::vector<Timestep> timesteps;
+    std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
         NoiseLevel level = level_at(t);
         double variance = level.sigma * level.sigma;
@@ -2028,18 +2042,18 @@ static std::vector<Timestep> make_timesteps(const Config& c) {
         int clipped = std::max(t, 1);
         double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
         double posterior_variance = beta_at(clipped) * ratio * ratio;
-        timesteps.push_back({.alpha = (float)level.alpha,
-                             .sigma = (float)level.sigma,
-                             .target_eps = (float)target.eps,
-                             .target_x0 = (float)target.x0,
-                             .weight = (float)weight,
-                             .posterior_log_variance_clipped = (float)log(posterior_variance),
-                             .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                             .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
-                             .noise_fraction = (float)noise_fraction(level),
-                             .x0_error = (float)x0_error});
+        rows.push_back({.alpha = (float)level.alpha,
+                        .sigma = (float)level.sigma,
+                        .target_eps = (float)target.eps,
+                        .target_x0 = (float)target.x0,
+                        .weight = (float)weight,
+                        .posterior_log_variance_clipped = (float)log(posterior_variance),
+                        .log_variance_range = (float)log(beta_at(t) / posterior_variance),
+                        .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
+                        .noise_fraction = (float)noise_fraction(level),
+                        .x0_error = (float)x0_error});
     }
-    return timesteps;
+    return rows;
 }
 
 // x0 within [-1, 1]; a NaN stays one.
@@ -2067,12 +2081,12 @@ struct FourPixels {
 // normal, one for a channel's pixels, so that an image's mean is learnt too.
 template <typename T> struct AddNoise {
     TensorOf<T> x_t;
-    float* target;             // (B, H, W, PIXEL)
-    const float* images;       // (B, C, H, W): x0
-    const Timestep* schedule;  // (diffusion_steps)
-    const int* timesteps;      // (B)
-    const int64_t* step;       // null: validation, whose noise never changes, without offset
-    int first;                 // sample of the batch
+    float* target;                // (B, H, W, PIXEL)
+    const float* images;          // (B, C, H, W): x0
+    const ScheduleRow* schedule;  // (diffusion_steps)
+    const int* timesteps;         // (B)
+    const int64_t* step;          // null: validation, whose noise never changes, without offset
+    int first;                    // sample of the batch
     int channels;
     float offset_noise;
     uint32_t seed;
@@ -2083,7 +2097,7 @@ template <typename T> struct AddNoise {
         FourPixels four(item, x_t.H * x_t.W);
         const uint32_t number = step ? (uint32_t)*step : 0;
         const uint32_t sample = first + four.b;
-        const Timestep at = schedule[timesteps[four.b]];
+        const ScheduleRow at = schedule[timesteps[four.b]];
 
         float offset = step ? offset_noise : 0;
         float shift[4] = {};  // by channel
@@ -2115,23 +2129,25 @@ HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)p
 // Where the squared errors of a batch of samples of H W pixels go, and what they count for; and which of the samples, B from
 // `first` on, are looked at. Layers that have it count samples from there.
 struct BatchLoss {
-    float* parts;                    // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
-    const int* timesteps = nullptr;  // (batch_size)
-    const Timestep* schedule = nullptr;  // (diffusion_steps)
+    float* parts;                           // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    const int* timesteps = nullptr;         // (batch_size)
+    const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     int batch_size, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
     const float* weights = nullptr;   // (batch_size); null: the schedule's
     int first = 0, B = batch_size;
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
-    HOST_DEVICE const Timestep& at(int b) const { return schedule[timestep(b)]; }
+    HOST_DEVICE const ScheduleRow& at(int b) const { return schedule[timestep(b)]; }
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
 // What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
 // number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
+
+// A function's value, and its slope by the logarithm of the variance, or by z.
 struct ValueAndSlope {
-    float value, slope;  // the slope by the logarithm of the variance, or by z
+    float value, slope;
 };
 
 // The divergence of a Gaussian from a second one, whose mean is off by `error` and whose logarithm of the variance is larger by
@@ -2194,10 +2210,10 @@ template <typename T> struct PredictionLoss {
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
             squares += (Sum)difference * difference;
             if (images && c >= C && c < 2 * C) {
-                const Timestep timestep = batch.schedule[t];
-                float above = 0.5f * ((float)out[at] + 1) * timestep.log_variance_range;
-                float log_variance = timestep.posterior_log_variance_clipped + above;
-                float error = timestep.mean_error * ((float)out[at - C] - target[at - C]);
+                const ScheduleRow row = batch.schedule[t];
+                float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
+                float log_variance = row.posterior_log_variance_clipped + above;
+                float error = row.mean_error * ((float)out[at - C] - target[at - C]);
                 ValueAndSlope term;
                 if (t) {
                     term = normal_kl(error, log_variance, above);
@@ -2207,7 +2223,7 @@ template <typename T> struct PredictionLoss {
                     term = {-term.value, -term.slope};
                 }
                 bound += (Sum)(bits * term.value);
-                gradient = 0.5f * timestep.log_variance_range * term.slope * (float)(bits / batch.elements());
+                gradient = 0.5f * row.log_variance_range * term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
@@ -2232,7 +2248,7 @@ HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
 
 // The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer
 // there does not count, and the gap is the whole noise_fraction.
-HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const Timestep* schedule, size_t b,
+HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const ScheduleRow* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
     float most = own * ratio;
@@ -2241,8 +2257,8 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// By how much the prediction for samples of the batch in which the network would see the same image as in their earlier
-// noised images differs from the one that is right. An item is an element.
+// pairs.errors: what is added to a sample's target, so that the network learns to see in the sample the image that it saw in
+// its earlier noised one. It is the error of x0 there, as an error of the prediction here. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2301,7 +2317,7 @@ template <typename T> struct LoadPathPoints {
         float x = points[point * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
-        const Timestep at = loss.at(b);
+        const ScheduleRow at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
@@ -2321,8 +2337,8 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// The x0 that a network sees in noised images of the batch: the images, and the errors that follow from those of its predictions.
-// An item is an element.
+// predicted = images + x0_error (out - target): the x0 that the network sees in noised images of the batch. An item is an
+// element.
 template <typename T> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
@@ -2374,8 +2390,8 @@ template <typename T> struct MatchingTarget {
 
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
-// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler, FLAGS of unet_io.h and
-// sampler_text; sampler_steps and spacing_of say how it usually goes.
+// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler and, at the same place,
+// into FLAGS of unet_io.h and sampler_text; sampler_steps and spacing_of say how it usually goes. train_unet.py has SAMPLERS.
 
 // What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
 // fresh noise. It saves save_x0 x0 + save_x x for the next call: x0 itself, but for the first of Heun's two calls.
@@ -2387,7 +2403,7 @@ struct SampleUpdate {
 // A call of the network, and what follows from its answer. The first step, number 0, calls nothing: x becomes
 // noise.
 struct SamplerStep {
-    uint32_t number = 0;                   // of those that follow, counted from 1
+    uint32_t number = 0;                   // of the call, counted from 1; it keys the noise
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
@@ -2395,6 +2411,7 @@ struct SamplerStep {
 };
 
 // --spacing auto: what has the smallest error with an ideal denoiser (test_ideal.py); for DDIM and DDPM guided-diffusion's.
+// A consistency sampler has its own, which sampler_timesteps takes.
 static int spacing_of(const Config& c) {
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     if (c.spacing != SPACING_AUTO) return c.spacing;
@@ -2437,9 +2454,9 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The timesteps of `count` consistency steps, rising: of those that the model has learned, all or the points of its paths, the
-// last, and with it others in even distances. The second of two has three tenths of them before it, which was better than two
-// to seven tenths for Fashion-MNIST.
+// The timesteps of `count` consistency steps, rising, of those that the model has learned: all, or the points of its paths.
+// The last is T - 1. The second of two steps starts where the first three tenths of them end, which was better than two to
+// seven tenths for Fashion-MNIST; otherwise distances are even.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
     assert(count <= known);  // see check_config
@@ -2571,6 +2588,7 @@ template <typename T> struct SampleBatch {
     float *x, *saved;         // (B, H, W, PIXEL)
     const SampleSpec* specs;  // (B)
 
+    int rows() const { return guidance == 1 ? input.B : 2 * input.B; }  // of a call of the network
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float answer = (float)out[at];
         if (guidance != 1) {
@@ -2582,8 +2600,8 @@ template <typename T> struct SampleBatch {
     }
 };
 
-// A step is done: x and what is saved become what its SampleUpdate says, each sample by its SampleSpec alone.
-// fmaf says how each sum is rounded, so that every compiler makes the same bits.
+// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and not on the others
+// of its batch. fmaf says how each sum is rounded, so that every compiler makes the same bits.
 template <typename T> struct UpdateSamples {
     SampleBatch<T> batch;
     SamplerStep step;
@@ -2643,22 +2661,22 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .specs = m->specs};
 }
 
-// The network's calls for one step of B samples.
-static int rows_of(const SampleBatch<floatX>& batch) { return batch.guidance == 1 ? batch.input.B : 2 * batch.input.B; }
-
 static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     size_t values = batch.input.count();
     for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
         backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), rows_of(batch) / batch.input.B * values * sizeof(floatX));
+    backend_zero(unet_output(m), batch.rows() / batch.input.B * values * sizeof(floatX));
 }
 
-// The network's answers for a step, of which the first calls no network. A call is a graph for each number of rows.
+// The graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
+// captured: a map of them serves these weights alone.
 typedef std::map<int, Graph> CallGraphs;
+
+// The network's answers for a step. The first step calls no network.
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
-    int rows = rows_of(batch);
+    int rows = batch.rows();
     run(SetModelInputs{.timesteps = m->timesteps,
                        .labels = m->labels,
                        .specs = m->specs,
@@ -2690,10 +2708,10 @@ struct AdamW {
 struct StepState {
     int64_t step;      // optimiser steps done, those that were skipped among them
     AdamW update;      // of the step under way
-    int finite;        // its loss and gradient norm are
-    int accepted;      // and no outliers: the weights may be updated
-    int stop;          // a rank was asked to
-    float loss, norm;  // these are they, the norm before clipping
+    int finite;        // its loss and the norm of its gradient are finite
+    int accepted;      // and no outliers: the weights are updated
+    int stop;          // a rank was asked to stop
+    float loss, norm;  // the norm is that before clipping
     // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
     float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
@@ -2846,15 +2864,16 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// As how many micro-batches this rank's images of a batch go through the network: see share_batch. And how many
-// buffers the sum of their gradients needs: see tree_gradient.
-static int microbatches_of(const Model* m) {
+// The number of micro-batches that this rank's images of a batch make: see share_batch. And the number of buffers that adding
+// up their gradients takes: see tree_gradient.
+static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatches_of(m) - 1u); }
+static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
+static size_t first_of_shard(const Model* m) { return m->rank * m->shard; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
 // Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
@@ -2873,7 +2892,7 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t own = microbatches_of(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
+    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
@@ -2993,34 +3012,34 @@ static void allocate_model(Model* m) {
     allocate_workspace();
     backend_zero(m->memory.get(), m->bytes);
     lay_out_model(m, m->memory.get());
-    upload(m->schedule, make_timesteps(m->config));
+    upload(m->schedule, make_schedule_rows(m->config));
     upload(m->last_words, make_last_words(m->config));
 }
 
-// to = from, (n), in another precision.
-template <typename To, typename From> struct Convert {
-    To* to;
-    const From* from;
+// to = from, (n), rounded.
+struct RoundWeights {
+    floatX* to;
+    const float* from;
     size_t n;
 
     size_t items() const { return n; }
-    HOST_DEVICE void operator()(size_t i) const { to[i] = (To)from[i]; }
+    HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
 // All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
 // the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
-    backend_copy(m->gradients + m->rank * m->shard, parameters, m->shard * sizeof(float));
+    backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
     return m->gradients;
 }
 
-// Makes the layers read these parameters: master, or an EMA.
+// Makes the layers read these parameters: master, an average, the teacher's or the fake's.
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
-    if (is_copied(m)) run(Convert<floatX, float>{.to = m->weights, .from = parameters, .n = P});
+    if (is_copied(m)) run(RoundWeights{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
     if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
@@ -3038,8 +3057,8 @@ static void start_from_master(Model* m) {
 // A tensor's values, in a file's order, into an array of parameters: what this rank's shard has of it.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
     std::vector<float> held = reordered(values, t, true);
-    size_t shard = m.rank * m.shard;
-    size_t first = std::max(t.offset, shard), end = std::min(t.offset + t.size, shard + m.shard);
+    size_t shard = first_of_shard(&m), first = std::max(t.offset, shard);
+    size_t end = std::min(t.offset + t.size, shard + m.shard);
     if (first >= end) return;
     backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
 }
@@ -3052,12 +3071,13 @@ static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t 
     float bound = (float)(1.0 / sqrt((double)weight.count / weight.shape[0]));
 
     std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-    for (size_t e = 0; t.init == INIT_UNIFORM && e < t.count; e++) {
-        uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
-        values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
-    }
-    for (size_t e = 0; t.init == INIT_NORMAL && e < t.count; e += 4)
-        random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+    if (t.init == INIT_UNIFORM)
+        for (size_t e = 0; e < t.count; e++) {
+            uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
+            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
+        }
+    if (t.init == INIT_NORMAL)
+        for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3078,8 +3098,8 @@ struct BatchSource {
     int count, slots, batch, size, channels, flip, diffusion_steps;
     uint32_t seed;
     const int* labels = nullptr;  // (count); null: not wanted
-    int no_class = 0;             // what stands for a label that is dropped, with this probability
-    float drop = 0;
+    int no_class = 0;             // the label of a sample whose class is dropped
+    float drop = 0;               // the probability of that
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
     int path_steps = 0;
@@ -3090,22 +3110,22 @@ struct BatchSource {
     }
 };
 
-// What path number b of the batch starts from: of those that serve steps [count * path_steps, (count + 1) * path_steps).
-// Its class is that of a random image.
-HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t count) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, count); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, count);
+// What path number b of a round starts from: the paths of a round, one for each sample of the batch, serve steps
+// [round * path_steps, (round + 1) * path_steps). A path's class is that of a random image.
+HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t round) {
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, round); };
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, round);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// A step begins. It draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
 // those of its point of a path, and computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
     BatchSource source;
     Hyper hyper;
-    const Timestep* schedule = nullptr;  // (diffusion_steps)
+    const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     ConsistencyPairs pairs = {};
 
     size_t items() const { return source.batch; }
@@ -3128,10 +3148,9 @@ struct BeginStep {
     }
 };
 
-// A step that matches distributions begins, of which `first` is the run's first. It computes the fake's update, and draws of
-// every sample of the batch the timestep that the student draws from, in the first or the second of two steps, which are the
-// same where it is to draw in one, and the one that the picture is noised to, neither among the first nor among the last of all.
-// An item is a sample.
+// Begins a step that matches distributions; `first` is the run's first. For each sample it draws `timesteps`, from which the
+// student draws (the last, or the start of its second step, equally often), and `noised`, to which the picture is then noised
+// (not among the first or last fiftieth). It also computes the fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake;
     int *timesteps, *noised;  // (batch)
@@ -3216,9 +3235,10 @@ struct FinishStep {
     }
 };
 
-// All ranks have agreed that the run ends after this step. stop_asked, in section 2, says that this process has received a
-// signal: with several ranks that alone ends nothing, see agree_to_stop.
-static std::atomic<int> stop_requested = 0;
+// All ranks know that the run ends after this step. stop_asked (section 2) says only that this process, or one forked with
+// it, has received a signal. With several ranks no run ends until they have told each other: in a step by FinishStep,
+// between steps by agree_to_stop.
+static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
 // What a network learns in a step: from images; from points of paths; the fake from the student's pictures; and the student
@@ -3260,12 +3280,12 @@ struct Trainer {
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
     std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
     std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in n mod so many
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in slot n mod STEPS_IN_FLIGHT
     long epochs;                                  // whose orders were sent
     std::map<Lesson, Graph> graphs;               // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t paths = -1;  // which paths the device has: see path_start
+    int64_t round = -1;                           // of the paths that the device has: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3292,6 +3312,7 @@ static void prepare_steps(Trainer* t) {
         backend_upload(t->copies.back().get(), values.data(), bytes);
         return (const T*)t->copies.back().get();
     };
+    // The steps under way draw from at most STEPS_IN_FLIGHT * batch_size / count + 2 epochs: each has a slot; some are free.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
@@ -3323,23 +3344,7 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// Some samples of a batch, which go through the network at a time: B of them, from number `first` of the batch on, which
-// is number `own` of this rank's samples.
-struct MicroBatch {
-    int first, own, B;
-};
-static MicroBatch microbatch_at(const Model* m, int i) {
-    int own = i * m->plan.batch;
-    int first = m->rank * microbatches_of(m) * m->plan.batch + own;
-    return {first, own, std::min(m->plan.batch, m->config.batch_size - first)};
-}
-static std::vector<MicroBatch> own_microbatches(const Model* m) {
-    std::vector<MicroBatch> own;
-    for (int i = 0; i < microbatches_of(m); i++) own.push_back(microbatch_at(m, i));
-    return own;
-}
-
-// What the errors of a batch count for, and of it those of a micro-batch.
+// What the errors of a batch count for.
 static BatchLoss batch_loss(const Model* m) {
     const Config& c = m->config;
     return {.parts = m->losses,
@@ -3352,79 +3357,90 @@ static BatchLoss batch_loss(const Model* m) {
             .variance_parts = m->variance_losses,
             .weights = m->pairs.weights};
 }
-static BatchLoss loss_of(const Model* m, MicroBatch part) {
-    BatchLoss loss = batch_loss(m);
-    loss.first = part.first;
-    loss.B = part.B;
-    return loss;
+
+// Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
+// `own` of this rank's samples.
+struct MicroBatch : BatchLoss {
+    int own;
+};
+static std::vector<MicroBatch> own_microbatches(const Model* m) {
+    int size = m->plan.batch, samples = microbatch_count(m) * size;
+    std::vector<MicroBatch> parts;
+    for (int own = 0; own < samples; own += size) {
+        MicroBatch part = {batch_loss(m), own};
+        part.first = m->rank * samples + own;
+        part.B = std::min(size, part.batch_size - part.first);
+        parts.push_back(part);
+    }
+    return parts;
 }
 
 // Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
 // PIXEL), and images of matching, (B, C, H, W).
-static float* points_of(const Model* m, MicroBatch part) {
+static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
     return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
 }
-static float* images_of(float* images, const Model* m, MicroBatch part) {
+static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// What the network reads and should answer of a micro-batch's images (B, C, H, W), noised to these timesteps (B).
-static void add_noise(Model* m, const float* images, MicroBatch part, const int* timesteps, RandomStream stream) {
+// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes what the network reads, and m->target.
+static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
     run(AddNoise<floatX>{unet_input(m, part.B), m->target, images, m->schedule, timesteps, step, part.first,
                          c.in_channels, c.offset_noise, c.seed, stream});
 }
 
-// pairs.errors: the network is called at the earlier timesteps.
-static void see_earlier(Model* m, MicroBatch part) {
+// Calls the network at the earlier timesteps, for pairs.errors.
+static void see_earlier(Model* m, const MicroBatch& part) {
     std::swap(m->timesteps, m->pairs.timesteps);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
-    run(EarlierErrors<floatX>{m->pairs, loss_of(m, part), unet_output(m), m->target});
+    run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// What the network reads and should answer: training images, noised; points of paths; or pictures that the student drew.
-static void load_images(Trainer* t, MicroBatch part) {
+// Make what the network reads, and m->target: from training images, noised; or from points of paths.
+static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (m->pairs.weights) see_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
-static void load_path_points(Model* m, MicroBatch part) {
+static void load_path_points(Model* m, const MicroBatch& part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
-                               .loss = loss_of(m, part),
+                               .loss = part,
                                .points = points_of(m, part),
                                .step = &m->state->step,
                                .path_steps = m->config.path_steps});
 }
-static void load_drawn_pictures(Model* m, MicroBatch part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-}
 
-// `predicted`, an array of matching, gets the x0 that the network has seen in a micro-batch's images (B, C, H, W), noised.
-static void predict_x0(Model* m, float* predicted, const float* images, MicroBatch part, bool clamps) {
+// Writes the x0 that the network has seen in a micro-batch's noised images (B, C, H, W) to `predicted`, an array of matching.
+static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
-                          .loss = loss_of(m, part),
+                          .loss = part,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
 }
 
-// The same of the pictures that the student drew, clamped as drawing clamps.
-static void predict_x0_of_drawn(Model* m, float* predicted, MicroBatch part) {
-    predict_x0(m, predicted, images_of(m->matching.pictures, m, part), part, clamps_x0(m->config));
+// Shows the network the pictures that the student drew, noised, and writes the x0 that it sees in them to `x0`, an array of
+// matching. It is clamped as drawing clamps.
+static void see_drawn_pictures(Model* m, float* x0, const MicroBatch& part) {
+    const float* pictures = images_of(m->matching.pictures, m, part);
+    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
+    unet_forward(m, part.B, part.first);
+    predict_x0(m, x0, pictures, part, clamps_x0(m->config));
 }
 
-// m->target becomes what the student should have answered.
-static void load_matching_target(Model* m, MicroBatch part) {
+// Makes m->target what the student should have answered.
+static void load_matching_target(Model* m, const MicroBatch& part) {
     run(MatchingTarget<floatX>{.target = m->target,
-                               .loss = loss_of(m, part),
+                               .loss = part,
                                .out = unet_output(m),
                                .pictures = images_of(m->matching.pictures, m, part),
                                .teacher = images_of(m->matching.teacher_x0, m, part),
@@ -3432,46 +3448,46 @@ static void load_matching_target(Model* m, MicroBatch part) {
 }
 
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
-static void microbatch_gradient(Trainer* t, Lesson lesson, MicroBatch part, float* dw) {
+static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    BatchLoss loss = loss_of(m, part);
     m->dropout_step = &m->state->step;
-    if (lesson == LESSON_PATHS) load_path_points(m, part);
-    else if (lesson == LESSON_FAKE) load_drawn_pictures(m, part);
-    else load_images(t, part);
-
-    unet_forward(m, part.B, part.first);
+    if (lesson == LESSON_FAKE) {
+        see_drawn_pictures(m, m->matching.fake_x0, part);
+    } else {
+        if (lesson == LESSON_PATHS) load_path_points(m, part);
+        else load_noised_images(t, part);
+        unet_forward(m, part.B, part.first);
+    }
     if (m->pairs.weights) {
         run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
-        run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, loss});
+        run(PredictionLoss<floatX>{part, unet_output(m), m->target});
+        run(ConsistencyWeights{m->pairs, part});
     }
-    if (lesson == LESSON_FAKE) predict_x0_of_drawn(m, m->matching.fake_x0, part);
     if (lesson == LESSON_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
-    run(PredictionLoss<floatX>{loss, unet_output(m), m->target, dout, images});
+    run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
     unet_backward(m, part.B, dw);
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of `count` micro-batches, from `first` on: that of the first half of them plus that of the
-// others. So their number alone decides in which order gradients are added. Behind dw lies memory for the others'.
-static void tree_gradient(Trainer* t, Lesson lesson, int first, int count, float* dw) {
-    if (count == 1) return microbatch_gradient(t, lesson, microbatch_at(&t->model, first), dw);
+// dw = the gradient of these micro-batches: that of the first half of them plus that of the others. So their number alone
+// decides in which order gradients are added. Behind dw lies memory for the others'.
+static void tree_gradient(Trainer* t, Lesson lesson, std::span<const MicroBatch> parts, float* dw) {
+    if (parts.size() == 1) return microbatch_gradient(t, lesson, parts[0], dw);
 
-    size_t P = t->model.plan.num_floats;
+    size_t P = t->model.plan.num_floats, half = parts.size() / 2;
     float* other = dw + P;
-    tree_gradient(t, lesson, first, count / 2, dw);
-    tree_gradient(t, lesson, first + count / 2, count - count / 2, other);
+    tree_gradient(t, lesson, parts.first(half), dw);
+    tree_gradient(t, lesson, parts.subspan(half), other);
     run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
 // Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
 // in pairs of neighbours, pairs of these, and so on.
 static void reduce_gradient(Model* m) {
-    float* mine = m->gradients + m->rank * m->shard;
+    float* mine = m->gradients + first_of_shard(m);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
     exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
@@ -3485,7 +3501,7 @@ static void reduce_gradient(Model* m) {
 
 // What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = microbatches_of(m) * m->plan.batch;
+    size_t images = microbatch_count(m) * m->plan.batch;
     int parts = loss_parts((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
@@ -3499,7 +3515,7 @@ static void gather_results(Model* m, const int* stop) {
 
 // Every rank's shard of the updated weights becomes all ranks'.
 static void gather_weights(Model* m) {
-    size_t shard = m->rank * m->shard, end = shard + m->shard, matrices = m->plan.num_decayed;
+    size_t shard = first_of_shard(m), end = shard + m->shard, matrices = m->plan.num_decayed;
     size_t first = std::clamp(matrices, shard, end);
     if (first < end)
         backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
@@ -3512,13 +3528,13 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, 0, microbatches_of(m), m->gradients);
+    tree_gradient(t, lesson, own_microbatches(m), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
 // AdamW with this rank's shard of the gradient; working: null, or the weights as the layers read them.
 static void update_weights(Model* m, OptimiserMemory memory, floatX* working, const StepState* state) {
-    size_t shard = m->rank * m->shard, decayed = m->plan.num_decayed;
+    size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
     memory.gradients = m->gradients + shard;
     if (working) working += shard;
     run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state});
@@ -3539,8 +3555,8 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (MicroBatch part : own_microbatches(m)) {
-        load_images(t, part);
+    for (const MicroBatch& part : own_microbatches(m)) {
+        load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, m->images, part, false);
     }
@@ -3550,11 +3566,7 @@ static void match_distributions(Trainer* t) {
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (MicroBatch part : own_microbatches(m)) {
-        load_drawn_pictures(m, part);
-        unet_forward(m, part.B, part.first);
-        predict_x0_of_drawn(m, matching.teacher_x0, part);
-    }
+    for (const MicroBatch& part : own_microbatches(m)) see_drawn_pictures(m, matching.teacher_x0, part);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
 }
@@ -3562,7 +3574,7 @@ static void match_distributions(Trainer* t) {
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
 static void enqueue_step(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    size_t shard = m->rank * m->shard;
+    size_t shard = first_of_shard(m);
     Hyper hyper = hyper_of(m->config, lesson);
 
     BatchSource source = t->source;
@@ -3584,18 +3596,18 @@ struct StartPaths {
     SampleSpec* specs;  // (B)
     BatchSource source;
     int B, first;
-    int64_t count;  // see path_start
+    int64_t round;  // see path_start
 
     size_t items() const { return B; }
-    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, count); }
+    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, round); }
 };
 
-// Draws this rank's paths, the `count`-th of the run, with the weights that the run started from.
-static void draw_paths(Trainer* t, int64_t count) {
+// Draws this rank's paths of a round, with the weights that the run started from.
+static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (MicroBatch part : own_microbatches(m)) {
-        run(StartPaths{m->specs, t->source, part.B, part.first, count});
+    for (const MicroBatch& part : own_microbatches(m)) {
+        run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
         float* point = points_of(m, part);
@@ -3606,14 +3618,14 @@ static void draw_paths(Trainer* t, int64_t count) {
         }
     }
     use_weights(m, m->master);
-    t->paths = count;
+    t->round = round;
 }
 
 // Gives the device its next step, and before it the orders of the epochs that the step draws from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     Lesson lesson = lesson_of(t->model.config, t->begun);
-    if (lesson == LESSON_PATHS && t->begun / s.path_steps != t->paths) draw_paths(t, t->begun / s.path_steps);
+    if (lesson == LESSON_PATHS && t->begun / s.path_steps != t->round) draw_paths(t, t->begun / s.path_steps);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
@@ -3631,7 +3643,7 @@ static StepState await_step(Trainer* t) {
     wait_for_step(slot);
     const StepState& result = t->results[slot];
 
-    if (result.stop) stop_requested = stop_asked = 1;
+    if (result.stop) stop_agreed = stop_asked = 1;
     if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
     t->history = result.history;
     if (!result.finite) return result;
@@ -3663,8 +3675,8 @@ static std::vector<int> gather_numbers(Model* m, int number) {
     return numbers;
 }
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_requested = stop_asked = 1;
-    return stop_requested;
+    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_agreed = stop_asked = 1;
+    return stop_agreed;
 }
 
 // Computes values of the host with the chosen weights: each rank its share of them, work(first, count) for `unit` of them at a
@@ -3710,10 +3722,12 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    add_noise(m, m->images, {first, 0, B}, m->timesteps, STREAM_VAL_NOISE);
-    unet_forward(m, B);
     BatchLoss loss = batch_loss(m);
     loss.batch_size = loss.B = B;
+    BatchLoss numbered = loss;
+    numbered.first = first;  // by which the noise is drawn
+    add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
+    unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
@@ -3743,8 +3757,8 @@ struct SampleGrid {
     std::string rows;
 };
 
-// Samples of these seeds, of which each has its class: the first the first of --class or of all. They are grouped by class
-// where equally many are of each. names: the classes'.
+// Plans a grid of one sample a seed. The classes of --class, or all, follow each other; where each gets equally many samples,
+// the grid groups them by class. names: the names of the classes.
 static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
     size_t count = seeds.size(), num_classes = classes.size();
@@ -3796,7 +3810,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     }
 }
 
-// samples (count, H, W, PIXEL), which rank 0 has all. Returns false on Ctrl-C.
+// Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false on Ctrl-C.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
@@ -3842,7 +3856,7 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
     return values;
 }
 
-// One section of parameters, from a file's order to memory's: `to`, this rank's share of them, on the device.
+// One section of parameters, from a file's order to memory's: `to`, this rank's shard of them, on the device.
 // kept: as in kept_rows_of; empty: the file's classes are the model's.
 static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
                             const std::vector<int>& kept = {}) {
@@ -3972,7 +3986,7 @@ static void print_memory(const Model& m) {
     printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
     print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
     print("and %s of weights; ", human_bytes(sent * sizeof(floatX)));
-    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_of(c));
+    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_size(c));
 }
 
 static void print_run(const Model& m) {
@@ -4003,7 +4017,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     t->images.count = B;
     t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
     for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
-    t->model = plan_model(config, microbatch_of(config), true);
+    t->model = plan_model(config, microbatch_size(config), true);
     check_memory(t->model);
     allocate_model(&t->model);
     initialise_weights(&t->model, config.seed);
@@ -4015,7 +4029,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
-    config.optimiser.lr = 0;  // so that no weight leaves the numbers
+    config.optimiser.lr = 0;  // so that no weight becomes infinite
     prepare_trial_run(&t, config, first);
 
     double start = 0;
@@ -4023,7 +4037,7 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
-        if (!await_step(&t).finite) fail("a step on grey images leaves the numbers: its time can't be told");
+        if (!await_step(&t).finite) fail("a step on grey images became NaN or infinite: its time can't be told");
     }
     double taken = seconds_now() - start;
     backend_wait();  // for what is still under way
@@ -4088,7 +4102,7 @@ static void read_launcher() {
 // Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
 static bool first_to_report() {
     int nobody = 0;
-    return shared->reporter.compare_exchange_strong(nobody, world.rank + 1);
+    return forked_ranks->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
 // Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
@@ -4106,12 +4120,13 @@ static bool first_to_report() {
 
 // When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
 // one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
-// them. Nobody is left waiting in the middle of a message, and the last checkpoint stands.
+// them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. Nobody is left waiting in
+// the middle of a message, and the last checkpoint stands.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (shared->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+    if (forked_ranks->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
@@ -4119,7 +4134,7 @@ static std::vector<std::thread> rank_watchers;
 // When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
 static void end_after_rank_0(int) {
     if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (shared->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
 }
 
 // Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
@@ -4203,7 +4218,7 @@ static std::string sampler_text(const Config& c) {
     return line;
 }
 
-// What pictures are drawn by: the flags with the model that the weights are of, these, and which flags are the run's.
+// What --generate draws with: the configuration, the weights' file, and which flags were taken from its run.
 static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
@@ -4315,7 +4330,7 @@ static void share_batch(Config* c) {
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
-    int microbatch = microbatch_of(*c), count = ceil_div(batch, microbatch);
+    int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
     int most_ranks = 1 << std::countr_zero(count + 0u);
     if (count % ranks)
         fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
@@ -4412,14 +4427,14 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     config.optimiser.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
     share_batch(&config);
-    if (config.num_samples && microbatch_of(config) < rows_a_sample(config))
+    if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
         std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
         if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
     }
-    t->model = plan_model(config, microbatch_of(config), true);
+    t->model = plan_model(config, microbatch_size(config), true);
     t->model.class_names = class_names;
     for (const std::string& line : idle_flags(config, given)) t->notes.push_back(line);
 }
@@ -4539,7 +4554,7 @@ static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
 }
 
-// Whether what comes every so many steps comes after this one.
+// Whether something that is done every that many steps (0: never) is due after this one.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Where no checkpoint can be written, the run ends.
@@ -4594,11 +4609,11 @@ static void print_best_validation(const Trainer& t) {
            kept ? "there" : "not kept");
 }
 
-// The end of a run: `seconds` for the steps from `first` on but the very first, where there is another.
+// The end of a run that began after step `first`. seconds: the time of all its steps but the first.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
-    printf("\n%s at step %ld", stop_requested ? "stopped" : "done", t.step);
+    printf("\n%s at step %ld", stop_agreed ? "stopped" : "done", t.step);
     if (steps > 1) {
         double rate = (steps - 1) / seconds;
         printf(" after %ld steps: %.1f ms a step without the first, %.1f images/s", steps, 1e3 / rate,
@@ -4629,7 +4644,7 @@ static void clear_line() {
 
 static void validate(Trainer* t) {
     double loss = validation_loss(t);
-    if (stop_requested) return;
+    if (stop_agreed) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
     print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
@@ -4728,7 +4743,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     log_step(t, result, ms, images_per_s);
 }
 
-// Whether the weights of this step are validated: every so many steps, and at the run's end.
+// Whether the weights of this step are validated: every val_every steps, and at the run's end.
 static bool is_validated(const Trainer& t, bool ended) {
     return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
 }
@@ -4760,7 +4775,7 @@ static void train(Trainer* t) {
     if (t->step && c.resume_given) catch_up(t);
 
     Pace pace = {t->step};
-    while (t->step < c.steps && !stop_requested) {
+    while (t->step < c.steps && !stop_agreed) {
         while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
         if (!result.finite) give_up(t, result);
@@ -4790,7 +4805,7 @@ static void train(Trainer* t) {
 static void handle_signals() {
     auto request_stop = [](int number) {
         stop_asked = 1;
-        if (world.size == 1) stop_requested = 1;
+        if (world.size == 1) stop_agreed = 1;
         if (number == SIGINT || number == SIGTERM) alarm(1);
     };
     for (int number : {SIGINT, SIGTERM, SIGPIPE}) signal(number, request_stop);
@@ -4933,7 +4948,8 @@ static Event waited_for;  // the newest event that the main stream has waited fo
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
-static bool kernels_await_inputs = true;  // so that they may be launched before what comes first has ended
+// So that kernels may be launched before what comes first has ended. dev/common.h unsets it, for kernels without await_inputs.
+static bool kernels_await_inputs = true;
 
 static void backend_init() {
     std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
@@ -4980,8 +4996,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The side stream's newest launches, where they have been put off. They are launched before the next ones, or when
-// somebody waits for them.
+// The newest launches of the side stream, where they are deferred. They are launched before the next ones, or when somebody
+// waits for them.
 static std::function<void()> deferred;
 
 static void flush_deferred() {
@@ -5749,7 +5765,7 @@ struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// The tensors of attention; lse (heads of all images, T). A block moves the pointers to its head.
+// The tensors of attention; lse (heads of all images, T). Backward moves the pointers to the block's head; forward moves qkv.
 struct Attention {
     floatX *dqkv, *dout;  // null in forward
     floatX *out, *qkv;
@@ -6210,7 +6226,7 @@ struct Gemm {
     float2* sums = nullptr;        // (B, tiles, N): the output's Moments or the NormSums; null: not made
     Patch patch = {};
     int splits = 1;            // blocks that share a tile's chunks
-    int share = 0;             // chunks of a tile that each of these blocks adds up
+    int chunks_a_split = 0;    // the chunks of a tile that each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
@@ -6360,7 +6376,7 @@ struct GemmBlock : Gemm {
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
-        const bool has_norm = TRANSPOSED && norm.half_scale_shift;
+        const bool has_norm = TRANSPOSED && norm;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
         Unpacked sum = {}, product = {};
@@ -6447,7 +6463,7 @@ struct GemmBlock : Gemm {
         const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
         const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
         const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
-        const int first = blockIdx.y * share, count = min(first + share, chunks()) - first;
+        const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
             Pixel origin = patch.origin(tile);
@@ -6659,14 +6675,14 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, GemmChoice choice) {
     assert(TAPS > 1 || !asked.emb.data);
-    assert(!asked.norm.half_scale_shift || !asked.residual.first);
+    assert(!asked.norm || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
-    g.share = ceil_div(g.chunks(), choice.splits);
-    g.splits = ceil_div(g.chunks(), g.share);  // none without a chunk
+    g.chunks_a_split = ceil_div(g.chunks(), choice.splits);
+    g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // none without a chunk
     const bool sums_are_left = leaves_sums(g, TAPS, choice);
     if (!sums_are_left) g.norm = {};
-    else if (g.norm.half_scale_shift) g.sums = (float2*)g.norm.sums;
+    else if (g.norm) g.sums = (float2*)g.norm.sums;
     else g.sums = (float2*)g.out.first.moments;
 
     constexpr bool BF16 = sizeof(floatX) == 2;
@@ -6690,7 +6706,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     }
     if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
-    if (asked.norm.half_scale_shift) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
+    if (asked.norm) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
 }
 
 // ---- weight gradient
@@ -7006,7 +7022,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     *(float4*)(g.dw + i) = sum;
 }
 
-// launch_sums(g), which has memory for what its splits leave there, and what adds that up.
+// Takes memory for the splits' partial sums, has launch_sums(g) fill it, and launches what adds them up.
 static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
     Arena workspace = stream->workspace;
@@ -7018,7 +7034,7 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
-// ---- launchers; maths and shapes stand in LAYERS, at the declarations of the same names
+// ---- launchers; maths and shapes stand in section 3, at the declarations of the same names
 
 template <int TAPS>
 static Gemm forward_gemm(Tensor out, Concat x, Product<TAPS> layer, const Forward& options) {
@@ -7389,8 +7405,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
-    const int splits = SUBTILES == 1 ? gridDim.x : 1, rank = SUBTILES == 1 ? blockIdx.x : 0;
-    const int first = rank * g.share, last = min(first + g.share, g.chunks());
+    const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
+    const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
     const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
 
@@ -7429,7 +7445,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         if (chunk < last) {
             full.expect(PATCH_ROWS * 128);
             tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
-        } else if (g.operand_map.columns && rank == 0) {
+        } else if (g.operand_map.columns && cluster_rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
                 tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
@@ -7546,12 +7562,12 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     __device__ __forceinline__ void combine(float (&c)[SUBTILES * 64]) {
         static_assert(SUBTILES > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
-        if (rank > 0) {
+        if (cluster_rank > 0) {
             warpgroup_barrier(0);  // the patches have been read
             UNROLLED_FOR (int e = 0; e < 64; e += 4) sums[e / 4 * 128] = *(const float4*)(c + e);
         }
         cluster_barrier();
-        if (rank == 0)
+        if (cluster_rank == 0)
             for (int r = 1; r < splits; r++)
                 UNROLLED_FOR (int e = 0; e < 64; e += 4)
                     *(float4*)(c + e) += *(const float4*)__cluster_map_shared_rank(sums + e / 4 * 128, r);
@@ -7584,7 +7600,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
-        const bool has_norm = TRANSPOSED && g.norm.half_scale_shift;
+        const bool has_norm = TRANSPOSED && g.norm;
         // By image and row: what is added; the norm's parameters; sums for this norm or the next.
         float bias[IMAGES][2] = {};
         GroupStatistics statistics[IMAGES][2];
@@ -7725,7 +7741,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             await_turn(parity);
             multiply(c, patch, stage);
             if (splits > 1) combine(c);
-            if (rank > 0) return;  // a block of a cluster has one tile
+            if (cluster_rank > 0) return;  // a block of a cluster has one tile
 
             UNROLLED_FOR (int k = 0; k < SUBTILES; k++) {
                 auto& outputs = shared.patches[patch.slot].outputs[k];
@@ -7752,7 +7768,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
         const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
-        const Concat& operand = g.norm.half_scale_shift ? g.norm.x : g.residual;
+        const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = joined(operand, SUBTILE);
         h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
         // Blocks take one tile after another: a tile's loads hide behind the outputs before.

@@ -1101,7 +1101,7 @@ static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
-    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx, dx, options.norm);
+    if (options.norm) groupnorm_backward_sums(dx, dx, options.norm);
 }
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     bias_backward(layer, demb, dout);
@@ -1145,7 +1145,7 @@ static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backwar
                    {layer.w + first + c0, K}, options.accumulate);
         });
     }
-    if (options.norm.half_scale_shift) groupnorm_backward_sums(dx.first, dx.first, options.norm);
+    if (options.norm) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
 // Each thread owns a piece of dw and goes through all pixels: there are no partial sums to add up.
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {

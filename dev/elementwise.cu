@@ -341,11 +341,11 @@ static void mse0(Problem& p) {
 
 #ifdef PROGRAM
 static_assert((int)PART == (int)LOSS_CHUNK);
-static_assert(sizeof(Timestep) == 10 * sizeof(float) && offsetof(Timestep, weight) == 4 * sizeof(float));
+static_assert(sizeof(ScheduleRow) == 10 * sizeof(float) && offsetof(ScheduleRow, weight) == 4 * sizeof(float));
 template <typename Real>
 static PredictionLoss<Real> mse_layer(Problem& p) {
     int B = p.dim("B"), n = p.dim("n");
-    BatchLoss batch = {p.out<float>("losses"), p.in<int>("t"), (const Timestep*)p.in<float>("chain"),
+    BatchLoss batch = {p.out<float>("losses"), p.in<int>("t"), (const ScheduleRow*)p.in<float>("chain"),
                        B, n / PIXEL, PIXEL, 1000};
     return {batch, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
 }

@@ -121,7 +121,7 @@ static void append(std::vector<double>* numbers, const ScaleShift& channel) {
 static void append(std::vector<double>* numbers, const SampleSpec& p) {
     numbers->insert(numbers->end(), {(double)p.seed, (double)p.label});
 }
-static void append(std::vector<double>* numbers, const Timestep& t) {
+static void append(std::vector<double>* numbers, const ScheduleRow& t) {
     numbers->insert(numbers->end(), {t.alpha, t.sigma, t.target_eps, t.target_x0, t.weight,
                                      t.posterior_log_variance_clipped, t.log_variance_range, t.mean_error});
 }
@@ -822,7 +822,7 @@ static void test_embedding(int B, int C) {
         on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
     });
     auto round_there = [](floatX* to, const float* from, size_t n) {
-        run(Convert<floatX, float>{.to = to, .from = from, .n = n});
+        run(RoundWeights{.to = to, .from = from, .n = n});
     };
     auto round_here = [](float* to, const float* from, size_t n) {
         std::transform(from, from + n, to, rounded);
@@ -837,7 +837,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     size_t n = (size_t)B * H * W * PIXEL;
     int channels = 1 + predict % 4;
     Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n), losses((size_t)B * loss_parts(H * W));
-    std::vector<Timestep> timesteps;
+    std::vector<ScheduleRow> timesteps;
     // the two parts of the target that `predict` names
     auto eps_part = [&](float alpha) { return predict == PREDICT_EPS ? 1 : predict == PREDICT_V ? alpha : 0; };
     auto x0_part = [&](float sigma) { return predict == PREDICT_EPS ? 0 : predict == PREDICT_V ? -sigma : 1; };
@@ -845,7 +845,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         timesteps.push_back(
             {0.3f + 0.001f * i, 0.9f - 0.0007f * i, eps_part(0.3f + 0.001f * i), x0_part(0.9f - 0.0007f * i),
              0.5f + 0.001f * i, -3 - 0.005f * i, 0.3f, 0.1f, 0.001f * (i + 1), 0.2f + 0.001f * i});
-    Pair<Timestep> chain(timesteps);
+    Pair<ScheduleRow> chain(timesteps);
     Layer x_t(n), input(2 * n), out(2 * n), dout(n);
     Pair<int> t(some_timesteps(B));
     StepState some_step = StepState();
@@ -1069,7 +1069,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                          .source = source(on),
                          .hyper = config.optimiser});
     });
-    Pair<Timestep> chain(make_timesteps(config));
+    Pair<ScheduleRow> chain(make_schedule_rows(config));
     Pair<int> earlier(std::vector<int>(batch, 0));
     Floats gaps(batch), weights(batch);
     check("begin step on pairs", shape,
@@ -1129,9 +1129,9 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     std::string shape =
         text("%d of %d elements, %zu parameters%s", batch, elements, parameters, WHAT[broken]);
     Pair<int> t(some_timesteps(batch));
-    std::vector<Timestep> timesteps(1000);
+    std::vector<ScheduleRow> timesteps(1000);
     for (int i = 0; i < 1000; i++) timesteps[i].weight = 0.8f + 0.0004f * i;
-    Pair<Timestep> chain(timesteps);
+    Pair<ScheduleRow> chain(timesteps);
     Floats losses((size_t)batch * loss_parts(elements / PIXEL), 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;

@@ -1109,7 +1109,7 @@ static void pointwise_case(const Case& c, Verdict* v) {
         std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n / PIXEL)),
                            no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
-        std::vector<Timestep> chain;
+        std::vector<ScheduleRow> chain;
         for (float weight : c.floats("weights")) {
             chain.push_back({});
             chain.back().weight = weight;
@@ -1310,7 +1310,7 @@ static void twin_case(const Case& c, Verdict* v) {
         Config config = default_config();
         config.diffusion_steps = c.arg(0), config.noise_schedule = c.arg(1);
         config.predict = c.arg(2), config.min_snr_gamma = (float)c.at("reals")[0];
-        std::vector<Timestep> chain = make_timesteps(config);
+        std::vector<ScheduleRow> chain = make_schedule_rows(config);
         for (size_t t = 0; t < n; t++) {
             double weight = chain.at(t).weight;
             v->note(text("t = %zu", t), fabs(values[t] ? weight / values[t] - 1 : weight));

@@ -332,7 +332,7 @@ static void run_program(int argc, char** argv) {
     if (!calls.empty()) return print_calls(config, calls);
     if (!trace.empty()) Writer trial(trace);  // what can't be written is better said now
     double peak = backend_peak(), bandwidth = copy_bandwidth();
-    int B = config.batch_size, drawn = microbatch_of(config);
+    int B = config.batch_size, drawn = microbatch_size(config);
     double step_ms = time_step(config, B, 10);
 
     Model m;

@@ -570,9 +570,8 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
     add("final_layer", final, first);
 
     place_parameters(&plan);
-    Config modulated = c;
-    modulated.use_scale_shift_norm = 1;  // backward reads the projections again
-    compute_lifetimes(&plan, modulated);
+    for (Block& block : plan.blocks) block.emb_again = block.emb >= 0;
+    compute_lifetimes(&plan, c);
     place_buffers(&plan);
     return plan;
 }
