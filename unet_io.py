@@ -650,8 +650,8 @@ def karras_timesteps(levels, sample_steps):
 def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
     """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,). Raises UserError.
 
-    Of those that the model has learned, the points of its paths or without paths all, the last, and with it others in even
-    distances; the second of two steps has three tenths of them before it.
+    They are some of those that the model has learned: of all, or of the points of its paths. The last is always among them. The
+    second of two steps starts where three tenths of them end; otherwise distances are even.
     """
     known = path_steps or diffusion_steps
     if sample_steps > known:
