@@ -94,12 +94,6 @@ def shown_names(path, own, num_classes):
     return unet_io.read_class_names(path, len(own) or num_classes) if path else own
 
 
-def check_stored(path, names):
-    """Raise UserError where names, from the file of --class_names, are no text in UTF-8, as which names are stored."""
-    lines = "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
-    unet_io.parse_class_names(lines, path, 0, len(names))
-
-
 def parse_classes(text, names, num_classes):
     """The numbers of the classes that --class names: 'cat,dog', or '3,7-9' where there are no names.
 
@@ -590,7 +584,7 @@ def check_page(args):
 
 def export_page(args, model, class_names, step):
     """Write the page of --export_page, which draws as these flags say."""
-    check_stored(args.class_names, class_names)
+    unet_io.check_class_names(class_names, args.class_names)
     if not isinstance(model, UNet):
         raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
     if args.threshold == "dynamic":
@@ -751,7 +745,7 @@ def main():
             if not model.config.class_cond:
                 raise UserError("--class_names needs a model that was trained with --class_cond 1")
             names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
-            check_stored(args.class_names, names)
+            unet_io.check_class_names(names, args.class_names)
             checkpoint.sections |= unet_io.class_section(names)
         if names_folder(target):
             checkpoint.run["threshold"] = args.threshold

@@ -4307,7 +4307,7 @@ static void run_generate(const GivenFlags& given) {
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     std::error_code missing;
-    if (out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
+    if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value, config->resume);
     t->checkpoints = list_checkpoints(config->out_dir);
@@ -4856,7 +4856,7 @@ static void run_training(const GivenFlags& given) {
         return print_time(config, trainer.step);
     }
     if (config.path_steps)
-        say("note: the network learns from what %s draws, and not from the images", config.model_weights);
+        say("note: the network learns from what %s draws; the images are no examples", config.model_weights);
     long last = (long)steps_on_paths(config);
     if (config.matching_fraction > 0 && trainer.step < last && last < config.steps)
         say("note: up to step %ld it learns paths; then it matches distributions, and its loss is another", last);

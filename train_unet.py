@@ -1211,7 +1211,12 @@ def plan_classes(config, run, given, source, path, data_names):
     if not source:
         return data_names, None, notes
     rows, line = kept_rows(config, data_names, source.config, before)
-    return data_names, rows, notes + [f"{path} is trained on for the classes of {run.data_file}: {line}"] * bool(line)
+    if not line:
+        return data_names, rows, notes
+    line = f"{path} is trained on for the classes of {run.data_file}: {line}"
+    if config.path_steps and -1 in rows:
+        raise UserError(f"{line}; --consistency learns from what the model draws: train it for these classes first")
+    return data_names, rows, [*notes, line]
 
 
 def debug_state(prefix, config, images=None, steps=0):
@@ -1340,7 +1345,7 @@ def resolve(given):
 
 def stay_in_folder(run, names_folder):
     """Make --out_dir the folder of --resume PLACE, which --out_dir may not contradict."""
-    folder = run.resume if os.path.isdir(run.resume) else os.path.dirname(run.resume) or "."
+    folder = os.path.dirname(run.resume) or "." if os.path.isfile(run.resume) else run.resume
     if names_folder and os.path.realpath(run.out_dir) != os.path.realpath(folder):
         raise UserError(f"--out_dir {run.out_dir} contradicts --resume {run.resume}: a run stays in its folder; leave"
                         f" --out_dir out")
@@ -1537,7 +1542,7 @@ def train_from(model, checkpoint, path, config, run, given):
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
     if config.path_steps:
-        unet_io.say(f"note: the network learns from what {run.model_weights} draws, and not from the images")
+        unet_io.say(f"note: the network learns from what {run.model_weights} draws; the images are no examples")
     on_paths = unet_io.steps_on_paths(config)
     if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
         unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")

@@ -275,6 +275,11 @@ static std::string read_text(const std::string& path) {
     return in.take<std::string>(in.size);
 }
 
+static bool is_folder(const std::string& path) {
+    std::error_code ignored;
+    return fs::is_directory(path, ignored);
+}
+
 // A text that somebody may have typed: some editors' byte order mark is left out.
 static std::string read_typed_text(const std::string& path) {
     Reader in(path);
@@ -795,7 +800,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
     const Need needs[] = {
         {"timestep_mean", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
-        {"timestep_sampling", "with --path_steps", !c.path_steps},
+        {"timestep_sampling", "with --path_steps", !c.path_steps || *c.val_file},
         {"flip", without_matching, takes_images},
         {"offset_noise", without_matching, takes_images},
         {"cond_drop_prob", "without --class_cond 1", !!c.class_cond},
@@ -1046,10 +1051,12 @@ static void shrink(Dataset* data, int width, int factor) {
     data->floats.swap(smaller);
 }
 
-// Refuses names that can't be stored: an empty one, and two that are the same.
+// Refuses names that can't be stored: what is no text in UTF-8, an empty one, and two that are the same.
 static void check_class_names(const Strings& names, const std::string& file) {
     std::set<std::string> seen;
     for (const std::string& name : names) {
+        if (name.find('\0') != name.npos || !is_utf8(name))
+            fail("%s has names of classes that are no text in UTF-8", file);
         if (name.empty()) fail("%s has a class without a name", file);
         if (!seen.insert(name).second) fail("%s has two classes called %s", file, name);
     }
@@ -1060,8 +1067,6 @@ static Strings parse_class_names(const std::string& lines, const std::string& fi
     size_t count = std::ranges::count(lines, '\n');
     if (count < least || count > most || !(lines.empty() || lines.ends_with('\n')))
         fail("%s is damaged: it has %zu names of classes for %zu classes", file, count, most);
-    if (lines.find('\0') != lines.npos || !is_utf8(lines))
-        fail("%s is damaged: its names of classes are no text in UTF-8", file);
     Strings names = split(lines, '\n');
     names.pop_back();  // what follows the last line feed
     check_class_names(names, file);
@@ -1110,7 +1115,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     if (!file_exists(path))
         fail("no file %s; make it: python3 prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
              wanted, shell_word(path));
-    if (fs::is_directory(path))
+    if (is_folder(path))
         fail("%s is a folder; make a file of its pictures: python3 prepare_data.py --data_dir %s --output_name FILE.bin", path,
              shell_word(path));
     Reader in(path);
@@ -1301,7 +1306,7 @@ static void check_format(const Reader& in) {
 }
 
 static WeightsFile open_weights(const std::string& path) {
-    if (fs::is_directory(path))
+    if (is_folder(path))
         fail("%s is a folder; name a checkpoint in it, or draw with its newest by --out_dir %s", path, shell_word(path));
     Reader in(path);
     check_format(in);

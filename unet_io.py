@@ -1225,18 +1225,15 @@ def parse_class_names(data, path, least, most):
     count = data.count(b"\n")
     if not least <= count <= most or data and not data.endswith(b"\n"):
         raise UserError(f"{path} is damaged: it has {count} names of classes for {most} classes")
-    try:
-        names = tuple(data.decode("utf-8").split("\n")[:-1])
-    except UnicodeDecodeError:
-        names = ("\0",)
-    if any("\0" in name for name in names):
-        raise UserError(f"{path} is damaged: its names of classes are no text in UTF-8")
+    names = tuple(data.decode("utf-8", "surrogateescape").split("\n")[:-1])
     check_class_names(names, path)
     return names
 
 
 def check_class_names(names, path):
-    """Raise UserError where a class has no name, or two have one."""
+    """Raise UserError for names that can't be stored: what is no text in UTF-8, an empty one, and two that are the same."""
+    if any("\0" in name or name != name.encode("utf-8", "replace").decode() for name in names):
+        raise UserError(f"{path} has names of classes that are no text in UTF-8")
     if "" in names:
         raise UserError(f"{path} has a class without a name")
     if len(set(names)) < len(names):

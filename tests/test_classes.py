@@ -609,12 +609,13 @@ def test_doubled_names(tmp_path):
     assert "several classes are called 'crane'" in call(generate, *named, "--num_samples", 1, "--class", "crane")
 
 
-@pytest.mark.parametrize("text, says", [("crane\nheron\ncrane\n", "names has two classes called crane"),
-                                        ("crane\n\nheron\n", "names has a class without a name")])
+@pytest.mark.parametrize("text, says", [(b"crane\nheron\ncrane\n", "names has two classes called crane"),
+                                        (b"crane\n\nheron\n", "names has a class without a name"),
+                                        (b"crane\ncaf\xe9\nheron\n", "names of classes that are no text in UTF-8")])
 def test_names_that_are_not_stored(tmp_path, text, says):
     """Names that no file of weights can hold are refused before anything is written."""
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
-    (tmp_path / "names").write_text(text)
+    (tmp_path / "names").write_bytes(text)
     named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names"]
     for flags in (["--export", tmp_path / "x.pt"], ["--export_page", tmp_path / "x.html"]):
         assert says in call(generate, *named, *flags)
@@ -635,7 +636,7 @@ def test_bytes_of_names(tmp_path, capsys):
     assert call(generate, *drawn, "--class", "cat") == ""
     assert call(generate, *drawn, "--class", b"d\xf6g".decode("utf-8", "surrogateescape")) == ""
     for flag, name in (("--export", "x.bin"), ("--export_page", "x.html")):
-        assert "names of classes are no text in UTF-8" in call(generate, *named, flag, tmp_path / name)
+        assert "names of classes that are no text in UTF-8" in call(generate, *named, flag, tmp_path / name)
         assert not (tmp_path / name).exists()
 
 
@@ -726,7 +727,8 @@ def test_new_classes_cannot_be_tuned(tmp_path):
     named_file(tmp_path / "known.bin", config, FRUIT)
     data = write_fruit(tmp_path / "fruit.bin", FRUIT, FRUIT)
     tune = ("--data_file", data, "--consistency", 1, "--path_steps", 2, "--steps", 1, "--out_dir", tmp_path / "run", *QUICK)
-    refused(TRAIN, "--model_weights", tmp_path / "bare.bin", "--class_cond", 1, *tune,
-            says=["none is known", "train it for these classes first"])
+    start = ("--model_weights", tmp_path / "bare.bin", "--class_cond", 1, *tune)
+    said = refused(TRAIN, *start, says=["none is known", "train it for these classes first"])
+    assert said == "error: " + call(train_unet, *start[:-len(QUICK)], "--device", "cpu")
     text = run(TRAIN, "--model_weights", tmp_path / "known.bin", *tune, "--guidance_scale", 2).stdout
     assert "note: --guidance_scale 2 guides the grids alone, and not what the network learns from\n" in text

@@ -425,7 +425,7 @@ def test_what_paths_learn_from(tmp_path, images8):
     """Tuning on paths says that images are not learned from, and what does nothing for that reason."""
     perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
     flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--consistency", 1, "--path_steps", 2)
-    source = f"the network learns from what {tmp_path}/w.bin draws, and not from the images"
+    source = f"the network learns from what {tmp_path}/w.bin draws; the images are no examples"
     typed = " ".join(IDLE_ON_PATHS).split()
     assert notes_of(*flags, *typed, "--steps", 1, "--out_dir", tmp_path / "paths") == [*IDLE_ON_PATHS.values(), source]
     matching = ("--matching_fraction", 0.5, "--out_dir", tmp_path / "both")
@@ -442,6 +442,9 @@ def test_folder_in_place_of_a_file(tmp_path, images8):
     refused(TRAIN, "--generate", "--model_weights", tmp_path / "run", says=["is a folder", f"--out_dir {tmp_path}/run"])
     text = run(TRAIN, "--resume", tmp_path / "run", "--out_dir", f"{tmp_path}/run/", "--steps", 2, *QUICK).stdout
     assert "resumed at step 1" in text
+    for words in (["--resume", tmp_path / "none"], ["--resume"]):
+        refused(TRAIN, *words, "--out_dir", tmp_path / "none", says=f"there is no checkpoint in {tmp_path}/none")
+    refused(TRAIN, "--generate", "--model_weights", "x" * 300, says="can't open xxx")
 
 
 def test_two_presets():
