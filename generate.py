@@ -558,7 +558,11 @@ def refuse_unused(args, typed):
                                         ("--export", args.export)) if value]
     if not written:
         return
-    used = OF_SAMPLING if args.export_page else ("--threshold",) if names_folder(args.export) else ()  # diffusers are told it
+    used = ()
+    if args.export_page:
+        used = OF_SAMPLING
+    elif names_folder(args.export):
+        used = ("--threshold",)  # which diffusers are told
     unused = [flag for flag in typed if flag in OF_PICTURES + OF_SAMPLING and flag not in used]
     if unused:
         raise UserError(f"{written[0]} draws no pictures: leave {unet_io.listed(unused)} out")

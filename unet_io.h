@@ -811,7 +811,8 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
     };
     Strings notes;
     for (const Need& need : needs) {
-        bool is_usual = flag_text(c, flag_named(need.flag)) == flag_named(need.flag).standard;
+        const Flag& flag = flag_named(need.flag);
+        bool is_usual = flag_text(c, flag) == flag.standard;
         if (!need.is_met && !is_usual && was_typed(given, need.flag))
             notes.push_back(text("--%s does nothing %s", need.flag, need.other));
     }

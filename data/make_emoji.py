@@ -3,7 +3,7 @@
 
     apt-get install fonts-noto-color-emoji      # the font, 11 MB (Debian, Ubuntu)
     pip install fonttools pillow numpy
-    python3 data/make_emoji.py                   # some seconds; writes into data/
+    python3 data/make_emoji.py                  # some seconds; writes into data/
 
 The pictures lie in the font as PNGs of 136x128 pixels, one a glyph. A glyph is reached from one code point
 or, by a ligature, from several ("woman", joiner, "rocket": an astronaut). Only the bitmap version of the

@@ -1,6 +1,6 @@
 """./train_unet against PyTorch on this machine: a training step of the default model, and a call of the network.
 
-    make bench                                        builds, measures, writes the tables beside this file and in README.md
+    make bench                                         builds, measures, writes the tables beside this file and in README.md
     python3 dev/bench/benchmark.py --batches 32,128    on a GPU, some of the batch sizes
     python3 dev/bench/benchmark.py --presets adm64     on a GPU, the official model of 64x64 images alone, at batch 32
     python3 dev/bench/benchmark.py --presets drawing   on a GPU, calls of small batches and drawing pictures alone

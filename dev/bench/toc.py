@@ -1,7 +1,7 @@
 """The contents list at the head of train_unet.cu: each section with its parts, from their banners.
 
-    make toc                        writes it
-    python3 dev/bench/toc.py --check       fails where the list is not what would be written; `make test` runs this
+    make toc                            writes it
+    python3 dev/bench/toc.py --check    fails where the list is not what would be written; `make test` runs this
 """
 import pathlib
 import re

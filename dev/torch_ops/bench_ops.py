@@ -1,7 +1,7 @@
 """The operators of torch_ops.py beside PyTorch's own, on this machine's GPU: each by itself, and a training step.
 
     make bench_ops                                       measures, writes the tables into README.md beside this file
-    python3 dev/torch_ops/bench_ops.py --batches 32,128   some batch sizes of steps; each adds the time in which PyTorch compiles it
+    python3 dev/torch_ops/bench_ops.py --batches 32,128  some batch sizes of steps; each adds the time in which PyTorch compiles it
 
 A step is that of the default model, as in benchmark.py: in bf16 autocast, channels_last, with a fused AdamW; in CUDA
 graphs where the table says so. An operator is timed in a CUDA graph, with copies of its tensors that together exceed the
