@@ -865,19 +865,18 @@ def check_range(name, value, least=None, flag=None):
 
 ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000, learn_sigma=True,
            resblock_updown=True, use_scale_shift_norm=True, ema_rate=0.9999)
-EDM = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2)
+RECORDS = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2,
+               lr_schedule="cosine", warmup_steps=500, grad_clip=1.0)  # the recipe of docs/records.md
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",
                  timestep_sampling="lognormal", batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
                  steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
-                    attention_resolutions=(16, 8), predict="v", noise_schedule="cosine", batch_size=64,
-                    lr=3e-4, lr_schedule="cosine", warmup_steps=500, steps=20000),
+                    attention_resolutions=(16, 8), batch_size=64, lr=3e-4, steps=20000, **RECORDS),
     "fashion32": dict(image_size=32, in_channels=1, num_classes=10, channel_mult=(1, 2, 2), class_cond=True,
-                      cond_drop_prob=0.1, batch_size=128, lr=1e-3, lr_schedule="cosine", warmup_steps=500, **EDM),
-    "unet64": dict(predict="v", noise_schedule="cosine", batch_size=64, lr=3e-4, lr_schedule="cosine",
-                   warmup_steps=500, steps=16000),
+                      cond_drop_prob=0.1, batch_size=128, lr=1e-3, **RECORDS),
+    "unet64": dict(batch_size=64, lr=3e-4, steps=16000, **RECORDS),
     "large64": dict(image_size=64, num_channels=128, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
                     attention_resolutions=(32, 16, 8), num_head_channels=64, noise_schedule="cosine",
                     batch_size=64, lr=1e-4, warmup_steps=1000, ema_rate=0.9999, steps=200000, save_every=5000,
