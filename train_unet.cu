@@ -1065,7 +1065,6 @@ struct OptimiserMemory {
 struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier one of each sample
     float* gaps;     // (batch_size): how much larger the noise_fraction of its own is
-    float* weights;  // (batch_size): what its squared error counts for
     float* errors;   // (B, H, W, PIXEL): what its target differs by from the one that is right
 };
 
@@ -1097,7 +1096,7 @@ struct Model : OptimiserMemory {
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
     const int64_t* dropout_step;         // whose masks --dropout takes; null: nothing is dropped
-    int* sources;                        // (batch_size): the image of each sample, or -1 - image where it is mirrored
+    int* sources;                        // (batch_size): the image of each sample, -1 - image if mirrored; or its path_point
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;             // of the step under way: see section 7
     float* losses;                       // (batch_size, loss_parts)
@@ -1106,6 +1105,7 @@ struct Model : OptimiserMemory {
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;        // (diffusion_steps)
+    float* loss_weights = nullptr;       // (batch_size), with --consistency: what a sample's squared error counts for
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
@@ -2275,30 +2275,37 @@ template <typename T> struct EarlierErrors {
     }
 };
 
-// What the squared errors of samples count for: that of x0 is divided by its own root, which is held
-// constant, so that no sample outweighs the others (the paper's adaptive weight, with c = 0), and by the gap. An item is a
-// sample, whose squared errors have been added up.
+// What the squared errors of samples count for, so that no sample outweighs the others; an item is a sample, whose squared
+// errors have been added up. Of pairs the error of x0 is divided by its own root, which is held constant (the paper's adaptive
+// weight, with c = 0), and by the gap. On paths gradients are those of the pseudo-Huber loss 2 c (sqrt(error + c^2) - c), of
+// Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023).
 struct ConsistencyWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
+    float* weights;  // (batch_size)
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
+        const float c = 0.1f;
         int sample = loss.first + (int)b, parts = loss_parts(loss.pixels);
         float squares = 0;
         for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
-        float root = sqrtf(squares / (float)(loss.pixels * loss.channels));
-        pairs.weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * fmaxf(root, 1e-6f));
+        float error = squares / (float)(loss.pixels * loss.channels);
+        if (pairs.gaps) weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * fmaxf(sqrtf(error), 1e-6f));
+        else weights[sample] = c / sqrtf(error + c * c);
     }
 };
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
 // The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
 // Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from every point of
-// such a path the network that is tuned learns to see the picture at its end. A path serves path_steps training steps, and
-// each of them takes its samples from all points alike.
-HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_steps) {
-    return (int)((sample + step) % path_steps);
+// such a path the network that is tuned learns to see the picture at its end. A path serves path_steps training steps. Half of
+// their samples are at points from which the tuned model will draw: noise alone and, of two steps, as often the second's start.
+// The others are at all points alike. Points count from 0, noise alone.
+HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_steps, int second) {
+    int64_t turn = (int64_t)sample + step;
+    if (turn % 2 == 0) return (int)(turn / 2 % path_steps);
+    return turn / 2 % 2 ? second : 0;
 }
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
@@ -2307,14 +2314,13 @@ template <typename T> struct LoadPathPoints {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
     const float* points;  // (path_steps + 1, B, H, W, PIXEL)
-    const int64_t* step;
+    const int* chosen;    // (B): the path_point of each sample
     int path_steps;
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        size_t point = path_point(loss.first + b, *step, path_steps);
-        float x = points[point * x_t.count() + i];
+        float x = points[chosen[b] * x_t.count() + i];
         float x0 = points[path_steps * x_t.count() + i];
 
         const ScheduleRow at = loss.at(b);
@@ -2454,14 +2460,22 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
+// The second of two consistency steps starts at this place, from 1, among the timesteps that the model has learned: where the
+// first three tenths of them end, which was better than two to seven tenths for Fashion-MNIST.
+static int second_start(int known) { return ceil_div(3 * known, 10); }
+
+// The point of its path at which that is; with one step, noise alone.
+static int second_point(const Config& c) {
+    return c.consistency_steps == 2 ? c.path_steps - second_start(c.path_steps) : 0;
+}
+
 // The timesteps of `count` consistency steps, rising, of those that the model has learned: all, or the points of its paths.
-// The last is T - 1. The second of two steps starts where the first three tenths of them end, which was better than two to
-// seven tenths for Fashion-MNIST; otherwise distances are even.
+// The last is T - 1. The distances of more than two are even.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
     assert(count <= known);  // see check_config
     std::vector<int> learned = trailing_timesteps(T, known);
-    if (count == 2) return {learned[ceil_div(3 * known, 10) - 1], T - 1};
+    if (count == 2) return {learned[second_start(known) - 1], T - 1};
 
     std::vector<int> timesteps;
     for (int i = 1; i <= count; i++) timesteps.push_back(learned[ceil_div(i * known, count) - 1]);
@@ -2911,11 +2925,12 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(P * gradient_buffers(m), m->gradients);
         place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
         if (c.learn_sigma) place(losses, m->variance_losses);
+        if (c.consistency) place(batch, m->loss_weights);
         if (c.path_steps) {
             place(m->shard, m->teacher);
             place((c.path_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
-            place(batch, m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
+            place(batch, m->pairs.timesteps, m->pairs.gaps);
             place(B * pixels * PIXEL, m->pairs.errors);
         }
         if (c.matching_fraction > 0) {
@@ -3102,7 +3117,7 @@ struct BatchSource {
     float drop = 0;               // the probability of that
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
-    int path_steps = 0;
+    int path_steps = 0, second_point = 0;
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
@@ -3119,7 +3134,7 @@ HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, 
 }
 
 // Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
-// those of its point of a path, and computes the state's update. An item is a sample.
+// its point of a path, whose timestep and whose path's label these are, and computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3140,8 +3155,11 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
-        if (s.path) timesteps[b] = s.path[1 + path_point(b, step, s.path_steps)].timestep;
-        if (pairs.weights) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
+        if (s.path) {
+            sources[b] = path_point(b, step, s.path_steps, s.second_point);
+            timesteps[b] = s.path[1 + sources[b]].timestep;
+        }
+        if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
         labels[b] = s.path ? path_start(s, b, step / s.path_steps).label
                            : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
@@ -3333,7 +3351,8 @@ static void prepare_steps(Trainer* t) {
                  .drop = c.cond_drop_prob,
                  .last_words = m->last_words,
                  .path = for_device(t->path),
-                 .path_steps = c.path_steps};
+                 .path_steps = c.path_steps,
+                 .second_point = second_point(c)};
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3344,8 +3363,8 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// What the errors of a batch count for.
-static BatchLoss batch_loss(const Model* m) {
+// What the errors of a batch count for. While distributions are matched, that is what the schedule says.
+static BatchLoss batch_loss(const Model* m, Lesson lesson) {
     const Config& c = m->config;
     return {.parts = m->losses,
             .timesteps = m->timesteps,
@@ -3355,7 +3374,7 @@ static BatchLoss batch_loss(const Model* m) {
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
-            .weights = m->pairs.weights};
+            .weights = lesson == LESSON_FAKE || lesson == LESSON_STUDENT ? nullptr : m->loss_weights};
 }
 
 // Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
@@ -3363,11 +3382,11 @@ static BatchLoss batch_loss(const Model* m) {
 struct MicroBatch : BatchLoss {
     int own;
 };
-static std::vector<MicroBatch> own_microbatches(const Model* m) {
+static std::vector<MicroBatch> own_microbatches(const Model* m, Lesson lesson) {
     int size = m->plan.batch, samples = microbatch_count(m) * size;
     std::vector<MicroBatch> parts;
     for (int own = 0; own < samples; own += size) {
-        MicroBatch part = {batch_loss(m), own};
+        MicroBatch part = {batch_loss(m, lesson), own};
         part.first = m->rank * samples + own;
         part.B = std::min(size, part.batch_size - part.first);
         parts.push_back(part);
@@ -3406,7 +3425,7 @@ static void see_earlier(Model* m, const MicroBatch& part) {
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
-    if (m->pairs.weights) see_earlier(m, part);
+    if (m->pairs.gaps) see_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
 static void load_path_points(Model* m, const MicroBatch& part) {
@@ -3414,7 +3433,7 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .target = m->target,
                                .loss = part,
                                .points = points_of(m, part),
-                               .step = &m->state->step,
+                               .chosen = m->sources + part.first,
                                .path_steps = m->config.path_steps});
 }
 
@@ -3459,10 +3478,10 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& par
         else load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
     }
-    if (m->pairs.weights) {
-        run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
+    if (m->pairs.errors) run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
+    if (part.weights) {
         run(PredictionLoss<floatX>{part, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, part});
+        run(ConsistencyWeights{m->pairs, part, m->loss_weights});
     }
     if (lesson == LESSON_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
@@ -3507,7 +3526,7 @@ static void gather_results(Model* m, const int* stop) {
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
             if (losses) gather(losses, images * parts);
-        if (m->pairs.weights) gather(m->pairs.weights, images);
+        if (m->loss_weights) gather(m->loss_weights, images);
         gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
@@ -3528,7 +3547,7 @@ static void gather_weights(Model* m) {
 // This rank's shard of the batch's gradient.
 static void batch_gradient(Trainer* t, Lesson lesson) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, own_microbatches(m), m->gradients);
+    tree_gradient(t, lesson, own_microbatches(m, lesson), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
@@ -3555,7 +3574,7 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (const MicroBatch& part : own_microbatches(m)) {
+    for (const MicroBatch& part : own_microbatches(m, LESSON_FAKE)) {
         load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, m->images, part, false);
@@ -3566,7 +3585,7 @@ static void match_distributions(Trainer* t) {
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (const MicroBatch& part : own_microbatches(m)) see_drawn_pictures(m, matching.teacher_x0, part);
+    for (const MicroBatch& part : own_microbatches(m, LESSON_FAKE)) see_drawn_pictures(m, matching.teacher_x0, part);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
 }
@@ -3585,7 +3604,7 @@ static void enqueue_step(Trainer* t, Lesson lesson) {
 
     run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
-    run(FinishStep{m->state, batch_loss(m), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+    run(FinishStep{m->state, batch_loss(m, lesson), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
 
     update_weights(m, *m, is_copied(m) ? m->weights : nullptr, m->state);
     if (is_sharded(m)) gather_weights(m);
@@ -3606,7 +3625,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (const MicroBatch& part : own_microbatches(m)) {
+    for (const MicroBatch& part : own_microbatches(m, LESSON_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
@@ -3722,7 +3741,7 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    BatchLoss loss = batch_loss(m);
+    BatchLoss loss = batch_loss(m, LESSON_IMAGES);
     loss.batch_size = loss.B = B;
     BatchLoss numbered = loss;
     numbered.first = first;  // by which the noise is drawn

@@ -552,6 +552,9 @@ def unet_without_memory(config, path):
 # ----------------------------------------------------------------------------------------------------
 # diffusion
 
+HUBER = 0.1  # of consistency tuning on paths: see Diffusion.consistency_loss
+
+
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
@@ -600,14 +603,21 @@ class Diffusion:
             losses = losses + len(self.signal) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
         return losses.mean()
 
-    def consistency_loss(self, out, target, t, gaps):
-        """The squared error in x0, divided by its own root, which is held constant, and by the gap: a scalar tensor.
+    def consistency_loss(self, out, target, t, gaps=None):
+        """The squared errors of samples with weights that are held constant, so that none outweighs the others: a scalar tensor.
 
-        target: the prediction that sees the same image as the earlier one; gaps: as unet_io.earlier_timesteps has them.
+        Of pairs the error in x0 is divided by its own root and by the gap. target: the prediction that sees the same image as
+        the earlier one; gaps: as unet_io.earlier_timesteps has them. On paths there are no gaps, and gradients are those of the
+        pseudo-Huber loss 2c (sqrt(error + c^2) - c) (Song and Dhariwal 2023, "Improved Techniques for Training Consistency
+        Models").
         """
         losses = (out - target).square().mean((1, 2, 3))
-        roots = losses.detach().sqrt().clamp(min=1e-6)
-        return (self.x0_errors[t].abs() / gaps * losses / roots).mean()
+        errors = losses.detach()
+        if gaps is None:
+            weights = HUBER / (errors + HUBER**2).sqrt()
+        else:
+            weights = self.x0_errors[t].abs() / (gaps * errors.sqrt().clamp(min=1e-6))
+        return (weights * losses).mean()
 
     def bound(self, errors, v, t, x0):
         """Each sample's term of the variational bound, in bits a dimension: (B,).
@@ -993,6 +1003,8 @@ class Trainer:
         if pairs:
             target = target + self.seen_earlier(x0, t, earlier, noise, classes)
             return self.diffusion.consistency_loss(out, target, t, gaps)
+        if self.config.path_steps and weighted:
+            return self.diffusion.consistency_loss(out, target, t)
         return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
             out[:, :target.shape[1]], target)
 

@@ -376,8 +376,13 @@ def dropped(seed, sample, step, probability):
 
 
 def path_points(config, step):
-    """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,)."""
-    return (np.arange(config.batch_size) + step) % config.path_steps
+    """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
+
+    Half of them are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
+    """
+    turn = np.arange(config.batch_size) + step
+    second = config.path_steps - second_start(config.path_steps) if config.consistency_steps == 2 else 0
+    return np.where(turn % 2, np.where(turn // 2 % 2, second, 0), turn // 2 % config.path_steps)
 
 
 def path_starts(config, count, labels):
@@ -647,6 +652,11 @@ def karras_timesteps(levels, sample_steps):
     return np.array(taken[::-1], np.int64)
 
 
+def second_start(known):
+    """The place, from 1, among the timesteps that a model has learned, at which the second of two consistency steps starts."""
+    return -(-3 * known // 10)
+
+
 def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
     """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,). Raises UserError.
 
@@ -657,7 +667,7 @@ def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
     if sample_steps > known:
         raise UserError(f"--sample_steps {sample_steps} is more than the model has learned timesteps, {known} of --path_steps")
     learned = trailing_timesteps(diffusion_steps, known)
-    places = [-(-3 * known // 10), known] if sample_steps == 2 else [-(-i * known // sample_steps)
+    places = [second_start(known), known] if sample_steps == 2 else [-(-i * known // sample_steps)
                                                                      for i in range(1, sample_steps + 1)]
     return learned[np.array(places) - 1]
 
@@ -776,8 +786,8 @@ class Config(Settings):
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
-    consistency_steps: int = _setting(2, "with --consistency: in how many steps the model is to draw, which it learns best in"
-                                         " matching distributions", low=1, high=2)
+    consistency_steps: int = _setting(2, "with --consistency: the number of steps, 1 or 2, in which the tuned model is to draw best",
+                                      low=1, high=2)
     path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
                                   " pairs of timesteps", low=0, high=1000)
     matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"
@@ -888,7 +898,7 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
-    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.2, lr=1e-3, lr_schedule="cosine",
+    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.35, lr=1e-3, lr_schedule="cosine",
                         warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
 }
 

@@ -933,15 +933,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     }
     gaps.upload();
     Pair<int> earlier(before);
-    auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(weights), on(errors)}; };
+    auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(errors)}; };
     check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, on(out), on(target)});
     });
-    check("consistency weights", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
-        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-        on.run(ConsistencyWeights{pairs(on), batch});
-    });
+    for (bool of_pairs : {true, false})
+        check("consistency weights", shape + (of_pairs ? " of pairs" : " on paths"),
+              {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
+                  BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
+                  on.run(ConsistencyWeights{of_pairs ? pairs(on) : ConsistencyPairs(), batch, on(weights)});
+              });
     Pair<int> of_batch(some_timesteps(3 * B + 1));
     auto part_of_batch = [&](auto on) {
         BatchLoss batch = {on(losses), on(of_batch), on(chain), 3 * B + 1, H * W, channels, 1000};
@@ -950,13 +952,16 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         return batch;
     };
     Floats points(4 * n);  // of paths of three steps
+    std::vector<int> of_samples(B);
+    for (int b = 0; b < B; b++) of_samples[b] = (b + 1) % 3;
+    Pair<int> chosen(of_samples);
     check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
         on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
                                  .target = on(target),
                                  .loss = part_of_batch(on),
                                  .points = on(points),
-                                 .step = &on(state)->step,
+                                 .chosen = on(chosen),
                                  .path_steps = 3});
     });
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
@@ -1071,10 +1076,10 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     });
     Pair<ScheduleRow> chain(make_schedule_rows(config));
     Pair<int> earlier(std::vector<int>(batch, 0));
-    Floats gaps(batch), weights(batch);
+    Floats gaps(batch);
     check("begin step on pairs", shape,
           {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
-              ConsistencyPairs pairs = {on(earlier), on(gaps), on(weights), nullptr};
+              ConsistencyPairs pairs = {on(earlier), on(gaps), nullptr};
               on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.optimiser,
                                on(chain), pairs});
           });
@@ -1082,7 +1087,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     Pair<SampleSpec> specs(std::vector<SampleSpec>((size_t)batch));
     auto paths = [&](auto on) {
         BatchSource with_paths = source(on);
-        with_paths.path = on(path), with_paths.path_steps = 3;
+        with_paths.path = on(path), with_paths.path_steps = 3, with_paths.second_point = 2;
         return with_paths;
     };
     outputs.resize(3);
