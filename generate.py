@@ -684,7 +684,7 @@ def main():
                              " earlier format everything is kept, so that a run can be resumed")
     model_flags = parser.add_argument_group("what old files don't tell (new files know all of it)")
     models = [name for name in unet_io.PRESETS if name != "consistency"]  # which is a way to train
-    model_flags.add_argument("--preset", choices=models, help="a known model's")
+    model_flags.add_argument("--preset", action=unet_io.Once, choices=models, help="a known model's")
     kinds = {tuple: unet_io.parse_sizes, bool: unet_io.parse_bool}
     for field in dataclasses.fields(Config):
         if field.name in ARCHITECTURE + DIFFUSION and field.metadata["help"]:

@@ -4244,8 +4244,11 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     if (*config.seeds && seed)
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    WeightsFile file = *config.model_weights ? open_weights(config.model_weights)
-                                             : newest_checkpoint(config.out_dir, otherwise);
+    // A file for --config that names both is a run's, which began with these weights and has others in its folder.
+    bool began = !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
+                 !list_checkpoints(config.out_dir).empty();
+    WeightsFile file = *config.model_weights && !began ? open_weights(config.model_weights)
+                                                       : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);

@@ -1321,7 +1321,7 @@ def parse_flags(argv=None):
         add(name, type(default), default if default != "" else "none", help)
     parser.add_argument("--resume", nargs="?", const="", metavar="PLACE",
                         help="continue from a checkpoint or a folder's newest (default: --out_dir's)")
-    parser.add_argument("--preset", choices=list(unet_io.PRESETS), help="defaults for a known model")
+    parser.add_argument("--preset", action=unet_io.Once, choices=list(unet_io.PRESETS), help="defaults for a known model")
     parser.add_argument("--threshold", choices=["clamp", "none"],
                         help="how the steps of --path_steps, and of grids, keep pictures in [-1, 1] (default: clamp)")
     parser.add_argument("--init", choices=["philox", "torch"],

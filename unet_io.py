@@ -83,6 +83,15 @@ def say(text):
     tqdm.write(printable(text))
 
 
+class Once(argparse.Action):
+    """Of a flag that can be had once only: it refuses a second value, which would replace the first in silence."""
+    def __call__(self, parser, namespace, value, option_string=None):
+        first = getattr(namespace, self.dest, None) or value
+        if first != value:
+            parser.error(f"{option_string} {first} and {option_string} {value}: only one can be had")
+        setattr(namespace, self.dest, value)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 

@@ -264,6 +264,18 @@ def test_config_precedence(tmp_path):
     assert effective("--config", path)["steps"] == "77"
 
 
+def test_config_of_a_run_draws_with_the_run(tmp_path, images8):
+    """Not with the weights that it began with, which its file names too."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(TRAIN, *flags_of(Config(**SMALL)), "--data_file", images8, "--steps", 1, "--out_dir", first, *QUICK)
+    began = checkpoint_in(first, 1)
+    run(TRAIN, "--model_weights", began, "--data_file", images8, "--steps", 2, "--out_dir", second, *QUICK)
+    draw = ("--generate", "--config", second / "config.txt", "--num_samples", 1, "--output_dir", tmp_path)
+    assert f"1 picture with {checkpoint_in(second, 2)}" in run(TRAIN, *draw).stdout
+    assert f"1 picture with {began}" in run(TRAIN, *draw, "--model_weights", began).stdout
+    assert f"1 picture with {began}" in run(TRAIN, *draw, "--out_dir", tmp_path / "nothing").stdout
+
+
 @pytest.mark.parametrize("preset", unet_io.PRESETS)
 def test_print_config(tmp_path, preset):
     """What --print_config writes is what it reads; grouped as in --help."""
@@ -448,4 +460,6 @@ def test_folder_in_place_of_a_file(tmp_path, images8):
 
 
 def test_two_presets():
-    refused(TRAIN, "--preset", "tiny", "--preset", "small32", says="--preset tiny and --preset small32: only one can be had", status=2)
+    for program in ([TRAIN], [sys.executable, ROOT / "train_unet.py"]):
+        refused(*program, "--preset", "tiny", "--preset", "small32", says="--preset tiny and --preset small32: only one can be had",
+                status=2)
