@@ -104,6 +104,7 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -3133,8 +3134,9 @@ HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, 
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch, or takes
-// its point of a path, whose timestep and whose path's label these are, and computes the state's update. An item is a sample.
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
+// point for the sample instead, and takes that point's timestep and its path's label. It also computes the state's update. An
+// item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -4256,7 +4258,9 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
         fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
              file.path);
-    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
+    if (config.sampler == SAMPLER_CONSISTENCY && !config.consistency)
+        note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -4327,6 +4331,9 @@ static void run_generate(const GivenFlags& given) {
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
+    if (fs::is_regular_file(config->out_dir))
+        fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
+             shell_word(fs::path(config->out_dir).parent_path().string()));
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     std::error_code missing;
     if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
@@ -4428,6 +4435,10 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
+    long seen = std::max((long)names.size(), (long)known);
+    if (c->num_classes > seen)
+        t->notes.push_back(text("--num_classes %d: only %ld have images, and the others are never learned",
+                                c->num_classes, seen));
     if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(file.config, file_names));
     return names;
 }
@@ -4447,7 +4458,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
     config.optimiser.ema_warmup = !config.consistency;
-    if (config.threshold == THRESHOLD_DYNAMIC) refuse_moved("threshold dynamic");
+    if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
         fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
@@ -4510,11 +4521,17 @@ static void note_other_images(Trainer* t) {
 static void check_classes(Trainer* t, Dataset* data, const char* path) {
     const Config& c = t->model.config;
     const Strings& names = t->model.class_names;
-    if (!c.class_cond) return;
+    bool trains = data == &t->images;
+    if (!c.class_cond) {
+        if (trains && !c.path_steps && data->class_names.size() > 1)
+            t->notes.push_back(text("%s has images of %zu classes, which are not told apart without --class_cond 1",
+                                    path, data->class_names.size()));
+        return;
+    }
     if (data->labels.empty() || (int)names.size() > c.num_classes)
         fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
              c.num_classes);
-    std::string line = match_classes(data, path, names, data == &t->images);
+    std::string line = match_classes(data, path, names, trains);
     if (!line.empty()) t->notes.push_back(line);
 }
 
@@ -4527,6 +4544,9 @@ static void read_datasets(Trainer* t) {
     if (*c.val_file) {
         t->validation = read_images(c.val_file, c);
         check_classes(t, &t->validation, c.val_file);
+        if (t->validation.checksum == t->images.checksum)
+            t->notes.push_back(text("%s holds the images that the run learns from: its loss tells nothing of others",
+                                    c.val_file));
     }
     wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
 }

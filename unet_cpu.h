@@ -288,12 +288,21 @@ static int claim_next_piece() {
     return piece;
 }
 
+// The cores that this process may use, which can be fewer than there are.
+static int usable_cores() {
+#ifdef __linux__
+    cpu_set_t usable;
+    if (sched_getaffinity(0, sizeof usable, &usable) == 0) return CPU_COUNT(&usable);
+#endif
+    return (int)std::thread::hardware_concurrency();
+}
+
 // The threads that layers use. OMP_NUM_THREADS sets their number, as in programs that use OpenMP.
 static int thread_count() {
     if (used_threads) return used_threads;
-    int cores = (int)std::thread::hardware_concurrency();
     const char* asked = getenv("OMP_NUM_THREADS");
-    used_threads = std::clamp(asked ? atoi(asked) : cores, 1, (int)MAX_THREADS);
+    int wanted = asked ? atoi(asked) : 0;
+    used_threads = std::clamp(wanted > 0 ? wanted : usable_cores(), 1, (int)MAX_THREADS);
     return used_threads;
 }
 

@@ -826,14 +826,22 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
     return notes;
 }
 
-// What only generate.py does.
-static const Strings MOVED_FLAGS = {
-    "init_image",  "strength", "mask",          "jump_length",       "jump_n_sample",
-    "interpolate", "strip",    "guide_weights", "guidance_interval", "threshold dynamic"};
+// What only other programs do.
+struct OtherProgram {
+    const char* name;
+    Strings flags;
+};
+static const std::vector<OtherProgram> OTHER_PROGRAMS = {
+    {"generate.py",
+     {"init_image", "strength", "mask", "jump_length", "jump_n_sample", "interpolate", "strip", "guide_weights",
+      "guidance_interval", "threshold dynamic", "nearest", "quality", "export", "export_page", "import"}},
+    {"train_unet.py", {"compile", "device", "init", "operators", "precision"}},
+    {"prepare_data.py", {"data_dir", "fit", "labels", "val_fraction"}}};
 
-static void refuse_moved(const std::string& name) {
-    if (index_of(MOVED_FLAGS, name) >= 0)
-        fail_usage("--%s is generate.py's: python3 generate.py --help tells how it is used", name);
+static void refuse_elsewhere(const std::string& name) {
+    for (const OtherProgram& program : OTHER_PROGRAMS)
+        if (index_of(program.flags, name) >= 0)
+            fail_usage("--%s is %s's: python3 %s --help tells how it is used", name, program.name, program.name);
 }
 
 // The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
@@ -852,7 +860,7 @@ static GivenFlags parse_config(const std::string& lines, const std::string& path
         if (value.starts_with('=')) value = trimmed(value.substr(1));
 
         std::string why = failure_of([&] {
-            refuse_moved(name);
+            refuse_elsewhere(name);
             const Flag& flag = flag_named(name);
             if (flag.group == OTHER) fail_usage("%s can only be typed, as --%s", flag.name, flag.name);
             set_flag(&scratch, flag, value);
@@ -899,7 +907,7 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
 
         size_t equals = argument.find('=');
         std::string name = argument.substr(2, equals - 2);
-        refuse_moved(name);
+        refuse_elsewhere(name);
         const Flag& flag = flag_named(name);
 
         // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help

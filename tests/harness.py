@@ -129,8 +129,10 @@ TRAINING = {
     "paths, flow": Config(**TOY | dict(
         image_size=16, batch_size=5, lr=1e-3, seed=34, noise_schedule="flow", predict="flow", dropout=0.1, class_cond=True,
         num_classes=3, cond_drop_prob=0.2, consistency=True, path_steps=6, diffusion_steps=100)),
-    "paths, edm": Config(**TOY | dict(batch_size=3, lr=1e-3, seed=35, noise_schedule="edm", predict="edm", consistency=True,
-                                      path_steps=4)),
+    # images of 64x64, whose errors are added up in several parts
+    "paths, edm": Config(**TOY | dict(
+        image_size=64, attention_resolutions=(), batch_size=3, lr=3e-4, seed=35, noise_schedule="edm", predict="edm",
+        consistency=True, path_steps=4)),
     "matching, flow": Config(**TOY | dict(
         image_size=16, batch_size=5, lr=1e-3, lr_steps=20, seed=36, noise_schedule="flow", predict="flow", dropout=0.1,
         class_cond=True, num_classes=3, cond_drop_prob=0.2, consistency=True, path_steps=6, matching_fraction=0.7,

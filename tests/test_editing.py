@@ -344,6 +344,14 @@ MOVED = {"init_image": "i.bin", "strength": 0.5, "mask": "m.bin", "jump_length":
          "interpolate": 4, "strip": 2, "guide_weights": "g.bin", "guidance_interval": "0.2,0.8"}
 
 
+@pytest.mark.parametrize("words, program", [
+    (["--nearest"], "generate.py"), (["--export", "x.pt"], "generate.py"), (["--compile=1"], "train_unet.py"),
+    (["--data_dir", "pets"], "prepare_data.py")])
+def test_flags_of_other_programs(words, program):
+    name = words[0].split("=")[0]
+    refused(TRAIN, *words, status=2, says=f"{name} is {program}'s: python3 {program} --help tells how it is used")
+
+
 @pytest.mark.parametrize("name", [*MOVED, "threshold"])
 def test_what_the_program_leaves_to_us(tmp_path, name):
     """./train_unet refuses what only generate.py does, and says so; generate.py knows it."""

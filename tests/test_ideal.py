@@ -171,6 +171,15 @@ def test_timesteps():
         taken = unet_io.consistency_timesteps(1000, path_steps, steps)
         assert taken.tolist() == [unet_io.trailing_timesteps(1000, path_steps)[place - 1] for place in places]
     assert unet_io.consistency_timesteps(1000, 0, 2).tolist() == [299, 999]
+    for path_steps, steps, second in ((10, 1, 0), (10, 2, 7), (7, 2, 4), (1, 2, 0), (2, 2, 1)):
+        config = Config(consistency=True, path_steps=path_steps, consistency_steps=steps, batch_size=4 * path_steps, predict="v")
+        found = np.bincount(unet_io.path_points(config, 3), minlength=path_steps)
+        wanted = np.full(path_steps, 2)  # half of the samples are at all points alike, the others where steps begin
+        for begin in (0, second):
+            wanted[begin] += path_steps
+        assert found.tolist() == wanted.tolist(), (path_steps, steps)
+        learned = unet_io.trailing_timesteps(1000, path_steps)[::-1]
+        assert learned[second] == unet_io.consistency_timesteps(1000, path_steps, min(steps, path_steps))[0]
     with pytest.raises(UserError, match="more than the model has learned"):
         unet_io.consistency_timesteps(1000, 10, 11)
     karras = unet_io.spaced_timesteps("karras", levels, 18)
@@ -222,3 +231,16 @@ def test_one_step_of_the_programs(tmp_path):
     with torch.no_grad():
         x0 = ((noise - math.sqrt(1 - a) * model(noise, torch.tensor([999]))) / math.sqrt(a)).clamp(-1, 1)
     assert np.abs(ours[2:6, 2:6] - unet_io.to_uint8(x0[0].numpy()).transpose(1, 2, 0).astype(int)).max() <= 2
+
+
+def test_loss_on_paths():
+    """Its gradient is that of the pseudo-Huber loss of Song and Dhariwal 2023, of each image's mean squared error, c = 0.1."""
+    diffusion = train_unet.Diffusion(Config(predict="v", consistency=True, path_steps=4))
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([0.01, 0.1, 1.0, 10.0], dtype=torch.float64)[:, None, None, None]
+    out = (scale * torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)).requires_grad_()
+    target = torch.zeros_like(out)
+    found, = torch.autograd.grad(diffusion.consistency_loss(out, target, torch.zeros(4, dtype=torch.int64)), out)
+    errors = out.square().mean((1, 2, 3))
+    wanted, = torch.autograd.grad((2 * 0.1 * ((errors + 0.1**2).sqrt() - 0.1)).mean(), out)
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=0)

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 
+import numpy as np
 import pytest
 
 from harness import (
@@ -61,6 +62,9 @@ def test_same_bits_of_consistency(tmp_path, images8, path_steps, matching_fracti
         run(TRAIN, *flags, "--processes", ranks, cwd=folder)
         found[ranks] = files_of(folder / "run")
     assert found[1] == found[2] == found[4]
+    run(TRAIN, *flags, "--microbatch", 0, "--out_dir", tmp_path / "whole")
+    losses, whole = ([line["loss"] for line in metrics_in(folder)] for folder in (tmp_path / "1/run", tmp_path / "whole"))
+    assert len(losses) == 16 and np.allclose(losses, whole, rtol=1e-4, atol=1e-5)
     (tmp_path / "parts").mkdir()
     shutil.copy(checkpoint_in(tmp_path / "1/run", 8), tmp_path / "parts")
     run(TRAIN, "--resume", tmp_path / "parts")

@@ -326,5 +326,7 @@ def test_flags_of_both_programs(tmp_path):
             assert theirs[name] == str(shown) or float(theirs[name]) == float(shown), (preset, name)
         for name in ("data_file", "val_file"):
             assert not theirs[name] or (ROOT / f"{theirs[name]}.gz").exists(), (preset, name)
+    for preset in ("small32", "fashion32", "unet64"):  # as the records draw
+        assert effective("--preset", preset)["sampler"] == "dpmpp" and effective("--preset", preset)["sample_steps"] == "20"
     listed = re.search(r"^Presets\n(.*)", text, re.M | re.S).group(1)
     assert re.findall(r"^  (\w+):", listed, re.M) == list(unet_io.PRESETS)

@@ -134,7 +134,7 @@ def test_careless(tmp_path, images8):
     run(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "link.png")
     assert (tmp_path / "link.png").is_symlink() and (tmp_path / "there.png").read_bytes()[1:4] == b"PNG"
     refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "none", says=["none", "--model_weights"])
-    refused(TRAIN, "--resume", weights, says=["no checkpoint in", weights, "the run's folder"])
+    refused(TRAIN, "--resume", weights, says=[f"{weights} is a file", "a run's folder"])
     refused(TRAIN, "--resume", tmp_path / "run", "--out_dir", tmp_path / "other", says=["--out_dir", "other"])
     assert "already at step 4" in run(TRAIN, "--resume", tmp_path / "run", "--steps", 3).stdout
     cosine = start_flags(Config(**TOY | dict(lr_schedule="cosine")), images8, tmp_path / "cosine", 2)
@@ -244,6 +244,14 @@ def test_resume_with_more_steps(tmp_path, images8):
     header, other = (np.frombuffer(data[:1024], "<i4") for data in (expected, found))
     assert np.flatnonzero(header != other).tolist() == [2, unet_io.FIELD_LR_STEPS]
     assert found != checkpoint_in(tmp_path / "parts", 10).read_bytes()
+
+
+def test_resume_takes_a_folder(tmp_path, images8):
+    """And a checkpoint's path is answered with its folder's."""
+    folder = tmp_path / "a run"
+    run(TRAIN, *flags_of(RESUMED), "--data_file", images8, "--steps", 1, *QUICK, "--out_dir", folder)
+    newest = checkpoint_in(folder, 1)
+    refused(TRAIN, "--resume", newest, says=f"{newest} is a file, and --resume takes a run's folder: --resume '{folder}'")
 
 
 def test_fixed_on_resume(tmp_path, images8):

@@ -242,8 +242,8 @@ DITS = {"DiT-B/2": dict(depth=12, hidden_size=768, num_heads=12),
         "DiT-XL/2": dict(depth=28, hidden_size=1152, num_heads=16)}  # on latents of 256 x 256 pixels, as their authors
 OF_DITS = dict(in_channels=4, learn_sigma=1, class_cond=1, num_classes=1000, cond_drop_prob=0.1)
 EVERYTHING = ("--ema_rate 0.999,0.9999 --grad_clip 1 --skip_outliers 6 --weight_decay 0.01"
-              " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v"
-              " --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
+              " --lr_schedule linear --warmup_steps 100 --final_lr_fraction 0.1 --predict v --noise_schedule cosine"
+              " --timestep_sampling uniform --zero_terminal_snr 1 --min_snr_gamma 5 --offset_noise 0.1 --flip 1")
 
 
 def launched(command, first_line, **environment):
