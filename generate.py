@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings, seed_noise)
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, checkpoints_in, label_table, load_model,
+                        pick_device, refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings,
+                        seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -549,6 +550,10 @@ def export_target(args):
     is_same = args.export and os.path.realpath(args.export) == os.path.realpath(args.model_weights)
     if is_same and not args.renews:
         raise UserError(f"--export {args.export} is the file that the weights come from: name another")
+    if not is_same:
+        unet_io.check_kept(args.export, "export", "images", "a checkpoint of a run")
+    if names_folder(args.export) and checkpoints_in(args.export):
+        raise UserError(f"{args.export} holds the checkpoints of a run; name another folder with --export")
     return args.export
 
 
@@ -584,6 +589,7 @@ def check_page(args):
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
+    unet_io.check_kept(args.export_page, "export_page", "images", "weights", "a checkpoint of a run")
 
 
 def export_page(args, model, class_names, step):

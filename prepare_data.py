@@ -1097,6 +1097,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
 
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
+    for output in _outputs(output_name, val_fraction):
+        unet_io.check_kept(output, "output_name", "weights", "a checkpoint of a run")
     if is_array(data_dir):
         return prepare_array(data_dir, output_name, labels, val_fraction, **options)
     if is_idx(data_dir):

@@ -1666,6 +1666,7 @@ def main():
         if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
             raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
                             f" another")
+        unet_io.check_kept(target, "init_model_filename", "images", "a checkpoint of a run")
         model, source, path = start_model(config, run, given)
         if source and any(getattr(config, name) != getattr(source.config, name) for name in OF_CLASSES):
             raise UserError(f"--init_model_only writes {path} with its own classes, whatever --class_cond, --num_classes"

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 import generate
+import prepare_data
 import train_unet
 import unet_io
 from harness import (
@@ -307,6 +309,53 @@ def test_export_refusals(tmp_path):
     for name in ("out.txt", "w.bin"):
         sentence = call(generate, "--model_weights", weights, "--export", tmp_path / name)
         assert name in sentence and len(sentence.splitlines()) == 1
+
+
+@pytest.mark.parametrize("network", ["UNet", "DiT"])
+def test_outputs_keep_other_files(tmp_path, images8, network):
+    """No output takes the place of images, of weights that aren't its own kind, or of a checkpoint; they stay as they were."""
+    kind = unet_io.import_from_dev("dit/train_dit").Config if network == "DiT" else Config
+    held = dict(weights=["weights"], averages=["weights", "ema"], moments=["weights", "adam_m", "adam_v"])
+    for name, sections in held.items():
+        checkpoint = Checkpoint(kind(), dict.fromkeys(sections, np.ones(9)), tensors=1)
+        unet_io.write_checkpoint(tmp_path / f"{name}.bin", checkpoint)
+    shutil.copy(images8, tmp_path / "images.bin")
+    for moments in (None, np.ones(9)):
+        unet_io.write_old_weights(tmp_path / f"old{moments is not None:d}.bin", Config(**TOY), np.ones(9), moments, moments)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    exports = ["images", "averages", "moments", "old1"]
+    for module, words, flag, refused_names in (
+            (generate, ["--model_weights", tmp_path / "w.bin"], "--export", exports),
+            (generate, ["--import", tmp_path / "w.bin"], "--export", exports),
+            (train_unet, ["--init_model_only", 1, *flags_of(Config(**TOY))], "--init_model_filename", exports),
+            (prepare_data, ["--data_dir", tmp_path / "a.png"], "--output_name", ["weights", "old0", *exports[1:]])):
+        for name in refused_names:
+            path = tmp_path / f"{name}.bin"
+            holds = name if name in ("images", "weights") else "weights" if name == "old0" else "a checkpoint of a run"
+            assert call(module, *words, flag, path) == f"{path} holds {holds}; name another file with {flag}"
+    for name, data in before.items():
+        assert (tmp_path / name).read_bytes() == data
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / name)
+    (tmp_path / "page.html").write_bytes(before["images.bin"])
+    assert "page.html holds images; name" in call(generate, "--model_weights", tmp_path / "w.bin", "--export_page",
+                                                  tmp_path / "page.html")
+    for name in ("weights", "old0"):
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / f"{name}.bin") == ""
+    for _ in range(2):
+        assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--output_name", tmp_path / "images.bin") == ""
+
+
+def test_no_folder_of_diffusers_in_a_run(tmp_path):
+    """--export FOLDER/ writes nothing among the checkpoints of a run."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    (tmp_path / "run").mkdir()
+    shutil.copy(tmp_path / "w.bin", tmp_path / "run/checkpoint_00000060.bin")
+    for name in ("run", "run/"):
+        sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/{name}")
+        assert sentence.endswith("holds the checkpoints of a run; name another folder with --export")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint_00000060.bin"]
 
 
 def test_files_for_the_program(cpp, tmp_path, images8):
