@@ -1430,8 +1430,10 @@ def checkpoints_in(folder):
 def locked(folder, steps):
     """Make the folder of a run, if there is none, and hold the lock that ./train_unet, too, takes of it.
 
-    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others.
+    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others,
+    or where nothing can be written.
     """
+    unet_io.check_folder(folder)
     os.makedirs(folder, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

@@ -358,6 +358,19 @@ def test_no_folder_of_diffusers_in_a_run(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint_00000060.bin"]
 
 
+def test_folders_that_take_no_run(tmp_path, images8, monkeypatch):
+    """train_unet.py refuses them before it trains: a file, a folder below one, and one that may not be written into."""
+    (tmp_path / "afile").write_text("x")
+    (tmp_path / "closed").mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *more: not path.endswith("closed") and access(path, *more))
+    monkeypatch.setattr(train_unet, "train_from", None)
+    for folder, says in (("afile", "afile is a file, a folder is needed"), ("afile/run", "afile is a file, a folder is needed"),
+                         ("closed", "the folder {} may not be written into"), ("closed/run", "the folder {} may not be")):
+        sentence = call(train_unet, *flags_of(Config(**TOY)), "--data_file", images8, "--out_dir", tmp_path / folder)
+        assert says.format(tmp_path / "closed") in sentence, sentence
+
+
 def test_files_for_the_program(cpp, tmp_path, images8):
     """python3 train_unet.py --init_model_only True: its file starts the program, with the same weights."""
     flags = flags_of(Config(**TOY | dict(seed=6)))
