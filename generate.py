@@ -216,6 +216,32 @@ def read_image(path, image_size, channels):
     return torch.from_numpy(images.floats([0], image_size)[0])
 
 
+def read_mask(args, config):
+    """Of which pixels --mask keeps --init_image: bool tensor (1, S, S). Raises UserError."""
+    mask = read_image(args.mask, config.image_size, 1) > 0
+    from prepare_data import OPENED, Image, ImageOps
+    sizes = []
+    for path in (args.init_image, args.mask):
+        if path.endswith(".bin"):  # whose images are square
+            continue
+        with Image.open(path, formats=OPENED) as image:
+            sizes.append(ImageOps.exif_transpose(image).size)
+            if path == args.mask and image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
+                raise UserError(f"--mask {path} has transparent pixels, which say nothing: make those white that are to be"
+                                f" kept of --init_image, and those black that are to be drawn")
+    if len(sizes) == 2:
+        ratios = [config.image_size * np.array(size) / min(size) for size in sizes]  # sides in pixels of the model
+        if np.abs(ratios[0] - ratios[1]).max() > 1:
+            shapes = ["x".join(map(str, size)) for size in sizes]
+            raise UserError(f"--mask {args.mask} has {shapes[1]} pixels and --init_image {args.init_image} {shapes[0]}: their"
+                            f" sides must have the same ratio, or else what is white would not lie where it was painted")
+    if mask.all():
+        unet_io.say(f"note: --mask {args.mask} is white everywhere, so that all of --init_image is kept and nothing drawn")
+    if not mask.any():
+        unet_io.say(f"note: --mask {args.mask} is black everywhere, so that nothing of --init_image is kept")
+    return mask
+
+
 def read_edit(args, config):
     """The Edit of --init_image, --strength, --mask and the jumps; None without one. Raises UserError."""
     for name, needed in (("mask", "init_image"), ("strength", "init_image"), ("jump_length", "mask"),
@@ -235,7 +261,7 @@ def read_edit(args, config):
     if args.mask:
         if args.sampler not in ("ddim", "ddpm"):
             raise UserError(f"--mask needs --sampler ddim or ddpm, not {args.sampler}")
-        edit.mask = read_image(args.mask, config.image_size, 1) > 0
+        edit.mask = read_mask(args, config)
         edit.jump_length, edit.jump_n_sample = args.jump_length or 10, args.jump_n_sample or 10
         steps = sampler_steps(config, args.sampler, args.sample_steps)
         if steps * edit.jump_n_sample > 10**6:
