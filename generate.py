@@ -143,12 +143,19 @@ def beginning(path):
         return file.read(8)
 
 
-def load_weights(path, use_ema=None, overrides=None):
+def load_weights(path, use_ema=None, overrides=None, free=()):
     """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/dit/train_dit.py.
     """
     if not beginning(path).startswith(b"DiT\0"):
-        return load_model(path, use_ema, overrides)
-    return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, overrides)
+        return load_model(path, use_ema, overrides, free)
+    typed = {name: value for name, value in (overrides or {}).items() if name not in free}
+    return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, typed)
+
+
+def check_preset(args, config):
+    """Raise UserError where --preset asks for another model than the Config that a file carries; typed flags are not its."""
+    asked = {name: value for name, value in unet_io.PRESETS.get(args.preset, {}).items() if vars(args).get(name) is None}
+    refuse_contradictions(asked, config, args.model_weights, f" (--preset {args.preset})")
 
 
 def has_earlier_format(path):
@@ -157,11 +164,13 @@ def has_earlier_format(path):
     return begins[:4] in (b"UNET", b"DiT\0") and begins[4:] in (b"\1\0\0\0", b"\2\0\0\0")
 
 
-def renew(path, target, overrides):
-    """Write all that a .bin of an earlier format holds as a .bin of today's. overrides: see load_model."""
+def renew(args, target, typed):
+    """Write all that the .bin of an earlier format holds that --import names as a .bin of today's. typed: flags of the model."""
+    path = args.imported
     is_dit = beginning(path).startswith(b"DiT\0")
     checkpoint = unet_io.read_checkpoint(path, unet_io.import_from_dev("dit/train_dit").Config if is_dit else Config)
-    refuse_contradictions(overrides, checkpoint.config, path)
+    refuse_contradictions(typed, checkpoint.config, path)
+    check_preset(args, checkpoint.config)
     interval = checkpoint.run.pop("guidance_interval", "")
     if interval:
         unet_io.say(f"note: --guidance_interval {interval} is left out: it is generate.py's alone")
@@ -767,10 +776,13 @@ def main():
     given = {name: value for name, value in vars(args).items() if value is not None}
     preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
     overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
+    typed = {name: value for name, value in overrides.items() if name in given}
     if args.renews:
-        renew(args.imported, target, overrides)
+        renew(args, target, typed)
         return
-    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides)
+    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides, overrides.keys() - typed.keys())
+    if not checkpoint.old:
+        check_preset(args, checkpoint.config)
     sampling, taken = sampling_settings(checkpoint, given)
     vars(args).update(sampling)
     if target:

@@ -475,13 +475,16 @@ def set_tensors(model, tensors, flat, path):
         tensor.data.copy_(part)
 
 
-def refuse_contradictions(flags, config, path):
-    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes."""
+def refuse_contradictions(flags, config, path, origin=""):
+    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes.
+
+    origin: what is said behind the flag, of one that was not typed.
+    """
     for name, value in flags.items():
         have = getattr(config, name, "none")  # as a flag of another network
         if name in ARCHITECTURE + DIFFUSION and value != have:
             value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
-            raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")
+            raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}")
 
 
 def chosen_weights(checkpoint, use_ema, path):

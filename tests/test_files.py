@@ -311,6 +311,31 @@ def test_export_refusals(tmp_path):
         assert name in sentence and len(sentence.splitlines()) == 1
 
 
+@pytest.mark.parametrize("ending", ["bin", "pt", "safetensors", "earlier.bin", "diffusers"])
+def test_preset_beside_a_configuration(tmp_path, ending, monkeypatch):
+    """Of a file that tells its model --preset may contradict what it says itself, of which no flag was typed; nothing else."""
+    own = TOY | dict(norm_groups=8, predict="eps")
+    path = tmp_path / f"w.{ending}"
+    perturbed_file(tmp_path / "w.bin", Config(**own))
+    if ending == "earlier.bin":
+        stored = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+        stored.run |= dict(log_every=1, val_every=1, keep=1)
+        write_earlier_version(path, stored)
+    elif ending != "bin":
+        path = tmp_path / "folder" if ending == "diffusers" else path
+        export = f"{path}/" if ending == "diffusers" else path
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", export) == ""
+    monkeypatch.setitem(unet_io.PRESETS, "small32", dict(channel_mult=(1, 2), num_channels=32, lr=3))
+    monkeypatch.setitem(unet_io.PRESETS, "unet64", dict(channel_mult=(1, 2), num_channels=64))
+    words = ["--import", path, "--export", tmp_path / "out.bin"]
+    sentence = call(generate, *words, "--preset", "unet64")
+    assert sentence == f"--num_channels 64 (--preset unet64) contradicts {path}, which was made with 32"
+    assert call(generate, *words, "--preset", "unet64", "--image_size", 16).startswith("--image_size 16 contradicts")
+    assert not (tmp_path / "out.bin").exists()
+    assert call(generate, *words, "--preset", "unet64", "--num_channels", 32) == ""
+    assert call(generate, *words, "--preset", "small32", "--image_size", 8) == ""
+
+
 @pytest.mark.parametrize("network", ["UNet", "DiT"])
 def test_outputs_keep_other_files(tmp_path, images8, network):
     """No output takes the place of images, of weights that aren't its own kind, or of a checkpoint; they stay as they were."""
