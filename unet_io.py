@@ -43,8 +43,10 @@ def explain_missing(kind, error, trace):
     if not issubclass(kind, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
     name = "pillow" if error.name == "PIL" else error.name or error
-    print(f"error: this needs the package {name}: pip install -r requirements.txt (or use .venv/bin/python"
-          " where `make test` has made it)", file=sys.stderr)
+    needs_little = os.path.basename(sys.argv[0]) == "prepare_data.py"  # and no PyTorch
+    packages = "numpy pillow tqdm" if needs_little else "-r requirements.txt"
+    print(f"error: this needs the package {name}: pip install {packages} (or use .venv/bin/python, which `make python`"
+          " makes)", file=sys.stderr)
 
 
 sys.excepthook = explain_missing
