@@ -576,6 +576,8 @@ def export_target(args):
     """
     if args.imported:
         args.model_weights = args.imported
+        if not os.path.exists(args.imported):
+            raise UserError(f"{args.imported} can't be read: no such file or directory")
         if not args.export:
             args.export = name_of_import(args.imported)
             if os.path.exists(args.export):

@@ -509,6 +509,9 @@ def load_model(path, use_ema=None, overrides=None, free=()):
     overrides = dict(overrides or {})
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is no file, a file is needed")
+    steps = checkpoints_in(path)
+    if steps and not os.path.exists(os.path.join(path, "model_index.json")):  # a pipeline of diffusers
+        raise UserError(f"{path} is a folder; name a checkpoint in it, such as checkpoint_{max(steps):08d}.bin")
     if convert.what_it_is(path) == "bin":
         checkpoint = unet_io.read_checkpoint(path)
         if checkpoint.old:

@@ -1536,6 +1536,8 @@ def read_checkpoint(path, kind=Config):
     header, data = _map_file(path)
     if header[0] == OLD_WEIGHTS_MAGIC and kind is Config:
         return _read_old_weights(path, header, data)
+    if header[0] == IMAGES_MAGIC:
+        raise UserError(f"{path} holds images; weights were expected")
     if header[0] != kind.magic:
         raise UserError(f"{path} holds no weights (its first bytes are neither"
                         f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"

@@ -336,6 +336,24 @@ def test_preset_beside_a_configuration(tmp_path, ending, monkeypatch):
     assert call(generate, *words, "--preset", "small32", "--image_size", 8) == ""
 
 
+def test_other_things_than_weights(tmp_path, images8):
+    """What is missing, a run's folder and images are told for what they are, by generate.py as by train_unet.py."""
+    path = tmp_path / "missing.bin"
+    for flags in (["--import", path], ["--import", path, "--export", tmp_path / "x.bin"], ["--model_weights", path]):
+        assert call(generate, *flags) == f"{path} can't be read: no such file or directory"
+    (tmp_path / "run").mkdir()
+    for step in (20, 100):
+        (tmp_path / f"run/checkpoint_{step:08d}.bin").touch()
+    for folder, newest in ((tmp_path / "run", "checkpoint_00000100.bin"), (images8, "")):
+        says = f"{folder} is a folder; name a checkpoint in it, such as {newest}" if newest else \
+               f"{folder} holds images; weights were expected"
+        for flags in (["--model_weights"], ["--export", tmp_path / "x.bin", "--import"]):
+            assert call(generate, *flags, folder) == says
+        assert call(train_unet, *flags_of(Config(**TOY)), "--data_file", images8, "--out_dir", tmp_path / "new",
+                    "--model_weights", folder) == says
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 @pytest.mark.parametrize("network", ["UNet", "DiT"])
 def test_outputs_keep_other_files(tmp_path, images8, network):
     """No output takes the place of images, of weights that aren't its own kind, or of a checkpoint; they stay as they were."""
