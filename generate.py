@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
-from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, label_table, load_model, pick_device,
-                        refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings, seed_noise)
+from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, checkpoints_in, label_table, load_model,
+                        pick_device, refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings,
+                        seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -142,12 +143,19 @@ def beginning(path):
         return file.read(8)
 
 
-def load_weights(path, use_ema=None, overrides=None):
+def load_weights(path, use_ema=None, overrides=None, free=()):
     """(model, Checkpoint) of either network: as train_unet.load_model, and of a DiT's .bin as dev/dit/train_dit.py.
     """
     if not beginning(path).startswith(b"DiT\0"):
-        return load_model(path, use_ema, overrides)
-    return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, overrides)
+        return load_model(path, use_ema, overrides, free)
+    typed = {name: value for name, value in (overrides or {}).items() if name not in free}
+    return unet_io.import_from_dev("dit/train_dit").load_model(path, use_ema, typed)
+
+
+def check_preset(args, config):
+    """Raise UserError where --preset asks for another model than the Config that a file carries; typed flags are not its."""
+    asked = {name: value for name, value in unet_io.PRESETS.get(args.preset, {}).items() if vars(args).get(name) is None}
+    refuse_contradictions(asked, config, args.model_weights, f" (--preset {args.preset})")
 
 
 def has_earlier_format(path):
@@ -156,11 +164,13 @@ def has_earlier_format(path):
     return begins[:4] in (b"UNET", b"DiT\0") and begins[4:] in (b"\1\0\0\0", b"\2\0\0\0")
 
 
-def renew(path, target, overrides):
-    """Write all that a .bin of an earlier format holds as a .bin of today's. overrides: see load_model."""
+def renew(args, target, typed):
+    """Write all that the .bin of an earlier format holds that --import names as a .bin of today's. typed: flags of the model."""
+    path = args.imported
     is_dit = beginning(path).startswith(b"DiT\0")
     checkpoint = unet_io.read_checkpoint(path, unet_io.import_from_dev("dit/train_dit").Config if is_dit else Config)
-    refuse_contradictions(overrides, checkpoint.config, path)
+    refuse_contradictions(typed, checkpoint.config, path)
+    check_preset(args, checkpoint.config)
     interval = checkpoint.run.pop("guidance_interval", "")
     if interval:
         unet_io.say(f"note: --guidance_interval {interval} is left out: it is generate.py's alone")
@@ -215,6 +225,32 @@ def read_image(path, image_size, channels):
     return torch.from_numpy(images.floats([0], image_size)[0])
 
 
+def read_mask(args, config):
+    """Of which pixels --mask keeps --init_image: bool tensor (1, S, S). Raises UserError."""
+    mask = read_image(args.mask, config.image_size, 1) > 0
+    from prepare_data import OPENED, Image, ImageOps
+    sizes = []
+    for path in (args.init_image, args.mask):
+        if path.endswith(".bin"):  # whose images are square
+            continue
+        with Image.open(path, formats=OPENED) as image:
+            sizes.append(ImageOps.exif_transpose(image).size)
+            if path == args.mask and image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
+                raise UserError(f"--mask {path} has transparent pixels, which say nothing: make those white that are to be"
+                                f" kept of --init_image, and those black that are to be drawn")
+    if len(sizes) == 2:
+        ratios = [config.image_size * np.array(size) / min(size) for size in sizes]  # sides in pixels of the model
+        if np.abs(ratios[0] - ratios[1]).max() > 1:
+            shapes = ["x".join(map(str, size)) for size in sizes]
+            raise UserError(f"--mask {args.mask} has {shapes[1]} pixels and --init_image {args.init_image} {shapes[0]}: their"
+                            f" sides must have the same ratio, or else what is white would not lie where it was painted")
+    if mask.all():
+        unet_io.say(f"note: --mask {args.mask} is white everywhere, so that all of --init_image is kept and nothing drawn")
+    if not mask.any():
+        unet_io.say(f"note: --mask {args.mask} is black everywhere, so that nothing of --init_image is kept")
+    return mask
+
+
 def read_edit(args, config):
     """The Edit of --init_image, --strength, --mask and the jumps; None without one. Raises UserError."""
     for name, needed in (("mask", "init_image"), ("strength", "init_image"), ("jump_length", "mask"),
@@ -234,7 +270,7 @@ def read_edit(args, config):
     if args.mask:
         if args.sampler not in ("ddim", "ddpm"):
             raise UserError(f"--mask needs --sampler ddim or ddpm, not {args.sampler}")
-        edit.mask = read_image(args.mask, config.image_size, 1) > 0
+        edit.mask = read_mask(args, config)
         edit.jump_length, edit.jump_n_sample = args.jump_length or 10, args.jump_n_sample or 10
         steps = sampler_steps(config, args.sampler, args.sample_steps)
         if steps * edit.jump_n_sample > 10**6:
@@ -540,6 +576,8 @@ def export_target(args):
     """
     if args.imported:
         args.model_weights = args.imported
+        if not os.path.exists(args.imported):
+            raise UserError(f"{args.imported} can't be read: no such file or directory")
         if not args.export:
             args.export = name_of_import(args.imported)
             if os.path.exists(args.export):
@@ -549,6 +587,10 @@ def export_target(args):
     is_same = args.export and os.path.realpath(args.export) == os.path.realpath(args.model_weights)
     if is_same and not args.renews:
         raise UserError(f"--export {args.export} is the file that the weights come from: name another")
+    if not is_same:
+        unet_io.check_kept(args.export, "export", "images", "a checkpoint of a run")
+    if names_folder(args.export) and checkpoints_in(args.export):
+        raise UserError(f"{args.export} holds the checkpoints of a run; name another folder with --export")
     return args.export
 
 
@@ -584,6 +626,7 @@ def check_page(args):
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
+    unet_io.check_kept(args.export_page, "export_page", "images", "weights", "a checkpoint of a run")
 
 
 def export_page(args, model, class_names, step):
@@ -735,10 +778,13 @@ def main():
     given = {name: value for name, value in vars(args).items() if value is not None}
     preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
     overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
+    typed = {name: value for name, value in overrides.items() if name in given}
     if args.renews:
-        renew(args.imported, target, overrides)
+        renew(args, target, typed)
         return
-    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides)
+    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides, overrides.keys() - typed.keys())
+    if not checkpoint.old:
+        check_preset(args, checkpoint.config)
     sampling, taken = sampling_settings(checkpoint, given)
     vars(args).update(sampling)
     if target:

@@ -343,6 +343,9 @@ def folder_classes(source, level):
                                 f" in {source.path} has {len(path)}")
         return one_class_each({name: path[level - 1] for name, path in folders.items()})
     own = os.path.splitext(os.path.basename(os.path.abspath(source.path)))[0]
+    stray = [name for name, path in folders.items() if not path]
+    if 0 < len(stray) < len(folders):
+        note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders: {listed(stray)}")
     found = one_class_each({name: path[-1] if path else own for name, path in folders.items()})
     inner = set(found.values())
     outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
@@ -1097,11 +1100,18 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
 
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
+    for output in _outputs(output_name, val_fraction):
+        unet_io.check_kept(output, "output_name", "weights", "a checkpoint of a run")
     if is_array(data_dir):
-        return prepare_array(data_dir, output_name, labels, val_fraction, **options)
-    if is_idx(data_dir):
-        return prepare_idx(data_dir, output_name, image_size or 0, labels, val_fraction, channels or 1, **options)
-    return prepare(data_dir, output_name, image_size or 64, labels, val_fraction, channels or 3, **options)
+        counts = prepare_array(data_dir, output_name, labels, val_fraction, **options)
+    elif is_idx(data_dir):
+        counts = prepare_idx(data_dir, output_name, image_size or 0, labels, val_fraction, channels or 1, **options)
+    else:
+        counts = prepare(data_dir, output_name, image_size or 64, labels, val_fraction, channels or 3, **options)
+    held_out = _outputs(output_name, True)[1]
+    if not val_fraction and unet_io.what_it_holds(held_out) == "images":
+        note(f"{held_out} is of an earlier call; its pictures may be in {output_name} now")
+    return counts
 
 
 # ----------------------------------------------------------------------------------------------------

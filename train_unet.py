@@ -475,13 +475,16 @@ def set_tensors(model, tensors, flat, path):
         tensor.data.copy_(part)
 
 
-def refuse_contradictions(flags, config, path):
-    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes."""
+def refuse_contradictions(flags, config, path, origin=""):
+    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes.
+
+    origin: what is said behind the flag, of one that was not typed.
+    """
     for name, value in flags.items():
         have = getattr(config, name, "none")  # as a flag of another network
         if name in ARCHITECTURE + DIFFUSION and value != have:
             value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
-            raise UserError(f"--{name} {value} contradicts {path}, which was made with {have}")
+            raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}")
 
 
 def chosen_weights(checkpoint, use_ema, path):
@@ -506,6 +509,9 @@ def load_model(path, use_ema=None, overrides=None, free=()):
     overrides = dict(overrides or {})
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(f"{path} is no file, a file is needed")
+    steps = checkpoints_in(path)
+    if steps and not os.path.exists(os.path.join(path, "model_index.json")):  # a pipeline of diffusers
+        raise UserError(f"{path} is a folder; name a checkpoint in it, such as checkpoint_{max(steps):08d}.bin")
     if convert.what_it_is(path) == "bin":
         checkpoint = unet_io.read_checkpoint(path)
         if checkpoint.old:
@@ -1430,8 +1436,10 @@ def checkpoints_in(folder):
 def locked(folder, steps):
     """Make the folder of a run, if there is none, and hold the lock that ./train_unet, too, takes of it.
 
-    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others.
+    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others,
+    or where nothing can be written.
     """
+    unet_io.check_folder(folder)
     os.makedirs(folder, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -1666,6 +1674,7 @@ def main():
         if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
             raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
                             f" another")
+        unet_io.check_kept(target, "init_model_filename", "images", "a checkpoint of a run")
         model, source, path = start_model(config, run, given)
         if source and any(getattr(config, name) != getattr(source.config, name) for name in OF_CLASSES):
             raise UserError(f"--init_model_only writes {path} with its own classes, whatever --class_cond, --num_classes"

@@ -7,7 +7,7 @@ Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay 
 3. diffusion                  alphas_bar, noise_levels, variance_range, mean_factors, loss_weights, spaced_timesteps
 4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
-6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, newest_checkpoint
+6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, check_kept, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
 8. pictures                   to_uint8, picture_format, grid_columns, rows_text, draw_grid, save_grid, save_arrays
 9. pictures in a terminal     show_grid
@@ -43,8 +43,10 @@ def explain_missing(kind, error, trace):
     if not issubclass(kind, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
     name = "pillow" if error.name == "PIL" else error.name or error
-    print(f"error: this needs the package {name}: pip install -r requirements.txt (or use .venv/bin/python"
-          " where `make test` has made it)", file=sys.stderr)
+    needs_little = os.path.basename(sys.argv[0]) == "prepare_data.py"  # and no PyTorch
+    packages = "numpy pillow tqdm" if needs_little else "-r requirements.txt"
+    print(f"error: this needs the package {name}: pip install {packages} (or use .venv/bin/python, which `make python`"
+          " makes)", file=sys.stderr)
 
 
 sys.excepthook = explain_missing
@@ -56,6 +58,7 @@ HEADER_BYTES = 1024
 IMAGES_MAGIC = 20240620
 OLD_WEIGHTS_MAGIC = 12345678
 WEIGHTS_MAGIC = 0x54454E55  # the bytes "UNET"
+DIT_MAGIC = 0x00546944      # the bytes "DiT", of dev/dit/
 TENSORS_MAGIC = 0x534E4554  # the bytes "TENS"
 FLOAT_MIN = 2.0**-126       # a float32 below it is 0 or has lost digits
 MAX_LEVELS = 8              # of channel_mult
@@ -1533,6 +1536,8 @@ def read_checkpoint(path, kind=Config):
     header, data = _map_file(path)
     if header[0] == OLD_WEIGHTS_MAGIC and kind is Config:
         return _read_old_weights(path, header, data)
+    if header[0] == IMAGES_MAGIC:
+        raise UserError(f"{path} holds images; weights were expected")
     if header[0] != kind.magic:
         raise UserError(f"{path} holds no weights (its first bytes are neither"
                         f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"
@@ -1647,6 +1652,30 @@ def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=Fa
         for array in (weights, m, v):
             file.write(b"" if array is None else np.asarray(array, "<f4").tobytes())
         file.write(bytes(48 * batch * config.in_channels * config.image_size**2 * bool(has_rng)))
+
+
+def what_it_holds(path):
+    """"images", "weights" or "a checkpoint of a run", which holds more than weights, by a file's header; otherwise ""."""
+    if not os.path.isfile(path) or not os.access(path, os.R_OK):
+        return ""
+    with open(path, "rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), "<i4")
+    if header[0] == IMAGES_MAGIC:
+        return "images"
+    if header[0] == OLD_WEIGHTS_MAGIC:
+        return "a checkpoint of a run" if header[8] else "weights"  # has_adamw
+    if header[0] not in (WEIGHTS_MAGIC, DIT_MAGIC):
+        return ""
+    names = header[128:].view("S32").tolist()
+    of_runs = {name.encode() for name in TENSOR_SECTIONS if name != "weights"}
+    return "a checkpoint of a run" if of_runs & {name[:24].rstrip(b"\0") for name in names} else "weights"
+
+
+def check_kept(path, flag, *kinds):
+    """Raise UserError where a file that the flag names would take the place of one that holds any of these kinds."""
+    holds = what_it_holds(path)
+    if holds in kinds:
+        raise UserError(f"{path} holds {holds}; name another file with --{flag}")
 
 
 def newest_checkpoint(place):

@@ -494,13 +494,17 @@ SCRIPTS = {"prepare_data.py": ["numpy", "PIL", "tqdm"], "generate.py": ["numpy",
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_missing_requirements(tmp_path, name):
-    """A script that can't start for want of a package says so in one sentence."""
+    """A script that can't start for want of a package says so in one sentence, with what docs/guide.md says it needs."""
+    guide = (ROOT / "docs/guide.md").read_text()
+    needs = re.search(rf"^\| `{re.escape(name)}` \| `(pip install .*?)` \|$", guide, re.M)
+    needs = f": {needs[1]} (" if needs else "pip install -r requirements.txt ("
+    assert "`make python`" in guide and re.search("^python:", (ROOT / "Makefile").read_text(), re.M)
     for package in SCRIPTS[name]:
         folder = tmp_path / package
         folder.mkdir()
         (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module', name='{package}')")
         refused(sys.executable, ROOT / name, "--help", env=dict(os.environ, PYTHONPATH=str(folder)),
-                says=[f"the package {'pillow' if package == 'PIL' else package}:", "-r requirements.txt"])
+                says=[f"the package {'pillow' if package == 'PIL' else package}:", needs, "`make python`"])
 
 
 def test_plots_of_a_run(tmp_path, images8, tools):

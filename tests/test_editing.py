@@ -225,8 +225,8 @@ def test_files_of_pictures(tmp_path, draw, channels):
     perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v", in_channels=channels)))
     pixels = np.random.default_rng(1).integers(0, 256, (16, 24, channels), np.uint8)
     Image.fromarray(pixels[..., 0] if channels == 1 else pixels).save(tmp_path / "a.png")
-    mask = np.zeros((8, 8), np.uint8)
-    mask[:, :3], mask[:, 3], mask[:, 4] = 255, 127, 128
+    mask = np.zeros((8, 12), np.uint8)  # of the picture's shape, of which the middle is taken
+    mask[:, :5], mask[:, 5], mask[:, 6] = 255, 127, 128
     Image.fromarray(mask).save(tmp_path / "m.png")
     for name, count in (("a", channels), ("m", 1)):
         assert call(prepare_data, "--data_dir", tmp_path / f"{name}.png", "--image_size", 8, "--in_channels",
@@ -273,6 +273,43 @@ def test_refused_edits(tmp_path, draw):
                         ([*image, "--strip", 4], "leave it or --init_image out")):
         sentence = draw("w", *words)
         assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "grid.png").exists()
+
+
+def test_masks_that_say_too_little(tmp_path, draw, capsys):
+    """A mask with transparency, or of another shape than the picture, is refused; one that keeps all or nothing is noted."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    rng = np.random.default_rng(1)
+    Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(tmp_path / "i.png")
+    unet_io.write_images(str(tmp_path / "i.bin"), np.zeros((1, 3, 4, 4), np.uint8))
+
+    def attempt(size, mode="L", colour=255, image="i.png", erased=None, exif=None):
+        mask = Image.new(mode, size, colour)
+        if erased:
+            mask.putpixel((0, 0), erased)
+        mask.save(tmp_path / "m.png", **dict(exif=exif) if exif else {})
+        found = draw("w", "--init_image", tmp_path / image, "--mask", tmp_path / "m.png", "--jump_n_sample", 1)
+        return (found if isinstance(found, str) else ""), capsys.readouterr().out
+
+    for mode, clear in (("RGBA", (255, 255, 255, 0)), ("LA", (0, 254))):
+        says = "m.png has transparent pixels, which say nothing: make those white that are to be kept of --init_image, and" \
+               " those black that are to be drawn"
+        assert attempt((30, 20), mode, (255,) * len(mode), erased=clear)[0].endswith(says)
+        assert attempt((30, 20), mode, (255,) * len(mode))[0] == ""
+    for size in ((20, 20), (20, 30), (60, 20)):
+        assert "{}x{} pixels and --init_image".format(*size) in attempt(size)[0]
+        assert attempt(size, image="i.bin")[0] == ""
+    turned = Image.Exif()
+    turned[274] = 6  # a quarter
+    assert attempt((20, 30), exif=turned)[0] == "" and "pixels and" in attempt((30, 20), exif=turned)[0]
+    for size in ((30, 20), (15, 10), (61, 40), (300, 199)):
+        assert attempt(size)[0] == ""
+    assert "note: --mask" in attempt((30, 20))[1] and "all of --init_image is kept" in attempt((30, 20))[1]
+    assert "nothing of --init_image is kept" in attempt((30, 20), colour=0)[1]
+    half = np.zeros((20, 30), np.uint8)
+    half[:10] = 255
+    Image.fromarray(half).save(tmp_path / "m.png")
+    assert not isinstance(draw("w", "--init_image", tmp_path / "i.png", "--mask", tmp_path / "m.png"), str)
+    assert "note" not in capsys.readouterr().out
 
 
 def test_guide_files(tmp_path, draw):

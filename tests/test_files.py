@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 import generate
+import prepare_data
 import train_unet
 import unet_io
 from harness import (
@@ -307,6 +309,109 @@ def test_export_refusals(tmp_path):
     for name in ("out.txt", "w.bin"):
         sentence = call(generate, "--model_weights", weights, "--export", tmp_path / name)
         assert name in sentence and len(sentence.splitlines()) == 1
+
+
+@pytest.mark.parametrize("ending", ["bin", "pt", "safetensors", "earlier.bin", "diffusers"])
+def test_preset_beside_a_configuration(tmp_path, ending, monkeypatch):
+    """Of a file that tells its model --preset may contradict what it says itself, of which no flag was typed; nothing else."""
+    own = TOY | dict(norm_groups=8, predict="eps")
+    path = tmp_path / f"w.{ending}"
+    perturbed_file(tmp_path / "w.bin", Config(**own))
+    if ending == "earlier.bin":
+        stored = unet_io.read_checkpoint(str(tmp_path / "w.bin"))
+        stored.run |= dict(log_every=1, val_every=1, keep=1)
+        write_earlier_version(path, stored)
+    elif ending != "bin":
+        path = tmp_path / "folder" if ending == "diffusers" else path
+        export = f"{path}/" if ending == "diffusers" else path
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", export) == ""
+    monkeypatch.setitem(unet_io.PRESETS, "small32", dict(channel_mult=(1, 2), num_channels=32, lr=3))
+    monkeypatch.setitem(unet_io.PRESETS, "unet64", dict(channel_mult=(1, 2), num_channels=64))
+    words = ["--import", path, "--export", tmp_path / "out.bin"]
+    sentence = call(generate, *words, "--preset", "unet64")
+    assert sentence == f"--num_channels 64 (--preset unet64) contradicts {path}, which was made with 32"
+    assert call(generate, *words, "--preset", "unet64", "--image_size", 16).startswith("--image_size 16 contradicts")
+    assert not (tmp_path / "out.bin").exists()
+    assert call(generate, *words, "--preset", "unet64", "--num_channels", 32) == ""
+    assert call(generate, *words, "--preset", "small32", "--image_size", 8) == ""
+
+
+def test_other_things_than_weights(tmp_path, images8):
+    """What is missing, a run's folder and images are told for what they are, by generate.py as by train_unet.py."""
+    path = tmp_path / "missing.bin"
+    for flags in (["--import", path], ["--import", path, "--export", tmp_path / "x.bin"], ["--model_weights", path]):
+        assert call(generate, *flags) == f"{path} can't be read: no such file or directory"
+    (tmp_path / "run").mkdir()
+    for step in (20, 100):
+        (tmp_path / f"run/checkpoint_{step:08d}.bin").touch()
+    for folder, newest in ((tmp_path / "run", "checkpoint_00000100.bin"), (images8, "")):
+        says = f"{folder} is a folder; name a checkpoint in it, such as {newest}" if newest else \
+               f"{folder} holds images; weights were expected"
+        for flags in (["--model_weights"], ["--export", tmp_path / "x.bin", "--import"]):
+            assert call(generate, *flags, folder) == says
+        assert call(train_unet, *flags_of(Config(**TOY)), "--data_file", images8, "--out_dir", tmp_path / "new",
+                    "--model_weights", folder) == says
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("network", ["UNet", "DiT"])
+def test_outputs_keep_other_files(tmp_path, images8, network):
+    """No output takes the place of images, of weights that aren't its own kind, or of a checkpoint; they stay as they were."""
+    kind = unet_io.import_from_dev("dit/train_dit").Config if network == "DiT" else Config
+    held = dict(weights=["weights"], averages=["weights", "ema"], moments=["weights", "adam_m", "adam_v"])
+    for name, sections in held.items():
+        checkpoint = Checkpoint(kind(), dict.fromkeys(sections, np.ones(9)), tensors=1)
+        unet_io.write_checkpoint(tmp_path / f"{name}.bin", checkpoint)
+    shutil.copy(images8, tmp_path / "images.bin")
+    for moments in (None, np.ones(9)):
+        unet_io.write_old_weights(tmp_path / f"old{moments is not None:d}.bin", Config(**TOY), np.ones(9), moments, moments)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    exports = ["images", "averages", "moments", "old1"]
+    for module, words, flag, refused_names in (
+            (generate, ["--model_weights", tmp_path / "w.bin"], "--export", exports),
+            (generate, ["--import", tmp_path / "w.bin"], "--export", exports),
+            (train_unet, ["--init_model_only", 1, *flags_of(Config(**TOY))], "--init_model_filename", exports),
+            (prepare_data, ["--data_dir", tmp_path / "a.png"], "--output_name", ["weights", "old0", *exports[1:]])):
+        for name in refused_names:
+            path = tmp_path / f"{name}.bin"
+            holds = name if name in ("images", "weights") else "weights" if name == "old0" else "a checkpoint of a run"
+            assert call(module, *words, flag, path) == f"{path} holds {holds}; name another file with {flag}"
+    for name, data in before.items():
+        assert (tmp_path / name).read_bytes() == data
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / name)
+    (tmp_path / "page.html").write_bytes(before["images.bin"])
+    assert "page.html holds images; name" in call(generate, "--model_weights", tmp_path / "w.bin", "--export_page",
+                                                  tmp_path / "page.html")
+    for name in ("weights", "old0"):
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / f"{name}.bin") == ""
+    for _ in range(2):
+        assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--output_name", tmp_path / "images.bin") == ""
+
+
+def test_no_folder_of_diffusers_in_a_run(tmp_path):
+    """--export FOLDER/ writes nothing among the checkpoints of a run."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    (tmp_path / "run").mkdir()
+    shutil.copy(tmp_path / "w.bin", tmp_path / "run/checkpoint_00000060.bin")
+    for name in ("run", "run/"):
+        sentence = call(generate, "--model_weights", tmp_path / "w.bin", "--export", f"{tmp_path}/{name}")
+        assert sentence.endswith("holds the checkpoints of a run; name another folder with --export")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint_00000060.bin"]
+
+
+def test_folders_that_take_no_run(tmp_path, images8, monkeypatch):
+    """train_unet.py refuses them before it trains: a file, a folder below one, and one that may not be written into."""
+    (tmp_path / "afile").write_text("x")
+    (tmp_path / "closed").mkdir()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *more: not path.endswith("closed") and access(path, *more))
+    monkeypatch.setattr(train_unet, "train_from", None)
+    for folder, says in (("afile", "afile is a file, a folder is needed"), ("afile/run", "afile is a file, a folder is needed"),
+                         ("closed", "the folder {} may not be written into"), ("closed/run", "the folder {} may not be")):
+        sentence = call(train_unet, *flags_of(Config(**TOY)), "--data_file", images8, "--out_dir", tmp_path / folder)
+        assert says.format(tmp_path / "closed") in sentence, sentence
 
 
 def test_files_for_the_program(cpp, tmp_path, images8):

@@ -1330,6 +1330,28 @@ def test_notes_of_folders(tmp_path):
     assert "and all are read" not in class_file(folder / "train", labels="folder")[3]
 
 
+def test_stray_pictures(tmp_path):
+    """Pictures beside the class folders get the name of the whole for their class, which is said; without folders all do."""
+    folder = make_colours(tmp_path / "pics of mine", "cat/a.png", "dog/b.png", "c.png")
+    err = class_file(folder, labels="folder")[3]
+    assert "note: the class 'pics of mine' has 1 picture from outside the class folders: c.png\n" in err
+    (folder / "d.png").write_bytes((folder / "c.png").read_bytes())
+    assert "has 2 pictures from outside the class folders: c.png and d.png\n" in class_file(folder, labels="folder")[3]
+    for name in ("cat", "dog"):
+        shutil.rmtree(folder / name)
+    assert "outside" not in class_file(folder, labels="folder")[3]
+
+
+def test_held_out_images_of_an_earlier_call(tmp_path):
+    """They are not removed, and what they may be is said, unless they are written again."""
+    folder = make_colours(tmp_path / "in", *(f"{n}.png" for n in range(5)))
+    said = f"note: {tmp_path}/classes_val.bin is of an earlier call; its pictures may be in {tmp_path}/classes.bin now\n"
+    assert said not in class_file(folder)[3]
+    for _ in range(2):
+        assert said not in class_file(folder, val_fraction=0.2)[3]
+    assert said in class_file(folder)[3] and (tmp_path / "classes_val.bin").exists()
+
+
 def test_folders_of_one_class(tmp_path):
     """Folders that become one class, as only blanks tell them apart, are said."""
     folder = make_colours(tmp_path / "in", "x/cat/a.png", "x/cat /b.png", "y/cat/c.png", "y/dog/d.png")

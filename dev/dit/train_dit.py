@@ -40,7 +40,7 @@ HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}  # of the paper's sizes, by hidden
 
 class DitSettings(unet_io.Settings):
     """Methods of Config."""
-    magic = 0x00546944  # the bytes "DiT"
+    magic = unet_io.DIT_MAGIC
     dropout = 0.0       # there is none
 
     def mlp_width(self):
@@ -317,6 +317,7 @@ def main():
     if bool(args.source) == bool(args.export):
         raise UserError("--import a .pt or --export a .bin")
     unet_io.check_target(args.output_name)
+    unet_io.check_kept(args.output_name, "output_name", "images", "a checkpoint of a run")
     told = {name: getattr(args, name) for name in UNTOLD if getattr(args, name) is not None}
     if args.export:
         if told or args.num_heads:
