@@ -92,6 +92,17 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+ELSEWHERE = {  # programs: flags that people also try in others
+    "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config val_every",
+    "./train_unet and generate.py": "guidance_scale num_samples sample_steps sampler seeds use_ema",
+    "generate.py": "export export_page import init_image interpolate mask nearest quality strip",
+    "generate.py and train_unet.py": "device",
+    "prepare_data.py": "distinct fit labels val_fraction",
+    "prepare_data.py and train_unet.py": "data_dir",
+    "train_unet.py": "compile init init_model_only operators precision",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 
@@ -112,14 +123,21 @@ class Parser(argparse.ArgumentParser):
             if name in self.renamed:
                 self.error(f"unknown flag {name}; here it is {self.renamed[name]} (--help lists all flags)")
             if name.startswith("--") and name not in flags:
-                alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
-                nearest = max(alike, key=alike.get)
-                self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+                self.refuse_unknown(name, flags)
         typed = {word.split("=")[0] for word in words}
         self.typed = [action.option_strings[0] for action in self._actions if typed & set(action.option_strings)]
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
+
+    def refuse_unknown(self, name, flags):
+        for programs, theirs in ELSEWHERE.items():
+            if name[2:] in theirs.split():
+                self.error(f"{name} is a flag of {programs} (--help lists those of {self.prog})")
+        alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
+        nearest = max(alike, key=alike.get)
+        hint = f"; did you mean {nearest}?" if alike[nearest] >= 0.7 else ""
+        self.error(f"unknown flag {name}{hint} (--help lists all flags)")
 
     def current_name(self, word):
         name, equals, value = word.partition("=")

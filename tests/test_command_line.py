@@ -16,7 +16,7 @@ from PIL import Image
 import unet_io
 from harness import (
     QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
-    run, settings, start_flags, stored_flags, write_toy_images)
+    run, script, settings, start_flags, stored_flags, write_toy_images)
 from unet_io import Config, flags_of
 
 
@@ -40,6 +40,27 @@ from unet_io import Config, flags_of
     (["--data_file", '"a"'], ["--data_file", "quote"])])
 def test_usage(words, says):
     refused(TRAIN, *words, status=2, says=says)
+
+
+@pytest.mark.parametrize("program, word, says", [
+    ("train_unet.py", "--batchsize", "unknown flag --batchsize; did you mean --batch_size? (--help lists all flags)"),
+    ("train_unet.py", "--num-channels=4", "did you mean --num_channels?"), ("train_unet.py", "--lrr", "did you mean --lr?"),
+    ("generate.py", "--halp", "did you mean --help?"), ("train_unet.py", "--foo", "unknown flag --foo (--help lists all flags)"),
+    ("train_unet.py", "--dry_run", "--dry_run is a flag of ./train_unet (--help lists those of train_unet.py)"),
+    ("generate.py", "--data_dir=x", "--data_dir is a flag of prepare_data.py and train_unet.py")])
+def test_unknown_flags_in_python(program, word, says):
+    """A flag that is alike is named, and a program that has the flag; nothing where there is neither."""
+    refused(sys.executable, ROOT / program, word, status=2, says=says)
+
+
+def test_flags_elsewhere():
+    """The programs that messages name have these flags, and of the four no other has them."""
+    helps = {"./train_unet": run(TRAIN, "--help", "all").stdout}
+    helps |= {name: script(name, "--help").stdout for name in ("generate.py", "prepare_data.py", "train_unet.py")}
+    for programs, flags in unet_io.ELSEWHERE.items():
+        for flag in flags.split():
+            having = [name for name, text in helps.items() if re.search(rf"^  --{flag}\b", text, re.M)]
+            assert having == programs.split(" and "), flag
 
 
 def test_help():
