@@ -1035,17 +1035,19 @@ class History:
 # ----------------------------------------------------------------------------------------------------
 # files in general
 
-def _map_file(path):
-    """(header int32 (256,), whole file uint8 as a read-only mapping)."""
+def _map_file(path, magics, refusal):
+    """(header int32 (256,), whole file uint8 as a read-only mapping). refusal: of a file that begins with none of magics."""
     try:
         size = os.path.getsize(path)
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder, a file is needed")
-        if size < HEADER_BYTES:
-            raise UserError(f"{path} is only {size} bytes long, shorter than a header of {HEADER_BYTES}")
-        data = np.memmap(path, np.uint8, "r")
+        data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
+    if int.from_bytes(data[:4].tobytes(), "little") not in magics:
+        raise UserError(f"{path} {refusal}")
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} is only {size} bytes long, shorter than a header of {HEADER_BYTES}")
     return data[:HEADER_BYTES].view("<i4").copy(), data
 
 
@@ -1294,11 +1296,9 @@ def read_class_names(path, classes):
 
 def read_images(path):
     """Images from a .bin, old (float32) or new (checked against its checksum). Raises UserError."""
-    header, data = _map_file(path)
-    magic, n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[:9])
-    if magic != IMAGES_MAGIC:
-        raise UserError(f"{path} holds no images (its first number is not {IMAGES_MAGIC}): make such a file"
-                        f" with prepare_data.py")
+    header, data = _map_file(path, [IMAGES_MAGIC], f"holds no images (its first number is not {IMAGES_MAGIC}): make such a"
+                                                   f" file with prepare_data.py")
+    n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[1:9])
     if min(n, channels, height, width) < 1:
         raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be"
                         f" positive")
@@ -1548,13 +1548,11 @@ def read_checkpoint(path, kind=Config):
 
     kind: the network's class of Settings, whose magic is what its files begin with.
     """
-    header, data = _map_file(path)
-    if header[0] == OLD_WEIGHTS_MAGIC and kind is Config:
+    ours = kind.magic.to_bytes(4, "little").rstrip(bytes(1)).decode()
+    magics = [kind.magic, OLD_WEIGHTS_MAGIC] if kind is Config else [kind.magic]
+    header, data = _map_file(path, magics, f"holds no weights (its first bytes are neither {ours} nor those of an old file)")
+    if header[0] == OLD_WEIGHTS_MAGIC:
         return _read_old_weights(path, header, data)
-    if header[0] != kind.magic:
-        raise UserError(f"{path} holds no weights (its first bytes are neither"
-                        f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"
-                        f" file)")
     version, _, count, step, parameters, tensors = (int(field) for field in header[1:7])
     if not 1 <= version <= WEIGHTS_VERSION:
         raise UserError(f"{path} has version {version}, this program knows versions 1 to {WEIGHTS_VERSION}")
@@ -1675,9 +1673,8 @@ def newest_checkpoint(place):
         steps = {}
         for path in paths:
             with contextlib.suppress(UserError):
-                header, _ = _map_file(path)
-                if header[0] == WEIGHTS_MAGIC:
-                    steps[path] = int(header[FIELD_STEP])
+                header, _ = _map_file(path, [WEIGHTS_MAGIC], "holds no weights")
+                steps[path] = int(header[FIELD_STEP])
         paths = sorted(steps, key=steps.get, reverse=True)
     for path in paths:
         try:
@@ -1716,9 +1713,10 @@ def write_tensors(path, tensors):
 
 def read_tensors(path):
     """{name: array} from a tensor file. Raises UserError."""
-    header, data = _map_file(path)
-    if header[0] != TENSORS_MAGIC or header[1] != 1:
-        raise UserError(f"{path} is no tensor file of version 1")
+    refusal = "is no tensor file of version 1"
+    header, data = _map_file(path, [TENSORS_MAGIC], refusal)
+    if header[1] != 1:
+        raise UserError(f"{path} {refusal}")
     tensors, at = {}, HEADER_BYTES
     for _ in range(int(header[2])):
         if at + TENSOR_HEADER.itemsize > len(data):
