@@ -1237,6 +1237,43 @@ def plan_classes(config, run, given, source, path, data_names):
     return data_names, rows, [*notes, line]
 
 
+def idle_flags(config, run, given):
+    """What is said of typed flags that do nothing, for want of another flag; ./train_unet says the same. given: {name: value}."""
+    is_lognormal = config.timestep_sampling == "lognormal"
+    takes_images = not config.path_steps or config.matching_fraction > 0
+    without_matching = "with --path_steps and without --matching_fraction"
+    needs = {  # flag: (what it lacks, whether that is there)
+        "timestep_mean": ("without --timestep_sampling lognormal", is_lognormal),
+        "timestep_std": ("without --timestep_sampling lognormal", is_lognormal),
+        "timestep_sampling": ("with --path_steps", not config.path_steps or run.val_file),
+        "flip": (without_matching, takes_images),
+        "offset_noise": (without_matching, takes_images),
+        "cond_drop_prob": ("without --class_cond 1", config.class_cond),
+        "num_classes": ("without --class_cond 1", config.class_cond),
+        "final_lr_fraction": ("with --lr_schedule constant", config.lr_schedule != "constant"),
+        "consistency_steps": ("without --consistency 1", config.consistency),
+        "class_names": ("without --class_cond 1", config.class_cond),
+        "init_model_filename": ("without --init_model_only 1", run.init_model_only),
+        "debug_steps": ("without --write_debug_state", run.write_debug_state),
+    }
+    usual = {field.name: field.default for field in dataclasses.fields(Config)}
+    usual |= {name: default for name, (default, _) in RUN_FLAGS.items()}
+    values = vars(config) | vars(run)
+    notes = [f"--{name} does nothing {lack}" for name, (lack, is_met) in needs.items()
+             if name in given and values[name] != usual[name] and not is_met]
+    if "warmup_steps" in given and config.warmup_steps > run.steps:
+        notes.append(f"the learning rate does not reach --lr: --warmup_steps {config.warmup_steps} are more than"
+                     f" --steps {run.steps}")
+    return notes
+
+
+def absent_sizes(config, given):
+    """Which typed sizes of --attention_resolutions no level has, a note each."""
+    sizes = config.level_sizes()
+    return [f"no level has the size {size} of --attention_resolutions; they halve from {sizes[0]} to {sizes[-1]}"
+            for size in config.attention_resolutions if "attention_resolutions" in given and size not in sizes]
+
+
 def debug_state(prefix, config, images=None, steps=0):
     """Write reference values for the tests of the C++ program; the gradients of step 0 in float64.
 
@@ -1356,6 +1393,8 @@ def resolve(given):
         unet_io.check_range(name, getattr(run, name))
     if run.debug_steps < 0:
         raise UserError(f"--debug_steps must be at least 0, not {run.debug_steps}")
+    if "data_dir" in given and "data_file" in given:
+        raise UserError(f"--data_dir {run.data_dir} and --data_file {run.data_file}: only one can be had")
     if run.resume:
         stay_in_folder(run, "out_dir" in given)
     return config.check(), run
@@ -1540,6 +1579,7 @@ def train_from(model, checkpoint, path, config, run, given):
     names, rows, notes = (), None, []
     if config.class_cond:
         names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
+    notes += idle_flags(config, run, given)
     before = checkpoint.sections.get("data_checksum", "") if resumes else ""
     if before and images.checksum and before != images.checksum:
         notes.append(f"{images.path} is not the file that the run had images from until step {checkpoint.step} (its"
@@ -1548,7 +1588,7 @@ def train_from(model, checkpoint, path, config, run, given):
         notes += filter(None, [images.match_classes(names)])
         notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
     model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
-    for line in notes:
+    for line in notes + absent_sizes(config, given):
         unet_io.say(f"note: {line}")
     compile = run.device != "cpu" if run.compile is None else run.compile
     trainer = Trainer(model, images, config, run.device, precision=run.precision, compile=compile,

@@ -95,6 +95,17 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+ELSEWHERE = {  # programs: flags that people also try in others
+    "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config val_every",
+    "./train_unet and generate.py": "guidance_scale num_samples sample_steps sampler seeds use_ema",
+    "generate.py": "export export_page import init_image interpolate mask nearest quality strip",
+    "generate.py and train_unet.py": "device",
+    "prepare_data.py": "distinct fit labels val_fraction",
+    "prepare_data.py and train_unet.py": "data_dir",
+    "train_unet.py": "compile init init_model_only operators precision",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 
@@ -115,14 +126,21 @@ class Parser(argparse.ArgumentParser):
             if name in self.renamed:
                 self.error(f"unknown flag {name}; here it is {self.renamed[name]} (--help lists all flags)")
             if name.startswith("--") and name not in flags:
-                alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
-                nearest = max(alike, key=alike.get)
-                self.error(f"unknown flag {name}; did you mean {nearest}? (--help lists them all)")
+                self.refuse_unknown(name, flags)
         typed = {word.split("=")[0] for word in words}
         self.typed = [action.option_strings[0] for action in self._actions if typed & set(action.option_strings)]
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
+
+    def refuse_unknown(self, name, flags):
+        for programs, theirs in ELSEWHERE.items():
+            if name[2:] in theirs.split():
+                self.error(f"{name} is a flag of {programs} (--help lists those of {self.prog})")
+        alike = {flag: difflib.SequenceMatcher(None, name[2:], flag[2:]).ratio() for flag in flags}
+        nearest = max(alike, key=alike.get)
+        hint = f"; did you mean {nearest}?" if alike[nearest] >= 0.7 else ""
+        self.error(f"unknown flag {name}{hint} (--help lists all flags)")
 
     def current_name(self, word):
         name, equals, value = word.partition("=")
@@ -1020,17 +1038,19 @@ class History:
 # ----------------------------------------------------------------------------------------------------
 # files in general
 
-def _map_file(path):
-    """(header int32 (256,), whole file uint8 as a read-only mapping)."""
+def _map_file(path, magics, refusal):
+    """(header int32 (256,), whole file uint8 as a read-only mapping). refusal: of a file that begins with none of magics."""
     try:
         size = os.path.getsize(path)
         if os.path.isdir(path):
             raise UserError(f"{path} is a folder, a file is needed")
-        if size < HEADER_BYTES:
-            raise UserError(f"{path} is only {size} bytes long, shorter than a header of {HEADER_BYTES}")
-        data = np.memmap(path, np.uint8, "r")
+        data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
+    if int.from_bytes(data[:4].tobytes(), "little") not in magics:
+        raise UserError(f"{path} {refusal}")
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} is only {size} bytes long, shorter than a header of {HEADER_BYTES}")
     return data[:HEADER_BYTES].view("<i4").copy(), data
 
 
@@ -1279,11 +1299,9 @@ def read_class_names(path, classes):
 
 def read_images(path):
     """Images from a .bin, old (float32) or new (checked against its checksum). Raises UserError."""
-    header, data = _map_file(path)
-    magic, n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[:9])
-    if magic != IMAGES_MAGIC:
-        raise UserError(f"{path} holds no images (its first number is not {IMAGES_MAGIC}): make such a file"
-                        f" with prepare_data.py")
+    header, data = _map_file(path, [IMAGES_MAGIC], f"holds no images (its first number is not {IMAGES_MAGIC}): make such a"
+                                                   f" file with prepare_data.py")
+    n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[1:9])
     if min(n, channels, height, width) < 1:
         raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be"
                         f" positive")
@@ -1533,15 +1551,13 @@ def read_checkpoint(path, kind=Config):
 
     kind: the network's class of Settings, whose magic is what its files begin with.
     """
-    header, data = _map_file(path)
-    if header[0] == OLD_WEIGHTS_MAGIC and kind is Config:
-        return _read_old_weights(path, header, data)
-    if header[0] == IMAGES_MAGIC:
+    ours = kind.magic.to_bytes(4, "little").rstrip(bytes(1)).decode()
+    magics = [kind.magic, OLD_WEIGHTS_MAGIC] if kind is Config else [kind.magic]
+    if what_it_holds(path) == "images":
         raise UserError(f"{path} holds images; weights were expected")
-    if header[0] != kind.magic:
-        raise UserError(f"{path} holds no weights (its first bytes are neither"
-                        f" {kind.magic.to_bytes(4, 'little').rstrip(bytes(1)).decode()} nor those of an old"
-                        f" file)")
+    header, data = _map_file(path, magics, f"holds no weights (its first bytes are neither {ours} nor those of an old file)")
+    if header[0] == OLD_WEIGHTS_MAGIC:
+        return _read_old_weights(path, header, data)
     version, _, count, step, parameters, tensors = (int(field) for field in header[1:7])
     if not 1 <= version <= WEIGHTS_VERSION:
         raise UserError(f"{path} has version {version}, this program knows versions 1 to {WEIGHTS_VERSION}")
@@ -1686,9 +1702,8 @@ def newest_checkpoint(place):
         steps = {}
         for path in paths:
             with contextlib.suppress(UserError):
-                header, _ = _map_file(path)
-                if header[0] == WEIGHTS_MAGIC:
-                    steps[path] = int(header[FIELD_STEP])
+                header, _ = _map_file(path, [WEIGHTS_MAGIC], "holds no weights")
+                steps[path] = int(header[FIELD_STEP])
         paths = sorted(steps, key=steps.get, reverse=True)
     for path in paths:
         try:
@@ -1727,9 +1742,10 @@ def write_tensors(path, tensors):
 
 def read_tensors(path):
     """{name: array} from a tensor file. Raises UserError."""
-    header, data = _map_file(path)
-    if header[0] != TENSORS_MAGIC or header[1] != 1:
-        raise UserError(f"{path} is no tensor file of version 1")
+    refusal = "is no tensor file of version 1"
+    header, data = _map_file(path, [TENSORS_MAGIC], refusal)
+    if header[1] != 1:
+        raise UserError(f"{path} {refusal}")
     tensors, at = {}, HEADER_BYTES
     for _ in range(int(header[2])):
         if at + TENSOR_HEADER.itemsize > len(data):

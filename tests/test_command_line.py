@@ -16,7 +16,7 @@ from PIL import Image
 import unet_io
 from harness import (
     QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
-    run, settings, start_flags, stored_flags, write_toy_images)
+    run, script, settings, start_flags, stored_flags, write_toy_images)
 from unet_io import Config, flags_of
 
 
@@ -40,6 +40,27 @@ from unet_io import Config, flags_of
     (["--data_file", '"a"'], ["--data_file", "quote"])])
 def test_usage(words, says):
     refused(TRAIN, *words, status=2, says=says)
+
+
+@pytest.mark.parametrize("program, word, says", [
+    ("train_unet.py", "--batchsize", "unknown flag --batchsize; did you mean --batch_size? (--help lists all flags)"),
+    ("train_unet.py", "--num-channels=4", "did you mean --num_channels?"), ("train_unet.py", "--lrr", "did you mean --lr?"),
+    ("generate.py", "--halp", "did you mean --help?"), ("train_unet.py", "--foo", "unknown flag --foo (--help lists all flags)"),
+    ("train_unet.py", "--dry_run", "--dry_run is a flag of ./train_unet (--help lists those of train_unet.py)"),
+    ("generate.py", "--data_dir=x", "--data_dir is a flag of prepare_data.py and train_unet.py")])
+def test_unknown_flags_in_python(program, word, says):
+    """A flag that is alike is named, and a program that has the flag; nothing where there is neither."""
+    refused(sys.executable, ROOT / program, word, status=2, says=says)
+
+
+def test_flags_elsewhere():
+    """The programs that messages name have these flags, and of the four no other has them."""
+    helps = {"./train_unet": run(TRAIN, "--help", "all").stdout}
+    helps |= {name: script(name, "--help").stdout for name in ("generate.py", "prepare_data.py", "train_unet.py")}
+    for programs, flags in unet_io.ELSEWHERE.items():
+        for flag in flags.split():
+            having = [name for name, text in helps.items() if re.search(rf"^  --{flag}\b", text, re.M)]
+            assert having == programs.split(" and "), flag
 
 
 def test_help():
@@ -411,39 +432,54 @@ IDLE = {  # what is typed: what is said of it
     "--num_classes 7": "--num_classes does nothing without --class_cond 1",
     "--final_lr_fraction 0.5": "--final_lr_fraction does nothing with --lr_schedule constant",
     "--consistency_steps 1": "--consistency_steps does nothing without --consistency 1",
-    "--output_name x.png": "--output_name does nothing without --generate",
     "--warmup_steps 9": "the learning rate does not reach --lr: --warmup_steps 9 are more than --steps 1"}
+IDLE_IN_C = {"--output_name x.png": "--output_name does nothing without --generate"}
+IDLE_IN_PYTHON = {
+    "--attention_resolutions 8,5": "no level has the size 5 of --attention_resolutions; they halve from 8 to 2",
+    "--class_names x.txt": "--class_names does nothing without --class_cond 1",
+    "--init_model_filename x.bin": "--init_model_filename does nothing without --init_model_only 1",
+    "--debug_steps 3": "--debug_steps does nothing without --write_debug_state"}
 IDLE_ON_PATHS = {
     "--timestep_sampling lognormal": "--timestep_sampling does nothing with --path_steps",
     "--flip 1": "--flip does nothing with --path_steps and without --matching_fraction",
     "--offset_noise 0.1": "--offset_noise does nothing with --path_steps and without --matching_fraction"}
 
 
-def notes_of(*words):
-    return re.findall("^note: (.*)", run(TRAIN, *words, *QUICK).stdout, re.MULTILINE)
+PROGRAMS = ("train_unet", "train_unet.py")
 
 
-def test_idle_flags(tmp_path):
+def notes_of(program, *words):
+    quick = QUICK if program == "train_unet" else ("--sample_every", 0, "--device", "cpu")
+    command = [TRAIN] if program == "train_unet" else [sys.executable, ROOT / program]
+    return re.findall("^note: (.*)", run(*command, *words, *quick).stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_idle_flags(tmp_path, images8, program):
     """A typed flag that does nothing is named, with what it wants; in a preset or a file it may be one of many."""
-    flags = ("--preset", "tiny", "--timestep_sampling", "uniform", "--lr_schedule", "constant", "--steps", 1, "--dry_run")
-    assert notes_of(*flags) == []
-    typed = " ".join(IDLE).split()
-    assert notes_of(*flags, *typed) == list(IDLE.values())
-    (tmp_path / "c.txt").write_text("\n".join(word[2:] for word in IDLE))
-    assert notes_of(*flags, "--config", tmp_path / "c.txt") == []
+    def notes(folder, *words):
+        return notes_of(program, "--preset", "tiny", "--image_size", 8, "--timestep_sampling", "uniform", "--lr_schedule",
+                        "constant", "--steps", 1, "--data_file", images8, "--out_dir", tmp_path / folder, *words)
+    assert notes("none") == []
+    table = IDLE | (IDLE_IN_C if program == "train_unet" else IDLE_IN_PYTHON)
+    assert sorted(notes("all", *" ".join(table).split())) == sorted(table.values())
+    if program == "train_unet":
+        (tmp_path / "c.txt").write_text("\n".join(word[2:] for word in table))
+        assert notes("file", "--config", tmp_path / "c.txt") == []
 
 
-def test_what_paths_learn_from(tmp_path, images8):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_paths_learn_from(tmp_path, images8, program):
     """Tuning on paths says that images are not learned from, and what does nothing for that reason."""
     perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
     flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--consistency", 1, "--path_steps", 2)
     source = f"the network learns from what {tmp_path}/w.bin draws; the images are no examples"
     typed = " ".join(IDLE_ON_PATHS).split()
-    assert notes_of(*flags, *typed, "--steps", 1, "--out_dir", tmp_path / "paths") == [*IDLE_ON_PATHS.values(), source]
+    assert notes_of(program, *flags, *typed, "--steps", 1, "--out_dir", tmp_path / "paths") == [*IDLE_ON_PATHS.values(), source]
     matching = ("--matching_fraction", 0.5, "--out_dir", tmp_path / "both")
-    assert notes_of(*flags, *matching, "--steps", 2) == [
+    assert notes_of(program, *flags, *matching, "--steps", 2) == [
         source, "up to step 1 it learns paths; then it matches distributions, and its loss is another"]
-    assert notes_of("--resume", tmp_path / "both", "--steps", 3) == [source]
+    assert notes_of(program, "--resume", tmp_path / "both", "--steps", 3) == [source]
     draw = ("--generate", "--out_dir", tmp_path / "both", "--num_samples", 1)
     refused(TRAIN, *draw, "--consistency_steps", 1, says=["--consistency_steps 1 contradicts", "was made with 2"])
     refused(TRAIN, *draw, "--path_steps", 3, says=["--path_steps 3 contradicts", "was made with 2"])
@@ -463,3 +499,9 @@ def test_two_presets():
     for program in ([TRAIN], [sys.executable, ROOT / "train_unet.py"]):
         refused(*program, "--preset", "tiny", "--preset", "small32", says="--preset tiny and --preset small32: only one can be had",
                 status=2)
+
+
+def test_folder_and_file():
+    """train_unet.py does not choose between two names of the images."""
+    refused(sys.executable, ROOT / "train_unet.py", "--data_dir", "a", "--data_file", "b.bin",
+            says="--data_dir a and --data_file b.bin: only one can be had")

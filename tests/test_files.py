@@ -508,3 +508,16 @@ def test_damaged_files_in_python(tmp_path):
                 attempt(good[:length], True)
         print(path.name, outcomes)
         assert outcomes["refused"] > 150 and outcomes["read"] > 20
+
+
+def test_short_files_of_another_kind(tmp_path):
+    """What a file does not hold is said before its length, which is told of our own files alone."""
+    for name, content in (("x.png", b"\x89PNG" + bytes(395)), ("empty.bin", b"")):
+        (tmp_path / name).write_bytes(content)
+        for read, says in ((unet_io.read_images, "holds no images"), (unet_io.read_checkpoint, "holds no weights"),
+                           (unet_io.read_tensors, "is no tensor file")):
+            with pytest.raises(UserError, match=f"{name} {says}"):
+                read(tmp_path / name)
+    (tmp_path / "cut.bin").write_bytes(unet_io.IMAGES_MAGIC.to_bytes(4, "little") + bytes(396))
+    with pytest.raises(UserError, match="only 400 bytes long, shorter than a header of 1024"):
+        unet_io.read_images(tmp_path / "cut.bin")

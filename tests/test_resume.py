@@ -155,10 +155,13 @@ def test_attention_of_no_level(tmp_path):
                          (["--config", tmp_path / "c.txt"], "15, 2"), ([], ""), (["--image_size", 24], ""),
                          (["--attention_resolutions", "16,8", "--image_size", 24], "16, 8"),
                          (["--config", tmp_path / "default.txt", "--image_size", 24], "")):
-        notes = re.findall("^note: .*", run(TRAIN, *small, *words).stdout, re.M)
+        notes = re.findall("^note: (.*)", run(TRAIN, *small, *words).stdout, re.M)
         levels = "24 to 6" if 24 in words else "16 to 4"
-        assert notes == [f"note: no level has the size {size} of --attention_resolutions; they halve from"
+        assert notes == [f"no level has the size {size} of --attention_resolutions; they halve from"
                          f" {levels}" for size in sizes.split(", ") if size]
+        if "--config" not in words:
+            given, config, _ = train_unet.parse_flags(list(map(str, (*small[:-1], *words))))
+            assert train_unet.absent_sizes(config, given) == notes
 
 
 def test_one_of_each(tmp_path, images8, capsys):
