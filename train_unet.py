@@ -1226,6 +1226,9 @@ def plan_classes(config, run, given, source, path, data_names):
     if known and not before and config.num_classes != known:
         raise UserError(f"--num_classes {config.num_classes} contradicts {path}, which was made with {known} classes"
                         f" and does not name them; leave the flag out, or name them with --class_names FILE")
+    seen = max(known, len(data_names))
+    if config.num_classes > seen:
+        notes.append(f"--num_classes {config.num_classes}: only {seen} have images, and the others are never learned")
     if not source:
         return data_names, None, notes
     rows, line = kept_rows(config, data_names, source.config, before)
@@ -1235,6 +1238,16 @@ def plan_classes(config, run, given, source, path, data_names):
     if config.path_steps and -1 in rows:
         raise UserError(f"{line}; --consistency learns from what the model draws: train it for these classes first")
     return data_names, rows, [*notes, line]
+
+
+def image_notes(config, images, validation):
+    """What is said of what the images have and the run does not use, and of a validation file that tells nothing."""
+    notes, count = [], len(images.class_names)
+    if not config.class_cond and not config.path_steps and count > 1:
+        notes.append(f"{images.path} has images of {count} classes, which are not told apart without --class_cond 1")
+    if validation and images.checksum and validation.checksum == images.checksum:
+        notes.append(f"{validation.path} holds the images that the run learns from: its loss tells nothing of others")
+    return notes
 
 
 def idle_flags(config, run, given):
@@ -1587,6 +1600,7 @@ def train_from(model, checkpoint, path, config, run, given):
     if config.class_cond and len(names) <= config.num_classes:  # or else check_labels says so
         notes += filter(None, [images.match_classes(names)])
         notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
+    notes += image_notes(config, images, validation)
     model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
     for line in notes + absent_sizes(config, given):
         unet_io.say(f"note: {line}")

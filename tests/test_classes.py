@@ -720,23 +720,25 @@ def test_damaged_names(tmp_path, text, says):
     refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, says=["w.bin", says])
 
 
-def test_what_is_not_learned_of_classes(tmp_path, images8):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_not_learned_of_classes(tmp_path, images8, program):
     """Classes that the images have and the model is not told, and that the model has and no image is of."""
     flags = (*unet_io.flags_of(Config(**TOY)), "--data_file", images8, "--steps", 1, *QUICK)
-    without = run(TRAIN, *flags, "--out_dir", tmp_path / "without").stdout
+    without = started(program, *flags, "--out_dir", tmp_path / "without").stdout
     assert f"note: {images8} has images of 3 classes, which are not told apart without --class_cond 1\n" in without
-    more = run(TRAIN, *flags, "--class_cond", 1, "--num_classes", 5, "--out_dir", tmp_path / "more").stdout
+    more = started(program, *flags, "--class_cond", 1, "--num_classes", 5, "--out_dir", tmp_path / "more").stdout
     assert "note: --num_classes 5: only 3 have images, and the others are never learned\n" in more
-    right = run(TRAIN, *flags, "--class_cond", 1, "--out_dir", tmp_path / "right").stdout
+    right = started(program, *flags, "--class_cond", 1, "--out_dir", tmp_path / "right").stdout
     assert "not told apart" not in right and "never learned" not in right
 
 
-def test_validation_on_the_images_themselves(tmp_path, images8):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_validation_on_the_images_themselves(tmp_path, images8, program):
     flags = (*unet_io.flags_of(Config(**TOY)), "--data_file", images8, "--steps", 1, *QUICK, "--out_dir", tmp_path)
     other = write_toy_images(tmp_path / "other.bin", seed=2)
     said = f"note: {images8} holds the images that the run learns from: its loss tells nothing of others\n"
-    assert said in run(TRAIN, *flags, "--val_file", images8).stdout
-    assert said not in run(TRAIN, *flags, "--val_file", other, "--out_dir", tmp_path / "other").stdout
+    assert said in started(program, *flags, "--val_file", images8).stdout
+    assert said not in started(program, *flags, "--val_file", other, "--out_dir", tmp_path / "other").stdout
 
 
 def test_new_classes_cannot_be_tuned(tmp_path):

@@ -460,12 +460,13 @@ def test_idle_flags(tmp_path, images8, program):
     def notes(folder, *words):
         return notes_of(program, "--preset", "tiny", "--image_size", 8, "--timestep_sampling", "uniform", "--lr_schedule",
                         "constant", "--steps", 1, "--data_file", images8, "--out_dir", tmp_path / folder, *words)
-    assert notes("none") == []
+    classes = f"{images8} has images of 3 classes, which are not told apart without --class_cond 1"
+    assert notes("none") == [classes]
     table = IDLE | (IDLE_IN_C if program == "train_unet" else IDLE_IN_PYTHON)
-    assert sorted(notes("all", *" ".join(table).split())) == sorted(table.values())
+    assert sorted(notes("all", *" ".join(table).split())) == sorted([*table.values(), classes])
     if program == "train_unet":
         (tmp_path / "c.txt").write_text("\n".join(word[2:] for word in table))
-        assert notes("file", "--config", tmp_path / "c.txt") == []
+        assert notes("file", "--config", tmp_path / "c.txt") == [classes]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
