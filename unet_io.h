@@ -658,7 +658,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
     bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
     bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
     bool in_range = number >= flag.least && number <= flag.most;
-    if (!is_number || is_lost || !in_range)
+    if (is_number && in_range && is_lost)
+        fail_usage("--%s is %s, it must be 0 or at least 1.2e-38, the least float above it", flag.name, value);
+    if (!is_number || !in_range)
         fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
                    is_float ? "number (a float)" : "whole number", flag.least, flag.most,
                    value);
