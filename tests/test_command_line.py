@@ -496,6 +496,29 @@ def test_folder_in_place_of_a_file(tmp_path, images8):
     refused(TRAIN, "--generate", "--model_weights", "x" * 300, says="can't open xxx")
 
 
+def test_untuned_model_and_consistency(tmp_path):
+    """The sampler of tuned models draws with any, and says where one was not tuned for it."""
+    for tuned in (False, True):
+        perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v", consistency=tuned)))
+        said = run(TRAIN, "--generate", "--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sampler", "consistency",
+                   "--output_name", tmp_path / "x.png").stderr
+        assert ("w.bin was not tuned for --sampler consistency" in said) == (not tuned)
+
+
+def test_threads_are_as_many_as_usable_cores(tmp_path):
+    """Those that the process may use; OMP_NUM_THREADS tells another number where it is one."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    draw = (TRAIN, "--generate", "--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sample_steps", 1, "--output_name",
+            tmp_path / "x.png")
+    core = min(os.sched_getaffinity(0))
+    for value, threads in ((None, "1 thread,"), ("abc", "1 thread,"), ("3", "3 threads,")):
+        environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+        if value is not None:
+            environment["OMP_NUM_THREADS"] = value
+        said = run(*draw, env=environment, preexec_fn=lambda: os.sched_setaffinity(0, {core})).stdout
+        assert threads in said, (value, said)
+
+
 def test_two_presets():
     for program in ([TRAIN], [sys.executable, ROOT / "train_unet.py"]):
         refused(*program, "--preset", "tiny", "--preset", "small32", says="--preset tiny and --preset small32: only one can be had",
