@@ -435,6 +435,7 @@ def test_bench_of_cut_output(tmp_path, tools, monkeypatch):
     (tmp_path / "build/dev/gelu.txt").write_text("gelu on one GPU: bf16\n")
     (tmp_path / "build/dev/linear.txt").write_text("linear on one G")
     monkeypatch.setattr(ladders, "DEV", tmp_path / "dev")
+    monkeypatch.setattr("sys.argv", ["ladders.py"])
     with pytest.raises(UserError, match="names no device.*: linear$"):
         ladders.main()
 
