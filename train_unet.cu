@@ -4247,7 +4247,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
     const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     // A file for --config that names both is a run's, which began with these weights and has others in its folder.
-    bool began = !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
+    bool began = *config.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
                  !list_checkpoints(config.out_dir).empty();
     WeightsFile file = *config.model_weights && !began ? open_weights(config.model_weights)
                                                        : newest_checkpoint(config.out_dir, otherwise);
@@ -4331,7 +4331,7 @@ static void run_generate(const GivenFlags& given) {
 
 // The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
-    if (fs::is_regular_file(config->out_dir))
+    if (file_exists(config->out_dir) && !is_folder(config->out_dir))
         fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
              shell_word(fs::path(config->out_dir).parent_path().string()));
     const GivenFlag* out_dir = was_typed(given, "out_dir");

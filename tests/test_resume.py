@@ -255,6 +255,7 @@ def test_resume_takes_a_folder(tmp_path, images8):
     run(TRAIN, *flags_of(RESUMED), "--data_file", images8, "--steps", 1, *QUICK, "--out_dir", folder)
     newest = checkpoint_in(folder, 1)
     refused(TRAIN, "--resume", newest, says=f"{newest} is a file, and --resume takes a run's folder: --resume '{folder}'")
+    refused(TRAIN, "--resume", "x" * 300, says="can't list the folder xxx")  # a name that no file can have
 
 
 def test_fixed_on_resume(tmp_path, images8):
