@@ -219,6 +219,7 @@ namespace fs = std::filesystem;
 static std::error_code ignored;  // where an answer is enough
 
 static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
+static bool is_folder(const std::string& path) { return fs::is_directory(path, ignored); }
 
 enum { HEADER_INTS = 256, HEADER_BYTES = 1024 };
 
@@ -273,11 +274,6 @@ static std::string read_text(const std::string& path) {
     if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
     return in.take<std::string>(in.size);
-}
-
-static bool is_folder(const std::string& path) {
-    std::error_code ignored;
-    return fs::is_directory(path, ignored);
 }
 
 // A text that somebody may have typed: some editors' byte order mark is left out.

@@ -1546,16 +1546,22 @@ def _old_settings(header, kind):
     return settings
 
 
+def _section(header, i):
+    """(name, length in bytes) of section number i in the header of weights; one that is not there has no name."""
+    entry = header[128 + 8 * i:136 + 8 * i].tobytes()
+    return entry[:24].rstrip(b"\0").decode("ascii", "replace"), int.from_bytes(entry[24:], "little")
+
+
 def read_checkpoint(path, kind=Config):
     """Checkpoint from a .bin with weights, of any version, its checksum checked. Raises UserError.
 
     kind: the network's class of Settings, whose magic is what its files begin with.
     """
     ours = kind.magic.to_bytes(4, "little").rstrip(bytes(1)).decode()
-    magics = [kind.magic, OLD_WEIGHTS_MAGIC] if kind is Config else [kind.magic]
-    if what_it_holds(path) == "images":
-        raise UserError(f"{path} holds images; weights were expected")
+    magics = [IMAGES_MAGIC, kind.magic, *[OLD_WEIGHTS_MAGIC] * (kind is Config)]
     header, data = _map_file(path, magics, f"holds no weights (its first bytes are neither {ours} nor those of an old file)")
+    if header[0] == IMAGES_MAGIC:
+        raise UserError(f"{path} holds images; weights were expected")
     if header[0] == OLD_WEIGHTS_MAGIC:
         return _read_old_weights(path, header, data)
     version, _, count, step, parameters, tensors = (int(field) for field in header[1:7])
@@ -1566,9 +1572,7 @@ def read_checkpoint(path, kind=Config):
                         f" {tensors} tensors")
     table, start = {}, HEADER_BYTES
     for i in range(count):
-        entry = header[128 + 8 * i:136 + 8 * i].tobytes()
-        name = entry[:24].rstrip(b"\0").decode("ascii", "replace")
-        length = int.from_bytes(entry[24:], "little")
+        name, length = _section(header, i)
         if name in table or not name.isprintable() or not name:
             raise UserError(f"{path} is damaged: section {i} has the name {name!r}")
         if name in TENSOR_SECTIONS and length != 4 * parameters:
@@ -1682,9 +1686,8 @@ def what_it_holds(path):
         return "a checkpoint of a run" if header[8] else "weights"  # has_adamw
     if header[0] not in (WEIGHTS_MAGIC, DIT_MAGIC):
         return ""
-    names = header[128:].view("S32").tolist()
-    of_runs = {name.encode() for name in TENSOR_SECTIONS if name != "weights"}
-    return "a checkpoint of a run" if of_runs & {name[:24].rstrip(b"\0") for name in names} else "weights"
+    more = {_section(header, i)[0] for i in range(16)} & set(TENSOR_SECTIONS) - {"weights"}
+    return "a checkpoint of a run" if more else "weights"
 
 
 def check_kept(path, flag, *kinds):
