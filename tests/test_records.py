@@ -148,12 +148,6 @@ def test_jobs(small, capsys):
         assert set(points) == wanted.get(recipe, {(1, 50), (2, 50)})
         if recipe == "ours":
             ours = points
-    _, table = records.render(list(results.values()), "")["smoke"]
-    rows = records.summary(table)[-2:]
-    for minutes, row in enumerate(rows, 1):
-        assert int(row[0]) == minutes and row[1].strip() == f"{results['real']['points'][0]['figures']['Frechet']:.2f}"
-        wanted = [ours[key]["figures"]["Frechet"] for key in ((minutes, 3), (1.2 * minutes, 1), (1.2 * minutes, 2))]
-        assert [cell.strip() for cell in row[3:]] == [f"{value:.2f}" for value in wanted]
         for (minutes, _), point in points.items():
             assert {"Frechet", "Frechet of 4", "KID x 1000", "precision %", "recall %", "accuracy %"} == set(point["figures"])
             assert not minutes or point["steps"] >= minutes and point["seconds"] > 0
@@ -162,6 +156,17 @@ def test_jobs(small, capsys):
             every = int((folder / "steps_a_minute").read_text())
             assert [points[minutes, calls]["steps"] for minutes, calls in points if minutes in (1, 2)] == [every, 2 * every]
             assert (folder / "run_2").exists() != records.RECIPES[recipe].one_run
+        if recipe == "ours":  # a tuning to one call has steps of its own: other ones, and so many of them as fit its minutes
+            for calls, fraction in ((1, 0.2), (2, unet_io.PRESETS["consistency"]["matching_fraction"])):
+                assert f"matching_fraction = {fraction:g}\n" in (folder / f"tuned_2_{calls}/config.txt").read_text()
+                more = round(0.4 * int((folder / f"tuning_{calls}_steps_a_minute").read_text()))
+                assert points[2.4, calls]["steps"] == 2 * every + max(1, more)
+    _, table = records.render(list(results.values()), "")["smoke"]
+    rows = records.summary(table)[-2:]
+    for minutes, row in enumerate(rows, 1):
+        assert int(row[0]) == minutes and row[1].strip() == f"{results['real']['points'][0]['figures']['Frechet']:.2f}"
+        wanted = [ours[key]["figures"]["Frechet"] for key in ((minutes, 3), (1.2 * minutes, 1), (1.2 * minutes, 2))]
+        assert [cell.strip() for cell in row[3:]] == [f"{value:.2f}" for value in wanted]
     assert f"| 2.4 | {records.RECIPES['ours'].title}, consistency |" in records.table(table)
 
 

@@ -378,14 +378,16 @@ class Job:
                     continue
                 folder = self.folder / f"tuned_{minutes}_{calls}"
                 trainer = functools.partial(self.tuner, weights, folder, calls)
-                every = steps_a_minute(self.folder / "tuning_steps_a_minute", self.options, trainer)
+                every = steps_a_minute(self.folder / f"tuning_{calls}_steps_a_minute", self.options, trainer)
                 more = max(1, round(TUNING * minutes * every))
                 tuned, more_seconds = self.trained(folder, trainer, more, every)
                 self.note_model(tuned_minutes, [consistency(calls)], tuned, steps=steps + more, seconds=seconds + more_seconds)
 
     def tuner(self, weights, folder, calls):
-        """The consistency tuning of weights for so many calls a picture."""
+        """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
         flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
+        if calls == 1:
+            flags += ["--matching_fraction", "0.2"]
         for name in ("batch_size", "seed", "flip", "lr"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
