@@ -24,23 +24,23 @@
 // Precision    floatX holds activations, their gradients and the working weights (float on the CPU), except
 //              the weights of norms, which are never rounded. Weight gradients, optimiser state, statistics, loss
 //              and every accumulator are float or wider.
-// Gradients    Those of weights overwrite; a batch that goes through the network as several micro-batches
-//              adds up their gradients pairwise: see tree_gradient. Those of activations overwrite, but for what feeds
-//              two consumers, an encoder's output: the decoder's backward runs first and overwrites, the
-//              encoder's then adds: Block.accumulate. Within a block the first writer of a gradient does what
-//              Block.accumulate says, and those after it add.
+// Gradients    A backward pass overwrites the weights' gradients. Where a batch goes through the network as several
+//              micro-batches, their gradients are added up in pairs: see tree_gradient. An activation's gradient is
+//              overwritten too, unless two blocks read the activation, as the decoder also reads an encoder's output.
+//              Then the decoder's backward, which runs first, overwrites, and the encoder's adds: see Block.accumulate.
+//              Within a block the first writer of a gradient does what Block.accumulate says, and the later ones add.
 // Memory       Everything is sized from the plan and allocated once, before the first step. Activations,
 //              their gradients and scratch take turns in one arena (Buffer). A layer never allocates.
-//              What weight gradients read stays until the side stream is done with it: see unet_backward.
+//              Weight gradients are computed on a second CUDA stream, the side stream, beside what comes next. What
+//              they read stays until they are done: see unet_backward.
 // Layers       Declared once, in section 3. In unet_cpu.h namespace cpu::plain holds the specification of each,
 //              namespace cpu what a CPU runs; namespace gpu, in the CUDA build, launchers of kernels that do the
 //              same. Arguments: outputs, inputs, parameters, options by name. Tensors are values that know their
 //              sizes; those of parameters follow from the tensors that they go with. Launchers own their geometry,
-//              never synchronise, always check. A configuration has passed check_config before. Layers of
-//              independent items, and those that add up in teams, are written once, for both: structs that
-//              run() is called with.
-// Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. The stream of
-//              dropout also tells the block. Any step can be recomputed alone, and resuming needs no saved generator.
+//              never synchronise, always check. A configuration has passed check_config before. Elementwise layers and
+//              simple reductions are written once for both builds: structs that run() is called with.
+// Randomness   A function of (seed, stream, step, sample, element), never a state: see Philox below. Dropout's stream
+//              also depends on the block. Any step can be recomputed alone, and resuming needs no saved generator.
 // Determinism  Same binary, seed, batch, micro-batch and kind of device: the same bits, whatever the number of
 //              ranks (GPUs) and of a CPU's threads. Reductions run in an order that the shapes alone decide.
 //
@@ -127,8 +127,9 @@
 
 // ==== 1  CONFIGURATION =====================================================================================
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded.
-enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };  // PIXEL: elements of an image's pixel
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in the network's
+// memory has PIXEL channels, of which those behind its own are zeros.
+enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };
 // An attention head's channels are a multiple of the first number, and at most the second.
 static std::pair<int, int> head_channels();
 
@@ -141,7 +142,7 @@ enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
-// What the optimiser goes by: small enough to be handed to a kernel.
+// The optimiser's settings. They are few enough to be an argument of a kernel.
 struct Hyper {
     float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
     int lr_schedule, warmup_steps, lr_steps;
@@ -224,12 +225,12 @@ static int heads_of(const Config& c, int channels, bool decoder) {
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) { return std::ranges::count(c.attention_resolutions, size); }
 
-// The processes that train together, one a GPU, and which of them this is: `local` among those of its machine.
-// They run the same program on the same files. Only rank 0 writes any.
+// The processes (ranks) that train together, one for each GPU: this one's number, how many there are, and its number
+// among those of its machine. They run the same program on the same files. Only rank 0 writes any.
 static struct World {
     int rank = 0, size = 1, local = 0;
-    bool forked = false;  // by rank 0, and not started by a launcher
-    bool met = false;     // and can send each other messages
+    bool forked = false;     // rank 0 has forked the others; otherwise a launcher has started them
+    bool connected = false;  // they can send each other messages
 } world;
 
 // What the program knows of its network, besides Config. A file that includes this one can put another network
@@ -281,7 +282,7 @@ static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT
 
 template <typename T> static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
-    assert(arena->used + bytes <= arena->capacity);  // less was counted than is taken
+    assert(arena->used + bytes <= arena->capacity);  // otherwise the plan has reserved too little
     T* memory = (T*)(arena->base + arena->used);
     arena->used += bytes;
     return memory;
@@ -296,7 +297,7 @@ typedef float floatX;
 #else
 typedef __nv_bfloat16 floatX;
 #endif
-enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // the steps that the host begins before it waits for the first of them
+enum { ON_GPU = 1, STEPS_IN_FLIGHT = 3 };  // see mark_step_end
 #else
 #define DEVICE cpu
 #define HOST_DEVICE
@@ -343,27 +344,28 @@ static void backend_copy(void* to, const void* from, size_t bytes);  // either m
 static void backend_wait();                                          // until all is done
 // Copies from and to the host's own memory, done when they return.
 static void backend_upload(void* to, const void* from, size_t bytes) {
-    backend_copy(to, from, bytes), backend_wait();
+    backend_copy(to, from, bytes);
+    backend_wait();
 }
 static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
 template <typename T> static void upload(T* to, const std::vector<T>& values) {
     backend_upload(to, values.data(), values.size() * sizeof(T));
 }
-// How the host follows the device, which works on STEPS_IN_FLIGHT steps, each with a slot: the first marks the end of the
-// work that was given to the device so far, the second waits until the device has come to that mark.
+// The host begins up to STEPS_IN_FLIGHT steps before it waits for the first of them. Each of these steps has a slot:
+// mark_step_end marks the end of the work that the device was given so far; wait_for_step waits until the device gets there.
 static void mark_step_end(int slot);
 static void wait_for_step(int slot);
 
-// An event of the side stream, by its number; 0: there is nothing to wait for. The stream runs its work in order: whoever waits
-// for one event has waited for all before it.
+// An event marks the end of some work of the side stream. Events are numbered from 1; 0 means that there is nothing to wait
+// for. The stream runs its work in order, so that whoever waits for one event has waited for all before it.
 typedef int Event;
 static Event newest_event;
 
-// Gives launches to the side stream. They wait for everything launched so far, and run beside what the main
-// stream is given next, until that is to wait for their event. On a CPU they are done at once.
+// Gives launches to the side stream, and returns the event of their end. They wait for everything launched so far, and
+// then run beside what the main stream is given next. On a CPU they are done at once.
 static Event on_side_stream(auto launches);
-// These are launched after the main stream's next kernel, which so gets the multiprocessors first. Without, a
-// step of an H100 at B = 1 takes 3% longer.
+// The same, but they are launched after the main stream's next kernel, so that this one gets the multiprocessors first.
+// Without the delay a step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
 // Has the main stream, not the host, wait for an event.
 static void wait_for(Event event);
@@ -375,15 +377,15 @@ struct Graph {
     int runs = 0;
 };
 static void launch_graph(Graph* graph, auto launches);
-// TFLOP/s at the most, in bf16 (dense, added up in fp32) or fp32; 0: not known.
+// The device's peak TFLOP/s, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
 // Prepares what the ranks of a machine will talk through, before they are forked.
-static void backend_connect();
-// Meets the other ranks, before the first message; the name of what carries messages, for the log.
-static std::string backend_meet();
-// Ends the messages, when every one that was sent has arrived.
-static void backend_part();
+static void backend_prepare_fork();
+// Connects this rank to the others, and returns the name of what carries messages, for the log.
+static std::string backend_connect();
+// Disconnects it, when every message that was sent has arrived.
+static void backend_disconnect();
 
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher is for dev/bench/profile.cu, whose
 // functions the arguments may use. The program itself compiles none of it.
@@ -415,7 +417,7 @@ static std::atomic<int>& stop_asked = forked_ranks->stop;
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
 static void backend_together(auto exchanges);
 
-// Sends every other rank sent(it), bytes of the device, for received(it).
+// Exchanges bytes of the device with every other rank: this one sends sent(peer), and receives received(peer).
 static void exchange_with_all(auto sent, auto received) {
     backend_together([&] {
         for (int peer = 0; peer < world.size; peer++)
@@ -445,7 +447,7 @@ struct Parameter {
     size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
     bool joined = false;          // it lies beside those of other residual blocks' embedding layers: see place_parameters
     Init init;
-    float scale = 1;  // of its first values; only dev/dit sets it
+    float scale = 1;  // its initial values are multiplied by it; only dev/dit sets it
 };
 
 static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
@@ -520,7 +522,7 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, 2e-6 from it.
+// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, which is off by up to 2e-6.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
@@ -568,7 +570,7 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 struct alignas(8) Moments {  // of a tile of an image: the mean, and the sum of squared distances from it
     float mean, squares;
 };
-struct alignas(8) NormSums {  // over a tile, of dy and of dy x^: see groupnorm_backward_sums
+struct alignas(8) NormSums {  // over a tile: see groupnorm_backward_sums
     float dy, dy_x_hat;
 };
 struct alignas(8) GroupStatistics {  // of the channel's group in an image
@@ -597,7 +599,8 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C): whoever reads the tensor norms it by these, with SiLU: see Norm.half_scale_shift. Null: it is not to be normed.
+    // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU. See
+    // Norm.half_scale_shift.
     const ScaleShift* half_scale_shift;
     ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
@@ -610,7 +613,7 @@ template <typename Real> struct ConcatOf {
     HOST_DEVICE Moments moments(size_t tile, int c) const { return of(c).moments[tile * of(c).C + within(c)]; }
 };
 
-// A row an image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
+// A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
 template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
@@ -624,9 +627,9 @@ template <typename Real, int TAPS> struct ProductOf {
 };
 
 // F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
-// x. w and bias (C) are never rounded. Forward writes statistics and half_scale_shift, (B, C), for all who
-// read x again: what is normed is y = x scale + shift. With SiLU scale and shift are halved, and make h = y / 2, because
-// silu(y) = h + h tanh(h) is one instruction fewer a number: see silu_of_half.
+// x. w and bias (C) are never rounded. For each image and channel the norm is y = x scale + shift. Forward writes
+// statistics and half_scale_shift, (B, C), for all who read x again. With SiLU scale and shift are halved and make
+// h = y / 2, because silu(y) = h + h tanh(h) takes one instruction less: see silu_of_half.
 template <typename Real> struct NormOf {
     ConcatOf<Real> x = {};
     int groups = 1;
@@ -636,17 +639,17 @@ template <typename Real> struct NormOf {
     GroupStatistics* statistics = nullptr;
     ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
     NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
-    // (B, 2C), or null: what is normed is multiplied, before SiLU, by 1 + the first C and added to the
-    // others.
+    // (B, 2C), or null: C scales, then C shifts. Before SiLU y becomes y (1 + scale) + shift.
     RowsOf<Real> modulation = {}, dmodulation = {};
     HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
-    // 1 + the scale of channel c in image b; the channel's weight and bias, modulated.
+    // 1 + the scale of channel c in image b.
     HOST_DEVICE float gain(int b, int c) const {
         return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
     }
+    // The channel's weight and bias, modulated.
     HOST_DEVICE ScaleShift modulated(int b, int c) const {
-        float more = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
-        return {w[c] * gain(b, c), bias[c] * gain(b, c) + more};
+        float shift = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
+        return {w[c] * gain(b, c), bias[c] * gain(b, c) + shift};
     }
 };
 
@@ -657,12 +660,11 @@ template <typename Real> struct ForwardOptionsOf {
     TensorOf<Real> residual = {};
 };
 
-// How dx is written: added to what is there (`accumulate`). Only norms obey `residual`: they add the gradient of a branch
-// around them. Only convolutions obey `norm`: if they read what it wrote, they do groupnorm_backward_sums(dx, dx, norm)
-// as well.
+// How dx is written.
 template <typename Real> struct BackwardOptionsOf {
-    TensorOf<Real> residual = {};
-    bool accumulate = false;
+    TensorOf<Real> residual = {};  // of a norm: the gradient of a branch around it, which is added to dx
+    bool accumulate = false;       // dx is added to what is there
+    // Of a convolution: the norm that wrote what it read. groupnorm_backward_sums(dx, dx, norm) is then done, too.
     NormOf<Real> norm = {};
 };
 
@@ -719,11 +721,11 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 // itself with Concat's half_scale_shift, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
 static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O);
-// Backward in two calls. With dy the gradient before SiLU, x^ = (x - mean) rstd and N elements in a group:
-//   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N)
+// Backward in two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
+//   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N)
 // where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
 // gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
-// dy and dy x^. dy may be dout.
+// dy and dy x_hat. dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or
@@ -752,17 +754,18 @@ static const float NORM_EPS = 1e-5f;
 // in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
 // where the tests of a CUDA build also run the layer on the CPU, it is float there.
 
-// A layer that adds up is a struct done by teams, which items() counts: a thread on the CPU, on a GPU a block
-// of THREADS, with BLOCKS of them on a multiprocessor; thread i does elements i, i + threads, ...
+// A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A team
+// is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor. Thread i of a
+// team does elements i, i + threads, ...
 struct Team {
     int index, thread, threads;
 };
-// The sum of a team's values, in all its threads, in a fixed order. At most 1024 threads, whole warps.
+// The sum of what a team's threads have, in a fixed order; every thread gets it. At most 1024 threads, whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
     __shared__ float parts[32];
     for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-    __syncthreads();  // those of the sum before have been read
+    __syncthreads();  // until everyone has read the parts of the sum before
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
     __syncthreads();
     value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
@@ -784,12 +787,12 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
 }
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
-// item is an angle, formed in double: t reaches 999, and a float product would cost 3e-5 of an angle.
+// item is an angle. It is computed in double: t reaches 999, and a float product would be off by 3e-5.
 template <typename T> struct TimestepEmbedding {
     TensorOf<T> out;
     const int* timesteps;
     int max_period;
-    double unit = 1;  // of a timestep
+    double unit = 1;  // t is unit times the timestep
 
     size_t items() const { return out.count() / 2; }
     HOST_DEVICE void operator()(size_t item) const {
@@ -920,7 +923,7 @@ template <typename T> struct LabelBackward {
     }
 };
 
-// norm.dmodulation from norm.sums, once these are there. An item is a channel of an image.
+// norm.dmodulation, from the finished norm.sums. An item is a channel of an image.
 template <typename T> struct ModulationBackward {
     NormOf<T> norm;
 
@@ -929,20 +932,23 @@ template <typename T> struct ModulationBackward {
         int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), tiles = norm_tiles(norm.x.first.T());
         const NormSums* sums = norm.sums + (size_t)b * tiles * C + c;
         float dscale = 0, dshift = 0;
-        for (int tile = 0; tile < tiles; tile++)
-            dshift += sums[tile * C].dy,
-                dscale += norm.w[c] * sums[tile * C].dy_x_hat + norm.bias[c] * sums[tile * C].dy;
-        T* row = norm.dmodulation.data + (size_t)b * norm.dmodulation.pitch + c;
-        row[0] = (T)dscale, row[C] = (T)dshift;
+        for (int tile = 0; tile < tiles; tile++) {
+            NormSums sum = sums[tile * C];
+            dshift += sum.dy;
+            dscale += norm.w[c] * sum.dy_x_hat + norm.bias[c] * sum.dy;
+        }
+        T* row = norm.dmodulation.row(b);
+        row[c] = (T)dscale;
+        row[C + c] = (T)dshift;
     }
 };
 
-// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. Items: four.
+// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. An item is four elements.
 template <typename T> struct Dropout {
     TensorOf<T> x;
     float p;
     uint32_t seed, block;
-    int first;  // sample of the batch
+    int first;  // the sample of the batch that x begins with
     const int64_t* step;
 
     size_t items() const { return x.count() / 4; }
@@ -965,7 +971,7 @@ template <typename T> struct Dropout {
 // they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
 template <typename T> struct Resample {
     TensorOf<T> out, x;       // one of them twice as high and wide as the other
-    float factor = 1;         // of each number
+    float factor = 1;         // what is written is multiplied by it
     bool accumulate = false;  // to what `out` holds
     bool first_only = false;
 
@@ -975,7 +981,7 @@ template <typename T> struct Resample {
         const bool repeats = out.H > x.H;
         const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are less than 2^31
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
-        const unsigned line = pixel / out.W, column = pixel % out.W;  // a line of all images'
+        const unsigned line = pixel / out.W, column = pixel % out.W;  // lines are counted through all images
         const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
         int sources = repeats || first_only ? 1 : 4;
         if (repeats && first_only && (line | column) % 2) sources = 0;
@@ -4160,7 +4166,7 @@ static void end_after_rank_0(int) {
 
 // Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
 static void fork_ranks() {
-    backend_connect();
+    backend_prepare_fork();
     fflush(nullptr);
     pid_t rank_0 = getpid();
     std::vector<pid_t> forked;
@@ -4198,17 +4204,17 @@ static void start_ranks(const Config& c) {
 }
 
 // What the log says of the ranks, once they have met.
-static std::string meet_ranks(const Config& c) {
+static std::string connect_ranks(const Config& c) {
     if (world.size == 1 || c.dry_run) return "";
-    std::string through = backend_meet();
-    world.met = true;
+    std::string through = backend_connect();
+    world.connected = true;
     return text(", %d ranks through %s", world.size, through);
 }
 
 // An orderly end, for which rank 0 waits until the ranks that it has forked have come to theirs.
 static void leave_ranks() {
-    if (!world.met) return;
-    backend_part();
+    if (!world.connected) return;
+    backend_disconnect();
     for (std::thread& watcher : rank_watchers) watcher.join();
 }
 
@@ -4927,7 +4933,7 @@ static void run_program(int argc, char** argv) {
     }
     start_ranks(config);
     backend_init();
-    std::string ranks = meet_ranks(config);
+    std::string ranks = connect_ranks(config);
     handle_signals();
     print("%s on %s%s\n", network.program, backend_name(), ranks);
     if (draws) run_generate(given);
@@ -5081,7 +5087,7 @@ template <typename... Arguments> static void nccl(const char* name, Arguments...
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
-enum { MEETING_SECONDS = 120 };
+enum { CONNECTION_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
@@ -5107,7 +5113,7 @@ static void watch_nccl() {
         if (nccl_connected) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_connected && seconds_now() - start > MEETING_SECONDS)
+        if (!nccl_connected && seconds_now() - start > CONNECTION_SECONDS)
             fail("%d ranks have not met at %s", world.size, nccl_address().c_str());
     };
     while (!nccl_closing) {
@@ -5117,8 +5123,8 @@ static void watch_nccl() {
     }
 }
 
-static void backend_connect() {}
-static std::string backend_meet() {
+static void backend_prepare_fork() {}
+static std::string backend_connect() {
     const char* file = getenv("NCCL_LIBRARY");
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
     if (!nccl_library)
@@ -5143,7 +5149,7 @@ static std::string backend_meet() {
 }
 // NCCL's own threads free memory after ncclCommFinalize, when main may be over already: ncclCommDestroy waits for
 // them. Before it, the watching thread ends, which still asks NCCL.
-static void backend_part() {
+static void backend_disconnect() {
     nccl("ncclCommFinalize", nccl_ranks);
     nccl_closing = true;
     nccl_watcher.join();
@@ -5343,7 +5349,7 @@ template <typename Layer> static void run(Layer layer) {
 // NORM_TILE pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
 // of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
-//   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x^.
+//   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x_hat.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
 // groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_config, so 16 bytes
 // lie in one tensor of x.
@@ -5699,7 +5705,7 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x^ sum w dy x^) / N), + dresidual, + the old dx with ACCUMULATE. It also
+// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual, + the old dx with ACCUMULATE. It also
 // writes `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device
 // memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each. The declaration in
 // section 3 says which of them may be the same. The first weight_blocks blocks make dw and dbias.

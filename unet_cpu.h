@@ -140,8 +140,8 @@ inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
             }
     });
 }
-// With dy the gradient before SiLU and x^ = (x - mean) rstd:
-//   dw = sum dy x^,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x^ mean(w dy x^))
+// With dy the gradient before SiLU and x_hat = (x - mean) rstd:
+//   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x_hat mean(w dy x_hat))
 inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
     const int C = dout.C;
     std::fill_n(norm.dw, C, 0.0f);
@@ -662,7 +662,7 @@ static void channel_moments(Tensor x) {
     });
 }
 
-// The norm of a block of channels is x scale + shift, and x^ is x slope + offset.
+// The norm of a block of channels is x scale + shift, and x_hat is x slope + offset.
 struct NormMap {
     float slope[CHANNEL_BLOCK], offset[CHANNEL_BLOCK], scale[CHANNEL_BLOCK], shift[CHANNEL_BLOCK];
     bool silu;
@@ -766,7 +766,7 @@ static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
         }
     });
 }
-// Puts the means over a group, of w dy and of w dy x^, in place of the sums of an image's first tile.
+// Puts the means over a group, of w dy and of w dy x_hat, in place of the sums of an image's first tile.
 static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
     int C = dy.C, T = dy.T(), width = C / norm.groups, tiles = norm_tiles(T);
     each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
@@ -1279,7 +1279,7 @@ static size_t host_memory_available() {
 // (ranks, ranks): the socket by which the first talks with the second.
 static std::vector<int> sockets;
 
-static void backend_connect() {
+static void backend_prepare_fork() {
     sockets.resize(world.size * world.size);
     for (int a = 0; a < world.size; a++)
         for (int b = 0; b < a; b++) {
@@ -1306,11 +1306,11 @@ static void backend_exchange(int peer, std::span<const std::byte> sent, std::spa
         }
 }
 static void backend_together(auto exchanges) { exchanges(); }
-static std::string backend_meet() {
+static std::string backend_connect() {
     cpu::used_threads = std::max(1, cpu::thread_count() / world.size);
     return "sockets";
 }
-static void backend_part() {}
+static void backend_disconnect() {}
 #endif
 static std::string backend_name() {
     std::string threads = counted(cpu::thread_count(), "thread");
