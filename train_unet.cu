@@ -1026,18 +1026,18 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // its first channel of block 0's output, the embedding; -1: it reads none
+    int emb = -1;               // of block 0's output, the embedding: the first channel that this block reads; -1: none
     bool emb_again = false;     // backward reads the embedding again
-    int heads = 0;              // attention
-    bool accumulate = false;    // the input is the decoder's too: its gradient is added to, not overwritten
-    int param = 0;              // its first tensor; the others follow
+    int heads = 0;              // of attention; 0 in every other block
+    bool accumulate = false;    // the decoder reads the input, too: backward adds to the input's gradient
+    int param = 0;              // the block's parameters are Plan.tensors[param], ...: so many
     int num_params = 0;
     Buffer out = {};       // (B, out_H, out_H, O)
     // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
     // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four of (B, E).
     Buffer hidden = {};
     Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
-    Buffer stats = {};     // what each norm leaves, two arrays (B, C) of pairs; then attention's lse, (B, heads, T)
+    Buffer stats = {};     // of each norm GroupStatistics and ScaleShift, (B, C) each; then attention's lse, (B, heads, T)
     Buffer gradient = {};  // (B, out_H, out_H, O): of the output
     Buffer scratch_forward = {}, scratch_backward = {};
     // Scratch of backward that the block's last weight gradient reads on the side stream, while the next block's
@@ -1051,16 +1051,16 @@ struct Plan {
     std::vector<Block> blocks = {};
     std::vector<Parameter> tensors = {};
     size_t num_parameters = 0;
-    size_t num_floats = 0;   // that they take in memory; of several ranks a few more
-    size_t num_decayed = 0;  // of them the first: weight decay is for matrices
-    double flops = 0;        // of training on one image, an addition and a multiplication being two
+    size_t num_floats = 0;   // that the parameters take in memory; with several ranks rounded up: see shard_parameters
+    size_t num_decayed = 0;  // the first of these floats: those of the matrices, which alone decay
+    double flops = 0;        // of training on one image; an addition and a multiplication are two
     size_t arena_bytes = 0;
     int batch = 0;
     bool training = false;
 };
 
-// What an update of the weights reads and writes: arrays of this rank's shard; of one rank, of all parameters. Checkpoints
-// hold all but the gradients. Those of Model are (gradient_buffers, num_floats).
+// What an update of the weights reads and writes. Each array has this rank's shard of the parameters; a single rank's shard
+// is all of them. Only Model's own gradients are larger: (gradient_buffers, num_floats). Checkpoints hold the other arrays.
 struct OptimiserMemory {
     float* master;
     float* ema[MAX_EMAS] = {};  // null where there are fewer
@@ -1068,60 +1068,60 @@ struct OptimiserMemory {
     float* gradients = nullptr;
 };
 
-// The earlier noised images of consistency tuning with pairs: see section 6.
+// Consistency tuning with pairs: a sample's image is also noised to an earlier timestep. See section 6.
 struct ConsistencyPairs {
-    int* timesteps;  // (batch_size): the earlier one of each sample
-    float* gaps;     // (batch_size): how much larger the noise_fraction of its own is
-    float* errors;   // (B, H, W, PIXEL): what its target differs by from the one that is right
+    int* timesteps;  // (batch_size): the earlier timestep of each sample
+    float* gaps;     // (batch_size): the noise_fraction of the sample's own timestep minus that of the earlier one
+    float* errors;   // (B, H, W, PIXEL): see EarlierErrors
 };
 
-// What distribution matching learns with: see section 6. The student is the network that is tuned.
+// Distribution matching: see section 6. The student is the network that is tuned.
 struct DistributionMatching {
-    OptimiserMemory fake;     // of the network that learns what the student draws; it has no averages
-    struct StepState* state;  // of its update
-    int* timesteps;           // (batch_size): to which the student's pictures are noised
-    float* pictures;          // (images of this rank, C, H, W): what the student draws
-    float *fake_x0, *teacher_x0;  // the same: what the fake and the teacher see in these pictures, noised
+    OptimiserMemory fake;         // of the second network, which learns to denoise the student's pictures; without averages
+    struct StepState* state;      // of the fake's update
+    int* timesteps;               // (batch_size): to which the student's pictures are noised
+    float* pictures;              // (images of this rank, C, H, W): what the student draws
+    float *fake_x0, *teacher_x0;  // the same: the x0 that the fake and the teacher predict from these pictures, noised
 };
 
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
     Plan plan;
-    int ranks = 1, rank = 0;  // that train it together, and which of them this is: see shard_parameters
+    int ranks = 1, rank = 0;  // how many train it together, and this one's number: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
     floatX* weights;
     float* dw;                           // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
     char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
-    Arena scratch, late;                 // the parts of it that the block under way may take from
+    Arena scratch, late;                 // what the current block may take from: its buffers scratch_... and late
     Event embedding_ready = 0;           // block 0's output is there
     floatX* input;                       // (B, H, W, PIXEL): the noised images
     float* target;                       // (B, H, W, PIXEL)
     float* images;                       // (B, C, H, W): clean, planar, as in the files
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;         // whose masks --dropout takes; null: nothing is dropped
+    const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
     int* sources;                        // (batch_size): the image of each sample, -1 - image if mirrored; or its path_point
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;             // of the step under way: see section 7
+    struct StepState* state;             // of the current step: see section 7
     float* losses;                       // (batch_size, loss_parts)
     float* variance_losses = nullptr;    // (batch_size, loss_parts), with --learn_sigma
     float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;        // (diffusion_steps)
-    float* loss_weights = nullptr;       // (batch_size), with --consistency: what a sample's squared error counts for
+    float* loss_weights = nullptr;       // (batch_size), with --consistency: the weight of a sample's squared error
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
     DistributionMatching matching = {};  // with --matching_fraction
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-    struct SampleSpec* specs;            // (B): what the samples of a batch come from
+    struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    Strings class_names = {};            // of its first classes, by number; none: they are not known
+    Strings class_names = {};            // of its first classes, by number; empty: they are not known
     std::string data_checksum = "";      // of the images that it is trained on
 };
 
@@ -1166,7 +1166,7 @@ static Arena arena_of(const Model* m, const Buffer& b) {
 // The tensor that fills a buffer.
 static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
     Tensor tensor = {(floatX*)(m->arena + b.offset), B, H, H, C};
-    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // less was reserved
+    assert(tensor.count() * sizeof(floatX) <= b.bytes);  // otherwise the plan has reserved too little
     return tensor;
 }
 static Tensor output_of(const Model* m, const Block& block, int B) {
@@ -1181,7 +1181,7 @@ static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
 
-// A block under way, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
+// A block that is being run, as PyTorch's nn.Module. Each kind of block is such a struct, in which stand together:
 //   declare             its parameters, in the order of PyTorch's named_parameters()
 //   the members         what forward keeps for backward, taken from the buffers `hidden` and `stats`
 //   reserve_forward     the scratch of forward, and then forward itself
@@ -1220,7 +1220,10 @@ struct Module {
     template <typename Layer> Layer layer_at(size_t n, const auto* weights) const {
         size_t w = m->plan.tensors[n].offset, bias = m->plan.tensors[n + 1].offset;
         Layer layer = {.w = weights + w, .bias = weights + bias};
-        if (m->dw) layer.dw = m->dw + w, layer.dbias = m->dw + bias;
+        if (m->dw) {
+            layer.dw = m->dw + w;
+            layer.dbias = m->dw + bias;
+        }
         return layer;
     }
     // Layer `n` of the block.
@@ -1259,7 +1262,7 @@ struct Module {
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
-// With --class_cond a row a class is added before the second SiLU.
+// With --class_cond the class's row of a table is added before the second SiLU.
 struct EmbedBlock : Module {
     enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
@@ -1268,7 +1271,7 @@ struct EmbedBlock : Module {
         add_layer(plan, *block, "0.", {E, block->C});
         add_layer(plan, *block, "2.", {E, E});
         if (int rows = label_rows(c)) add_parameter(plan, network.label_table, {rows, E}, INIT_NORMAL);
-        block->O = 0;  // residual blocks add theirs
+        block->O = 0;  // each residual block adds the channels of its projection
     }
 
     int E = m->plan.tensors[block.param].shape[0];
@@ -1434,7 +1437,7 @@ struct ResBlock : Module {
         Rows dembedding = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
         if (modulates) {
             norm2.modulation = embedding;
-            norm2.dmodulation = std::exchange(dembedding, {});
+            norm2.dmodulation = dembedding;
         }
 
         conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
@@ -1460,7 +1463,7 @@ struct ResBlock : Module {
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resample_forward(normed1, before);
-        beside(conv3x3_backward_weight, conv1, dh, normed1, dembedding);
+        beside(conv3x3_backward_weight, conv1, dh, normed1, modulates ? Rows() : dembedding);
     }
 };
 
@@ -1477,7 +1480,7 @@ struct AttentionBlock : Module {
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
         add_layer(plan, *block, "qkv.", {3 * C, C, 1});
         add_layer(plan, *block, "proj_out.", {C, C, 1}, INIT_ZEROS);
-        plan->flops += 3.0 * 4 * T * T * C;  // scores, and their values
+        plan->flops += 3.0 * 4 * T * T * C;  // q k^T and P v, each 2 T T C; backward takes twice as many
     }
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
@@ -1605,7 +1608,7 @@ struct OutBlock : Module {
     }
 };
 
-// use(std::type_identity<the struct of a kind>())
+// Calls use() with the struct of a kind, as a std::type_identity.
 static void with_kind(int kind, auto use) {
     switch ((BlockKind)kind) {
         case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
@@ -1617,7 +1620,7 @@ static void with_kind(int kind, auto use) {
         case BLOCK_OUT: return use(std::type_identity<OutBlock>());
     }
 }
-// pass(module), the block under way.
+// Calls pass(module) with a module made for this block.
 static void with_module(Model* m, const Block& block, int B, auto pass) {
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
 }
@@ -1666,8 +1669,8 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         Block& b = plan->blocks[i];
         const bool is_last = i == n - 1;
         const int back = 2 * n - 1 - i;
-        // When the block reads for the last time. Block 0 runs on the side stream, which is still at work when the main
-        // stream is at the next blocks.
+        // The last step at which the block reads what its forward left. Block 0 runs on the side stream, which may still be at
+        // work when the main stream has come to later blocks.
         const int kept = plan->training || i == 0 ? back : i;
 
         size_t pixels = (size_t)b.out_H * b.out_H;
@@ -1688,7 +1691,7 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, except where it has no weights; the embedding where emb_again says so.
+        // Backward reads the block's inputs again, unless it has no weights. It reads the embedding again if emb_again.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
@@ -1722,12 +1725,11 @@ static void measure_buffers(Plan* plan, const Config& c) {
         });
 }
 
-// Gives every buffer an offset, the largest first, each the lowest where it meets none in use at the same
-// step.
+// Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the same step.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers, placed;  // placed: by offset
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
-    std::ranges::sort(buffers, {}, [](Buffer* b) { return std::pair(~b->bytes, b); });  // then by block
+    std::ranges::stable_sort(buffers, std::greater(), &Buffer::bytes);
     for (Buffer* b : buffers) {
         for (const Buffer* other : placed)
             if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
@@ -1771,7 +1773,10 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     std::string group;       // as files name it; its blocks are numbered
     int number = 0, outputs = 0;
 
-    auto begin_group = [&](const std::string& name) { group = name, number = 0; };
+    auto begin_group = [&](const std::string& name) {
+        group = name;
+        number = 0;
+    };
     auto last_size = [&] { return plan.blocks.back().out_H; };
     auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
         Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
@@ -1819,7 +1824,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
             if (level && i == c.num_res_blocks) add_resampling(BLOCK_UP, 2 * last_size());
         }
     }
-    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.in_channels << c.learn_sigma});
+    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.learn_sigma ? 2 * c.in_channels : c.in_channels});
 
     place_parameters(&plan);
     compute_lifetimes(&plan, c);
@@ -1841,8 +1846,8 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
-// may go on beside the block that follows in backward; the others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient on the side
+// stream may go on beside the backward of the next block; the block's others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
@@ -1852,7 +1857,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
         Event of_block_before = newest_event;
         network.backward(m, block, B);
-        // The newest weight gradient of this block may go on. If the block started none, that of the block before may not.
+        // Waits for all but the newest event, which is of this block; or for all, if the block started none.
         wait_for(std::max(newest_event - 1, of_block_before));
     }
     wait_for(newest_event);
