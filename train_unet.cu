@@ -1865,8 +1865,7 @@ static void unet_backward(Model* m, int B, float* dw) {
 
 // ==== 6  DIFFUSION AND SAMPLERS ============================================================================
 // ---- schedules --------------------------------------------------------------------------------------------
-// How much of the image and of the noise there is: x_t = alpha x0 + sigma eps, equation 4 of Ho et al.
-// (2020).
+// A timestep's share of the image and of the noise: x_t = alpha x0 + sigma eps, equation 4 of Ho et al. (2020).
 struct NoiseLevel {
     double alpha, sigma;
 };
@@ -1921,8 +1920,9 @@ static NoiseLevel edm_level(int t, int T) {
     return {c_in, c_in * sigma};
 }
 
-// The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by it; the
-// last has a sigma of about 1, because sampling begins with noise of that; it may have no image, but not with --predict eps.
+// The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by its sigma.
+// The last has a sigma of about 1, because sampling begins with noise of that standard deviation; its alpha may be 0, but not
+// with --predict eps.
 // A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
 // unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
@@ -1981,15 +1981,16 @@ struct ScheduleRow {
     float alpha, sigma;           // of the NoiseLevel
     float target_eps, target_x0;  // of the Target
     float weight;                 // of the squared error
-    // With --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020): the logarithm of its variance
-    // (timestep 0 has none and takes timestep 1's), by how much log beta exceeds it, and the error of its mean where the
-    // prediction is off by 1.
-    float posterior_log_variance_clipped, log_variance_range, mean_error;
-    // With --consistency: see noise_fraction; and the error of x0 where the prediction is off by 1.
-    float noise_fraction, x0_error;
+    // For --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020):
+    float posterior_log_variance_clipped;  // timestep 0 has no variance, and takes timestep 1's
+    float log_variance_range;              // log beta minus that
+    float mean_error;                      // by how much its mean is off where the prediction is off by 1
+    // For --consistency:
+    float noise_fraction;
+    float x0_error;  // by how much x0 is off where the prediction is off by 1
 };
 
-// The noise's part of the sum of alpha and sigma: it rises from 0 to 1, in equal steps with the flow schedule.
+// It rises from 0, for the image, to 1, for noise alone; with the flow schedule in equal steps.
 static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); }
 
 // The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
@@ -2004,7 +2005,7 @@ static double cumulative_probability(const Config& c, const std::vector<NoiseLev
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// The largest random word that draws each timestep, rising.
+// For each timestep the largest random word that draws it. They rise.
 static std::vector<uint32_t> make_last_words(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<uint32_t> last_words;
@@ -2015,7 +2016,7 @@ static std::vector<uint32_t> make_last_words(const Config& c) {
     return last_words;
 }
 
-// The first timestep before `end` for which something holds that holds for all later ones too; `end` where there is none.
+// A binary search: the first timestep before `end` that holds() is true of, or `end`. It is true of all later ones, too.
 HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     int first = 0;
     while (first < end) {
@@ -2076,11 +2077,12 @@ HOST_DEVICE static inline float clamped(float x0) { return x0 < -1 ? -1 : x0 > 1
 // is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
 // item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
-    int pixels, b, first, n;  // pixels = H W; the first of n
+    int pixels, b, first, n;  // of the image's H W pixels those from `first` on, n of them
     static size_t count(const auto& images) { return (size_t)images.B * ceil_div(images.T(), 4); }
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
-        b = (int)(item / items), first = 4 * (int)(item % items);
+        b = (int)(item / items);
+        first = 4 * (int)(item % items);
         n = pixels - first < 4 ? pixels - first : 4;
     }
     HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (C, H, W)
@@ -2089,16 +2091,16 @@ struct FourPixels {
     }
 };
 
-// x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps has offset_noise times another
-// normal, one for a channel's pixels, so that an image's mean is learnt too.
+// x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps also has offset_noise times a
+// normal that all of a channel's pixels share, so that an image's mean is learnt, too.
 template <typename T> struct AddNoise {
     TensorOf<T> x_t;
     float* target;                // (B, H, W, PIXEL)
     const float* images;          // (B, C, H, W): x0
     const ScheduleRow* schedule;  // (diffusion_steps)
     const int* timesteps;         // (B)
-    const int64_t* step;          // null: validation, whose noise never changes, without offset
-    int first;                    // sample of the batch
+    const int64_t* step;          // null in validation, whose noise never changes and has no offset
+    int first;                    // the sample of the batch that x_t begins with
     int channels;
     float offset_noise;
     uint32_t seed;
@@ -2138,15 +2140,15 @@ template <typename T> struct AddNoise {
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// Where the squared errors of a batch of samples of H W pixels go, and what they count for; and which of the samples, B from
-// `first` on, are looked at. Layers that have it count samples from there.
+// The loss of a batch: sums of squared errors, and what their weights follow from. A layer that has a BatchLoss works on B of
+// the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
-    float* parts;                           // (batch_size, loss_parts(pixels)): sums of squares of each chunk, not weighted
+    float* parts;                           // (batch_size, loss_parts(pixels)): each chunk's sum of squares, not weighted
     const int* timesteps = nullptr;         // (batch_size)
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     int batch_size, pixels, channels, diffusion_steps;
-    float* variance_parts = nullptr;  // as parts, of what --learn_sigma adds; null: nothing
-    const float* weights = nullptr;   // (batch_size); null: the schedule's
+    float* variance_parts = nullptr;  // the same of the term that --learn_sigma adds; null: there is none
+    const float* weights = nullptr;   // (batch_size); null: those of the schedule
     int first = 0, B = batch_size;
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
@@ -2154,35 +2156,38 @@ struct BatchLoss {
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
-// What --learn_sigma adds to the loss: a thousandth of the variational bound's term of each sample, in bits a
-// number, times T as the mean over t stands for the sum; Nichol and Dhariwal (2021), equations 15 and 16.
+// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15 and 16. A
+// sample has the bound's term of its timestep, in bits for each number of the image, times T, because the bound is a sum over
+// timesteps and the loss is a mean. The functions below are named as in guided-diffusion.
 
-// A function's value, and its slope by the logarithm of the variance, or by z.
+// A function's value, and its derivative by the logarithm of the variance, or by z.
 struct ValueAndSlope {
     float value, slope;
 };
 
-// The divergence of a Gaussian from a second one, whose mean is off by `error` and whose logarithm of the variance is larger by
-// `above`.
+// The KL divergence of a Gaussian from a second one, of log_variance, whose mean is off by `error`. `above` is how much larger
+// the second's log_variance is.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
 }
 
-// A Gaussian's distribution function, nearly (Page, 1977).
+// An approximation of the standard normal distribution function (Page, 1977).
 HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
     const float k = 1.5957691f;  // sqrt(8 / pi)
     float below = sigmoid(k * (z + 0.044715f * z * z * z));
     return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
 }
 
-// The term of t = 0: the byte of x0 has the probability between its edges, black and white all that is darker
-// or brighter. Where both edges count, the mean is put above x0, so that no two numbers near 1 are
-// subtracted.
+// The term of t = 0: the logarithm of the probability of x0's byte, which is that between the byte's two edges. Black has
+// all below its upper edge, and white all above its lower one. For other bytes only the mean's distance from x0 counts: the
+// mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
     bool black = x0 < -0.999f, white = x0 > 0.999f;
-    float away = black ? -error : white ? error : -fabsf(error);
+    float away = -fabsf(error);
+    if (black) away = -error;
+    if (white) away = error;
     float precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision;
     float lower = (away - 1 / 255.0f) * precision;
@@ -2194,16 +2199,16 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts over
-// its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction say where the log
-// of the variance lies between its bounds, -1 to 1, and the bound's term is added; the mean has no gradient from
-// it. A team does a chunk of a sample.
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts divided by
+// its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction, from -1 to 1, say where
+// the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
+// a gradient from it. A team does a chunk of a sample.
 template <typename T> struct PredictionLoss {
     BatchLoss batch;
     const T* out;                   // (B, H, W, PIXEL)
     const float* target;            // (B, H, W, PIXEL)
     T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
-    const float* images = nullptr;  // (B, C, H, W); null: no term of the bound
+    const float* images = nullptr;  // (B, C, H, W), with --learn_sigma; otherwise null
 
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
@@ -2248,18 +2253,21 @@ template <typename T> struct PredictionLoss {
 };
 
 // ---- consistency tuning -----------------------------------------------------------------------------------
-// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to see the same image in all noised forms of
-// it, so that one call draws a picture from noise alone. Each sample is noised twice with the same noise: to its timestep,
-// and to an earlier one. The image that the network sees in the second, held constant, is what it is to see in the first.
-// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2, in the last of STAGES 255/256.
+// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to predict the same x0 from all noised forms
+// of an image, so that one call draws a picture from noise alone. Each image is noised twice with the same noise: to the
+// sample's timestep, and to an earlier one. The x0 that the network predicts from the second, held constant, is its target
+// for the first.
+
+// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2 in the first of STAGES, then 3/4, and
+// 255/256 in the last.
 HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     enum { STAGES = 8 };
     int64_t stage = steps > 0 ? step * STAGES / steps : 0;
     return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
 }
 
-// The earlier timestep of sample b. Before the first timestep comes the image itself: what the network would answer
-// there does not count, and the gap is the whole noise_fraction.
+// Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its place: then the gap
+// is the whole noise_fraction, and what the network predicts at timestep 0 is not used.
 HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const ScheduleRow* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
@@ -2269,13 +2277,13 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// pairs.errors: what is added to a sample's target, so that the network learns to see in the sample the image that it saw in
-// its earlier noised one. It is the error of x0 there, as an error of the prediction here. An item is an element.
+// pairs.errors is added to a sample's target, so that the target means the x0 that the network has predicted at the earlier
+// timestep: that x0's error, as the prediction's error at the sample's own timestep. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    const T* out;         // (B, H, W, PIXEL): the network's answer
-    const float* target;  // (B, H, W, PIXEL): the right one
+    const T* out;         // (B, H, W, PIXEL): the prediction at the earlier timestep
+    const float* target;  // (B, H, W, PIXEL): its target
 
     size_t items() const { return (size_t)loss.B * loss.pixels * PIXEL; }
     HOST_DEVICE void operator()(size_t i) const {
@@ -2287,10 +2295,10 @@ template <typename T> struct EarlierErrors {
     }
 };
 
-// What the squared errors of samples count for, so that no sample outweighs the others; an item is a sample, whose squared
-// errors have been added up. Of pairs the error of x0 is divided by its own root, which is held constant (the paper's adaptive
-// weight, with c = 0), and by the gap. On paths gradients are those of the pseudo-Huber loss 2 c (sqrt(error + c^2) - c), of
-// Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023).
+// The weights of the samples' squared errors, which have been added up; they keep any sample from outweighing the others. An
+// item is a sample. With pairs, the squared error of x0 is divided by its own root, held constant (the paper's adaptive weight,
+// with c = 0), and by the gap. On paths (see below) the gradient is that of the pseudo-Huber loss
+// 2 c (sqrt(error + c^2) - c) of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023).
 struct ConsistencyWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2311,9 +2319,11 @@ struct ConsistencyWeights {
 // ---- paths of the sampler ---------------------------------------------------------------------------------
 // The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
 // Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from every point of
-// such a path the network that is tuned learns to see the picture at its end. A path serves path_steps training steps. Half of
-// their samples are at points from which the tuned model will draw: noise alone and, of two steps, as often the second's start.
-// The others are at all points alike. Points count from 0, noise alone.
+// such a path the network that is tuned learns to predict the picture at its end. Points are numbered from 0, noise alone. A
+// path serves path_steps training steps.
+
+// The point that a sample is trained at. Every other sample goes through all points in turn. The rest are at the points from
+// which the tuned model will draw: noise alone and, where it draws in two steps, as often the start of the second.
 HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_steps, int second) {
     int64_t turn = (int64_t)sample + step;
     if (turn % 2 == 0) return (int)(turn / 2 % path_steps);
@@ -2344,10 +2354,10 @@ template <typename T> struct LoadPathPoints {
 
 // ---- distribution matching --------------------------------------------------------------------------------
 // The end of consistency tuning on paths: Yin et al., "One-step Diffusion with Distribution Matching Distillation" (2024),
-// section 3.2. The student draws pictures, from noise alone or as the second of two steps. A second network, the fake,
-// begins as the teacher and learns to denoise them, as the teacher has learned to denoise images. What the two see in the
-// same noised picture differs in the direction in which the picture would look more like an image, and in that direction the
-// student is to change it. A step teaches the fake first, then the student.
+// section 3.2. The student, which is the network that is tuned, draws pictures, from noise alone or as the second of two
+// steps. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the teacher has learned
+// to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures that look more like
+// images, and the student learns to change its picture in that direction. A training step updates the fake, then the student.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2355,14 +2365,13 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// predicted = images + x0_error (out - target): the x0 that the network sees in noised images of the batch. An item is an
-// element.
+// predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item is an element.
 template <typename T> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
     const float* images;  // (B, C, H, W)
-    const T* out;         // (B, H, W, PIXEL): the network's answer
-    const float* target;  // (B, H, W, PIXEL): the right one
+    const T* out;         // (B, H, W, PIXEL): the prediction
+    const float* target;  // (B, H, W, PIXEL): its target
     bool clamps;          // to [-1, 1]
 
     size_t items() const { return (size_t)loss.B * loss.channels * loss.pixels; }
@@ -2374,10 +2383,10 @@ template <typename T> struct PredictX0 {
     }
 };
 
-// What the student is to predict: what it does, changed by the difference of the teacher's and the fake's x0, which is divided
-// by the mean distance of the picture from the teacher's (the paper's equation 8). So a picture counts alike however much noise
-// it had. The student's error of x0 is x0_error times that of its prediction, and the gradient by one follows from that by the
-// other. A team does a sample.
+// The student's target: its own prediction, plus a change that makes the squared error's gradient the paper's. That gradient,
+// by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator, equation 8, makes pictures count alike
+// however much noise they got. The picture changes by x0_error where the prediction changes by 1, so that the gradient by the
+// prediction is x0_error times as large. A team does a sample.
 template <typename T> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
@@ -2411,8 +2420,8 @@ template <typename T> struct MatchingTarget {
 // function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler and, at the same place,
 // into FLAGS of unet_io.h and sampler_text; sampler_steps and spacing_of say how it usually goes. train_unet.py has SAMPLERS.
 
-// What a step makes of the sample x: linear in the predicted x0, in x, in what an earlier call saved, and in
-// fresh noise. It saves save_x0 x0 + save_x x for the next call: x0 itself, but for the first of Heun's two calls.
+// What a step makes of the sample x: a sum of the predicted x0, x, what the call before saved, and fresh noise, times these
+// factors. It also saves save_x0 x0 + save_x x for the next call: that is x0 itself, except in the first of Heun's two calls.
 struct SampleUpdate {
     float x0 = 0, x = 0, saved = 0, noise = 0;
     float save_x0 = 1, save_x = 0;
@@ -2425,19 +2434,19 @@ struct SamplerStep {
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
-    float max_log_sigma_ratio = 0;  // a learned sigma of the noise is up to exp(this) times as large
+    float max_log_sigma_ratio = 0;  // with a learned sigma, the noise is up to exp(this) times as large; 0: it is not learned
 };
 
-// --spacing auto: what has the smallest error with an ideal denoiser (test_ideal.py); for DDIM and DDPM guided-diffusion's.
-// A consistency sampler has its own, which sampler_timesteps takes.
+// --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an ideal denoiser
+// (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
 static int spacing_of(const Config& c) {
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     if (c.spacing != SPACING_AUTO) return c.spacing;
     return is_uniform ? SPACING_UNIFORM : SPACING_TRAILING;
 }
 
-// guided-diffusion's space_timesteps(T, [count]): the first and the last among them. One alone is the last,
-// the noisiest, from which a single step makes the mean of all pictures.
+// guided-diffusion's space_timesteps(T, [count]), which has the first and the last timestep. A single one is the last, from
+// which one step makes the mean of all pictures.
 static std::vector<int> uniform_timesteps(int T, int count) {
     if (count == 1) return {T - 1};
     std::vector<int> timesteps;
@@ -2472,17 +2481,17 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The second of two consistency steps starts at this place, from 1, among the timesteps that the model has learned: where the
-// first three tenths of them end, which was better than two to seven tenths for Fashion-MNIST.
+// The second of two consistency steps starts at timestep number second_start (from 1) of the `known` ones that the model has
+// learned, three tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
 static int second_start(int known) { return ceil_div(3 * known, 10); }
 
-// The point of its path at which that is; with one step, noise alone.
+// The point of a path at which that is. With one step there is no second: 0, noise alone.
 static int second_point(const Config& c) {
     return c.consistency_steps == 2 ? c.path_steps - second_start(c.path_steps) : 0;
 }
 
-// The timesteps of `count` consistency steps, rising, of those that the model has learned: all, or the points of its paths.
-// The last is T - 1. The distances of more than two are even.
+// The timesteps of `count` consistency steps, rising, from those that the model has learned: all, or those of its paths'
+// points. The last is T - 1. Other than two steps are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
     assert(count <= known);  // see check_config
@@ -2521,9 +2530,9 @@ static SampleUpdate consistency_step(NoiseLevel to) {
 }
 
 // DPM-Solver++(2M), Lu et al. (2022), algorithm 2: DDIM, with x0 extrapolated by means of the step before,
-// which came from `before`; its time is -log(noise_ratio). Over a step more than twice as long as that one
-// extrapolation would overshoot: it is of first order. So is the last, which is infinitely long, and, in
-// effect, one that comes after such a step from no image.
+// which came from `before`; its time is -log(noise_ratio). A step more than twice as long as the one before is DDIM's, because
+// extrapolation would overshoot; so is the last, which is infinitely long. After a step that came from noise alone, whose
+// length is infinite, w is 0: that makes DDIM's step, too.
 static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
     auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
     double w = length(from, to) / length(before, from) / 2;
@@ -2567,8 +2576,8 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
 
     for (int i = last; i >= 0; i--) {
         NoiseLevel from = level_of(i), to = level_of(i - 1);
-        // Where the ratio falls to less than a tenth, the slope at the end, an error divided by the ratio there, would be
-        // magnified: such a step of Heun's is of first order, which is DDIM's. So are the last, to 0, and one from no image.
+        // Heun's slope at the end of a step is an error divided by the noise_ratio there. Where the ratio falls to less than a
+        // tenth, that would magnify the error, and the step is DDIM's. So are the last, to 0, and one from noise alone.
         bool is_short = noise_ratio(to) >= 0.1 * noise_ratio(from);
         if (c.sampler == SAMPLER_HEUN && is_short) {
             auto [first, second] = heun_step(from, to);
@@ -2587,7 +2596,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     }
     return steps;
 }
-// The steps of a path, the noise that it begins with among them.
+// The steps of a path; the first makes the noise that it begins with.
 static std::vector<SamplerStep> make_path(Config c) {
     c.sampler = SAMPLER_DPMPP;
     c.spacing = SPACING_TRAILING;
@@ -2596,32 +2605,32 @@ static std::vector<SamplerStep> make_path(Config c) {
 }
 static long network_calls(const std::vector<SamplerStep>& steps) { return (long)steps.size() - 1; }
 
-// What a sample comes from: the seed of its noise, and its class.
+// What decides a sample: the seed of its noise, and its class.
 struct SampleSpec {
     uint32_t seed;
     int label;
 };
 
-// Samples that are made at the same time, and the network's answers. With guidance there is a second answer
-// behind the first, without the class, and answer = without + guidance (with - without): Ho and Salimans,
+// Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction,
+// without the class, whose rows follow the first's, and prediction = without + guidance (with - without): Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022).
 template <typename T> struct SampleBatch {
-    TensorOf<T> input;        // x for the network; with guidance as much follows for the second answer
-    const T* out;             // (B, H, W, PIXEL): the network's answer
+    TensorOf<T> input;        // x for the network; with guidance a copy follows, for the second prediction
+    const T* out;             // (B, H, W, PIXEL): the prediction; with guidance the second follows
     int channels;             // of a sample
     bool clamps;              // x0 to [-1, 1]
-    float guidance;           // 1: there is one answer
+    float guidance;           // 1: there is one prediction
     float *x, *saved;         // (B, H, W, PIXEL)
     const SampleSpec* specs;  // (B)
 
     int rows() const { return guidance == 1 ? input.B : 2 * input.B; }  // of a call of the network
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
-        float answer = (float)out[at];
+        float prediction = (float)out[at];
         if (guidance != 1) {
             float without = (float)out[input.count() + at];
-            answer = fmaf(guidance, answer - without, without);
+            prediction = fmaf(guidance, prediction - without, without);
         }
-        float x0 = fmaf(step.x0_from_x, x[at], step.x0_from_out * answer);
+        float x0 = fmaf(step.x0_from_x, x[at], step.x0_from_out * prediction);
         return clamps ? clamped(x0) : x0;
     }
 };
@@ -2694,11 +2703,11 @@ static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     backend_zero(unet_output(m), batch.rows() / batch.input.B * values * sizeof(floatX));
 }
 
-// The graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
-// captured: a map of them serves these weights alone.
+// CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
+// captured, so that each set of weights needs a map of its own.
 typedef std::map<int, Graph> CallGraphs;
 
-// The network's answers for a step. The first step calls no network.
+// Calls the network for a step. The first step needs no call.
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
