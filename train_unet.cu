@@ -2735,19 +2735,19 @@ static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const 
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps;
     float correction1, correction2;   // 1 - beta^n
-    float ema_weight[MAX_EMAS] = {};  // share of the new weights in each running mean
-    float clip = 1;                   // factor of the gradient
+    float ema_weight[MAX_EMAS] = {};  // of the new weights in each running mean
+    float clip = 1;                   // the gradient is multiplied by it
 };
 
 // What changes from step to step. It lives on the device, so that a step takes no arguments from the host.
 struct StepState {
-    int64_t step;      // optimiser steps done, those that were skipped among them
-    AdamW update;      // of the step under way
-    int finite;        // its loss and the norm of its gradient are finite
-    int accepted;      // and no outliers: the weights are updated
-    int stop;          // a rank was asked to stop
-    float loss, norm;  // the norm is that before clipping
-    // by quartile of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number
+    int64_t step;      // optimiser steps done, skipped ones included
+    AdamW update;      // of the current step
+    int finite;        // whether its loss and the norm of its gradient are finite
+    int accepted;      // whether they are also no outliers: then the weights are updated
+    int stop;          // whether a rank was asked to stop
+    float loss, norm;  // the gradient's norm, before clipping
+    // For each quarter of the timesteps: the sum of its samples' mean squared errors, unweighted, and their number.
     float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
@@ -2774,13 +2774,14 @@ struct SquaredNorm {
 };
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All (n), a multiple of 4,
-// aligned to 16 bytes. x_n: an item's part of x, four. Branches come first, so that the rest is one stretch.
+// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All arrays are (n), a multiple of 4,
+// and aligned to 16 bytes. An item is four elements, x_n those of x. The EMAs, whose number varies, are loaded first, so that
+// no branch stands between the other loads and the arithmetic.
 template <typename T> struct UpdateWeights {
     OptimiserMemory memory;
     T* working;              // the weights as the layers read them; null where they read master
-    size_t n, decayed;       // of n the first
-    const StepState* state;  // says how; a step that is not accepted changes nothing
+    size_t n, decayed;       // weight decay is for the first `decayed` of n
+    const StepState* state;  // holds the update; a step that is not accepted changes nothing
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2899,8 +2900,8 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// The number of micro-batches that this rank's images of a batch make: see share_batch. And the number of buffers that adding
-// up their gradients takes: see tree_gradient.
+// The number of this rank's micro-batches in a batch: see share_batch. And the number of buffers that it takes to add up their
+// gradients: see tree_gradient.
 static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
@@ -2911,8 +2912,8 @@ static bool is_sharded(const Model* m) { return m->ranks > 1; }
 static size_t first_of_shard(const Model* m) { return m->rank * m->shard; }
 static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) || is_sharded(m); }
 
-// Every rank updates a shard of the parameters, of whole NORM_CHUNKs: the same parameters' squares are summed
-// together on any number of ranks.
+// Every rank updates a shard of the parameters. A shard is whole NORM_CHUNKs, so that the same parameters' squares are
+// summed together on any number of ranks.
 static void shard_parameters(Model* m) {
     m->shard = m->plan.num_floats;
     if (!m->plan.training || world.size == 1) return;
@@ -2922,12 +2923,13 @@ static void shard_parameters(Model* m) {
     m->plan.num_floats = m->ranks * m->shard;
 }
 
-// Every buffer of a run, in one list: with memory null it only counts, otherwise it hands out the pieces.
+// Every buffer of a run. Returns the bytes of all; with memory null it only counts. place(count, p, q) points p and q to
+// `count` elements each.
 static size_t lay_out_model(Model* m, char* memory) {
     const Plan& plan = m->plan;
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // this rank's and all ranks' images of a step
+    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // a step's images, of this rank and of all
     size_t losses = batch * loss_parts((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
@@ -2986,8 +2988,8 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// Images that the network can take at a time. BIAS_SUMS: a weight gradient's sums for its bias, a float a channel and image,
-// fit into half a stream's workspace.
+// The most images that the network can take at a time. BIAS_SUMS: a weight gradient makes a sum for its bias of each channel
+// and image, and these must fit into half a stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -3015,7 +3017,7 @@ static void check_memory(const Model& m) {
                    human_bytes(backend_memory_available()));
     if (why.empty()) return;
 
-    auto would_fit = [&](int batch_size, int at_a_time) {  // the sum of micro-batches' gradients needs memory, too
+    auto would_fit = [&](int batch_size, int at_a_time) {  // more micro-batches need more gradient_buffers
         Config other = c;
         other.batch_size = batch_size;
         return fits_memory(plan_model(other, at_a_time, m.plan.training));
@@ -3099,8 +3101,8 @@ static void upload_tensor(const Model& m, float* parameters, const Parameter& t,
     backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
 }
 
-// Fresh values of parameter number `index`: PyTorch's, uniform within 1 / sqrt(fan_in), a table's normal; and
-// guided-diffusion's zeros.
+// Initial values of parameter number `index`, as PyTorch has them: uniform within 1 / sqrt(fan_in), and in a table normal;
+// with guided-diffusion's zeros.
 static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t seed) {
     const Parameter& t = plan.tensors[index];
     const Parameter& weight = plan.tensors[index - !is_matrix(t)];  // that of a bias comes before it
@@ -3125,17 +3127,17 @@ static void initialise_weights(Model* m, uint32_t seed) {
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
-// All images, (count, C, size, size), as bytes or as floats (the other is null), where the device can read
-// them, and what decides which of them a step takes: epoch n has its order in row n mod slots.
+// All images, (count, C, size, size), where the device can read them: as bytes or as floats; the other is null. And all that
+// decides which of them a step takes. The order of epoch n is row n mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
     const int* order;  // (slots, count)
     int count, slots, batch, size, channels, flip, diffusion_steps;
     uint32_t seed;
-    const int* labels = nullptr;  // (count); null: not wanted
+    const int* labels = nullptr;  // (count); null: the network knows no classes
     int no_class = 0;             // the label of a sample whose class is dropped
-    float drop = 0;               // the probability of that
+    float drop = 0;               // the probability that it is
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
     int path_steps = 0, second_point = 0;
@@ -3146,7 +3148,7 @@ struct BatchSource {
     }
 };
 
-// What path number b of a round starts from: the paths of a round, one for each sample of the batch, serve steps
+// The seed and the class of path number b of a round. A round's paths, one for each sample of the batch, serve steps
 // [round * path_steps, (round + 1) * path_steps). A path's class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t round) {
     auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, round); };
@@ -3215,7 +3217,7 @@ struct BeginMatching {
     }
 };
 
-// images (B, C, size, size): those that their sources (B) name, in [-1, 1]. An item is an element.
+// images (B, C, size, size) = the images that `sources` (B) names, in [-1, 1]. An item is an element.
 struct LoadImages {
     float* images;
     const int* sources;
@@ -3235,7 +3237,7 @@ struct LoadImages {
     }
 };
 
-// The end of a step, by one team: loss (also by quartile of the timesteps), gradient norm, what they decide.
+// The end of a step, by one team: the loss, also by quarter of the timesteps, the gradient's norm, and conclude_step.
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
@@ -3256,8 +3258,11 @@ struct FinishStep {
             int quartile = 4 * loss.timestep(i / parts) / loss.diffusion_steps;
             sums[WEIGHTED] += loss.weight_of(i / parts) * loss.parts[i];
             if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
-            UNROLLED_FOR (int q = 0; q < 4; q++)
-                if (q == quartile) sums[QUARTILES + q] += loss.parts[i], sums[COUNTS + q] += i % parts == 0;
+            UNROLLED_FOR (int q = 0; q < 4; q++) {
+                if (q != quartile) continue;
+                sums[QUARTILES + q] += loss.parts[i];
+                sums[COUNTS + q] += i % parts == 0;  // once for each sample
+            }
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
             sums[SQUARED_NORM] += grad_norm_partials[i];
@@ -3275,29 +3280,30 @@ struct FinishStep {
     }
 };
 
-// All ranks know that the run ends after this step. stop_asked (section 2) says only that this process, or one forked with
-// it, has received a signal. With several ranks no run ends until they have told each other: in a step by FinishStep,
-// between steps by agree_to_stop.
+// Whether the run ends after this step, as all ranks know. stop_asked (section 2) says only that this process, or one forked
+// with it, has received a signal. Several ranks first tell each other: in a step by FinishStep, between steps by agree_to_stop.
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
-// What a network learns in a step: from images; from points of paths; the fake from the student's pictures; and the student
-// from the difference that the fake and the teacher see in them.
-enum Lesson { LESSON_IMAGES, LESSON_PATHS, LESSON_FAKE, LESSON_STUDENT };
+// What a network learns from: images; points of paths; the fake, the student's pictures; and the student, the difference
+// between what the fake and the teacher predict from its pictures. The last two are distribution matching.
+enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
+static bool is_matching(Objective objective) { return objective == OBJECTIVE_FAKE || objective == OBJECTIVE_STUDENT; }
 
-// What the network learns in this step of the run.
-static Lesson lesson_of(const Config& c, int64_t step) {
-    if (!c.path_steps) return LESSON_IMAGES;
+// What the network that is trained, or tuned, learns from in this step of the run.
+static Objective objective_of(const Config& c, int64_t step) {
+    if (!c.path_steps) return OBJECTIVE_IMAGES;
     bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
-    return matches ? LESSON_STUDENT : LESSON_PATHS;
+    return matches ? OBJECTIVE_STUDENT : OBJECTIVE_PATHS;
 }
 
-// How it learns this. While distributions are matched, gradients change direction from step to step, and the fake has to
-// follow the student: rates are constant and small, the fake's is the larger one, and Adam does not average gradients.
-static Hyper hyper_of(const Config& c, Lesson lesson) {
+// The optimiser's settings for it. While distributions are matched, gradients change direction from step to step, and the
+// fake has to follow the student: rates are constant and small, the fake's is the larger one, and Adam does not average
+// gradients.
+static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
-    if (lesson != LESSON_FAKE && lesson != LESSON_STUDENT) return hyper;
-    hyper.lr *= lesson == LESSON_FAKE ? 0.1f : 0.03f;
+    if (!is_matching(objective)) return hyper;
+    hyper.lr *= objective == OBJECTIVE_FAKE ? 0.1f : 0.03f;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
     hyper.beta1 = 0;
@@ -3308,21 +3314,21 @@ struct Trainer {
     Model model = Model();
     Dataset images, validation;
 
-    // what the run starts from, and what is said of it
-    std::vector<long> checkpoints;     // that lay there when the run was configured
+    // what the run starts from, and what the log says of it
+    std::vector<long> checkpoints;     // the steps of those in the run's folder when the run was configured
     WeightsFile start = {};            // without a path: the run starts from fresh weights
-    std::vector<int> kept_rows = {};   // of `start`, for each row of the label embedding; -1: a fresh one
+    std::vector<int> kept_rows = {};   // for each row of the label embedding the row of `start` that it keeps; -1: a fresh one
     Strings changes;                   // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    Strings notes;                     // what was assumed of the classes
+    Strings notes;                     // such as what was assumed of the classes
 
     // what the device reads and writes in a step
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
-    std::shared_ptr<int[]> order;                 // (slots, count), the host's, which the device reads
-    std::shared_ptr<int[]> stop;                  // (1), the host's: stop_asked, for the step's graph
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), the host's: of step n in slot n mod STEPS_IN_FLIGHT
-    long epochs;                                  // whose orders were sent
-    std::map<Lesson, Graph> graphs;               // of a step
+    std::shared_ptr<int[]> order;                 // (slots, count), in the host's memory, which the device reads
+    std::shared_ptr<int[]> stop;                  // (1), in the host's memory: stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), in the host's memory: step n's in n mod STEPS_IN_FLIGHT
+    long epochs;                                  // how many epochs have their order in `order`
+    std::map<Objective, Graph> graphs;            // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
     int64_t round = -1;                           // of the paths that the device has: see path_start
@@ -3335,11 +3341,11 @@ struct Trainer {
     History history = History();
     Metrics metrics;
     std::map<long, double> validated;  // the validation losses of the whole run, by step
-    // StepState's of the steps since the last line of the log, added up
+    // those of StepState, added up over the steps since the last line of the log
     std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
-// All that steps need besides the model, weights and `step`. Images that do not fit a GPU stay on the host.
+// Prepares all that steps need besides the model, its weights and t->step. Images that do not fit a GPU stay on the host.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -3352,7 +3358,8 @@ static void prepare_steps(Trainer* t) {
         backend_upload(t->copies.back().get(), values.data(), bytes);
         return (const T*)t->copies.back().get();
     };
-    // The steps under way draw from at most STEPS_IN_FLIGHT * batch_size / count + 2 epochs: each has a slot; some are free.
+    // Steps in flight draw from at most STEPS_IN_FLIGHT * batch_size / count + 2 epochs. There are twice as many slots, so
+    // that a new order never overwrites one in use.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
@@ -3385,8 +3392,8 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// What the errors of a batch count for. While distributions are matched, that is what the schedule says.
-static BatchLoss batch_loss(const Model* m, Lesson lesson) {
+// The loss of a batch. While distributions are matched, the weights are the schedule's.
+static BatchLoss batch_loss(const Model* m, Objective objective) {
     const Config& c = m->config;
     return {.parts = m->losses,
             .timesteps = m->timesteps,
@@ -3396,7 +3403,7 @@ static BatchLoss batch_loss(const Model* m, Lesson lesson) {
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
-            .weights = lesson == LESSON_FAKE || lesson == LESSON_STUDENT ? nullptr : m->loss_weights};
+            .weights = is_matching(objective) ? nullptr : m->loss_weights};
 }
 
 // Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
@@ -3404,11 +3411,11 @@ static BatchLoss batch_loss(const Model* m, Lesson lesson) {
 struct MicroBatch : BatchLoss {
     int own;
 };
-static std::vector<MicroBatch> own_microbatches(const Model* m, Lesson lesson) {
+static std::vector<MicroBatch> own_microbatches(const Model* m, Objective objective) {
     int size = m->plan.batch, samples = microbatch_count(m) * size;
     std::vector<MicroBatch> parts;
     for (int own = 0; own < samples; own += size) {
-        MicroBatch part = {batch_loss(m, lesson), own};
+        MicroBatch part = {batch_loss(m, objective), own};
         part.first = m->rank * samples + own;
         part.B = std::min(size, part.batch_size - part.first);
         parts.push_back(part);
@@ -3416,8 +3423,8 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Lesson lesson) {
     return parts;
 }
 
-// Where a micro-batch lies in an array of what this rank's samples have: the points that serve it, (path_steps + 1, B, H, W,
-// PIXEL), and images of matching, (B, C, H, W).
+// A micro-batch's part of an array of all this rank's samples: its points of paths, (path_steps + 1, B, H, W, PIXEL), and its
+// images (B, C, H, W) in an array of DistributionMatching.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
     return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
@@ -3426,7 +3433,7 @@ static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes what the network reads, and m->target.
+// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes the network's input and m->target.
 static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
@@ -3434,8 +3441,8 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
                          c.in_channels, c.offset_noise, c.seed, stream});
 }
 
-// Calls the network at the earlier timesteps, for pairs.errors.
-static void see_earlier(Model* m, const MicroBatch& part) {
+// Calls the network at the earlier timesteps, and makes pairs.errors.
+static void predict_earlier(Model* m, const MicroBatch& part) {
     std::swap(m->timesteps, m->pairs.timesteps);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
@@ -3443,11 +3450,11 @@ static void see_earlier(Model* m, const MicroBatch& part) {
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// Make what the network reads, and m->target: from training images, noised; or from points of paths.
+// Make the network's input and m->target: from training images, noised; or from points of paths.
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
-    if (m->pairs.gaps) see_earlier(m, part);
+    if (m->pairs.gaps) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
 static void load_path_points(Model* m, const MicroBatch& part) {
@@ -3459,7 +3466,8 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .path_steps = m->config.path_steps});
 }
 
-// Writes the x0 that the network has seen in a micro-batch's noised images (B, C, H, W) to `predicted`, an array of matching.
+// Writes the x0 that the network has predicted from a micro-batch's images (B, C, H, W), noised, to `predicted`, an array of
+// DistributionMatching.
 static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = part,
@@ -3469,16 +3477,16 @@ static void predict_x0(Model* m, float* predicted, const float* images, const Mi
                           .clamps = clamps});
 }
 
-// Shows the network the pictures that the student drew, noised, and writes the x0 that it sees in them to `x0`, an array of
-// matching. It is clamped as drawing clamps.
-static void see_drawn_pictures(Model* m, float* x0, const MicroBatch& part) {
+// Noises the pictures that the student drew, calls the network, and writes the x0 that it predicts to `x0`, an array of
+// DistributionMatching. The x0 is clamped if drawing clamps it.
+static void predict_drawn_pictures(Model* m, float* x0, const MicroBatch& part) {
     const float* pictures = images_of(m->matching.pictures, m, part);
     add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
     unet_forward(m, part.B, part.first);
     predict_x0(m, x0, pictures, part, clamps_x0(m->config));
 }
 
-// Makes m->target what the student should have answered.
+// Makes m->target the student's, from its prediction.
 static void load_matching_target(Model* m, const MicroBatch& part) {
     run(MatchingTarget<floatX>{.target = m->target,
                                .loss = part,
@@ -3489,14 +3497,14 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
 }
 
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
-static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& part, float* dw) {
+static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
     m->dropout_step = &m->state->step;
-    if (lesson == LESSON_FAKE) {
-        see_drawn_pictures(m, m->matching.fake_x0, part);
+    if (objective == OBJECTIVE_FAKE) {
+        predict_drawn_pictures(m, m->matching.fake_x0, part);
     } else {
-        if (lesson == LESSON_PATHS) load_path_points(m, part);
+        if (objective == OBJECTIVE_PATHS) load_path_points(m, part);
         else load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
     }
@@ -3505,7 +3513,7 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& par
         run(PredictionLoss<floatX>{part, unet_output(m), m->target});
         run(ConsistencyWeights{m->pairs, part, m->loss_weights});
     }
-    if (lesson == LESSON_STUDENT) load_matching_target(m, part);
+    if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
@@ -3513,20 +3521,20 @@ static void microbatch_gradient(Trainer* t, Lesson lesson, const MicroBatch& par
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of these micro-batches: that of the first half of them plus that of the others. So their number alone
-// decides in which order gradients are added. Behind dw lies memory for the others'.
-static void tree_gradient(Trainer* t, Lesson lesson, std::span<const MicroBatch> parts, float* dw) {
-    if (parts.size() == 1) return microbatch_gradient(t, lesson, parts[0], dw);
+// dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number alone
+// decides in which order gradients are added. The others' gradient is made in the buffer behind dw.
+static void tree_gradient(Trainer* t, Objective objective, std::span<const MicroBatch> parts, float* dw) {
+    if (parts.size() == 1) return microbatch_gradient(t, objective, parts[0], dw);
 
     size_t P = t->model.plan.num_floats, half = parts.size() / 2;
     float* other = dw + P;
-    tree_gradient(t, lesson, parts.first(half), dw);
-    tree_gradient(t, lesson, parts.subspan(half), other);
+    tree_gradient(t, objective, parts.first(half), dw);
+    tree_gradient(t, objective, parts.subspan(half), other);
     run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
-// Every rank has the gradient of its own images. Adds up this rank's shard of them, as tree_gradient would go on:
-// in pairs of neighbours, pairs of these, and so on.
+// Every rank has the gradient of its own images. Adds up all ranks' gradients of this rank's shard, in the order in which
+// tree_gradient would go on: in pairs of neighbours, pairs of these, and so on.
 static void reduce_gradient(Model* m) {
     float* mine = m->gradients + first_of_shard(m);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
@@ -3540,7 +3548,7 @@ static void reduce_gradient(Model* m) {
         }
 }
 
-// What else every rank concludes a step from: all ranks' losses, squares of gradients, and `stop`.
+// Gathers what else every rank needs for FinishStep: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
     size_t images = microbatch_count(m) * m->plan.batch;
     int parts = loss_parts((int)pixels_of(m->config));
@@ -3567,13 +3575,13 @@ static void gather_weights(Model* m) {
 }
 
 // This rank's shard of the batch's gradient.
-static void batch_gradient(Trainer* t, Lesson lesson) {
+static void batch_gradient(Trainer* t, Objective objective) {
     Model* m = &t->model;
-    tree_gradient(t, lesson, own_microbatches(m, lesson), m->gradients);
+    tree_gradient(t, objective, own_microbatches(m, objective), m->gradients);
     if (is_sharded(m)) reduce_gradient(m);
 }
 
-// AdamW with this rank's shard of the gradient; working: null, or the weights as the layers read them.
+// Updates this rank's shard of the weights. working: the weights as the layers read them, or null.
 static void update_weights(Model* m, OptimiserMemory memory, floatX* working, const StepState* state) {
     size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
     memory.gradients = m->gradients + shard;
@@ -3591,48 +3599,48 @@ static void match_distributions(Trainer* t) {
                       .noised = matching.timesteps,
                       .step = &m->state->step,
                       .first = steps_on_paths(c),
-                      .hyper = hyper_of(c, LESSON_FAKE),
+                      .hyper = hyper_of(c, OBJECTIVE_FAKE),
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
                       .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
-    for (const MicroBatch& part : own_microbatches(m, LESSON_FAKE)) {
+    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, m->images, part, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
-    batch_gradient(t, LESSON_FAKE);
+    batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (const MicroBatch& part : own_microbatches(m, LESSON_FAKE)) see_drawn_pictures(m, matching.teacher_x0, part);
+    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) predict_drawn_pictures(m, matching.teacher_x0, part);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
 }
 
 // Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
-static void enqueue_step(Trainer* t, Lesson lesson) {
+static void enqueue_step(Trainer* t, Objective objective) {
     Model* m = &t->model;
     size_t shard = first_of_shard(m);
-    Hyper hyper = hyper_of(m->config, lesson);
+    Hyper hyper = hyper_of(m->config, objective);
 
     BatchSource source = t->source;
-    if (lesson != LESSON_PATHS) source.path = nullptr;
+    if (objective != OBJECTIVE_PATHS) source.path = nullptr;
     run(BeginStep{m->state, m->timesteps, m->sources, m->labels, source, hyper, m->schedule, m->pairs});
-    if (lesson == LESSON_STUDENT) match_distributions(t);
-    batch_gradient(t, lesson);
+    if (objective == OBJECTIVE_STUDENT) match_distributions(t);
+    batch_gradient(t, objective);
 
     run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
-    run(FinishStep{m->state, batch_loss(m, lesson), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+    run(FinishStep{m->state, batch_loss(m, objective), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
 
     update_weights(m, *m, is_copied(m) ? m->weights : nullptr, m->state);
     if (is_sharded(m)) gather_weights(m);
 }
 
-// What the samples of a micro-batch start from. An item is a sample.
+// specs = the seeds and classes of a micro-batch's paths. An item is a path.
 struct StartPaths {
     SampleSpec* specs;  // (B)
     BatchSource source;
@@ -3647,7 +3655,7 @@ struct StartPaths {
 static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
     use_weights(m, m->teacher);
-    for (const MicroBatch& part : own_microbatches(m, LESSON_PATHS)) {
+    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
@@ -3662,17 +3670,17 @@ static void draw_paths(Trainer* t, int64_t round) {
     t->round = round;
 }
 
-// Gives the device its next step, and before it the orders of the epochs that the step draws from.
+// Gives the device its next step. Before that it shuffles the epochs that the step is the first to draw from.
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
-    Lesson lesson = lesson_of(t->model.config, t->begun);
-    if (lesson == LESSON_PATHS && t->begun / s.path_steps != t->round) draw_paths(t, t->begun / s.path_steps);
+    Objective objective = objective_of(t->model.config, t->begun);
+    if (objective == OBJECTIVE_PATHS && t->begun / s.path_steps != t->round) draw_paths(t, t->begun / s.path_steps);
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
 
     int slot = (int)(t->begun % STEPS_IN_FLIGHT);
-    launch_graph(&t->graphs[lesson], [&] { enqueue_step(t, lesson); });
+    launch_graph(&t->graphs[objective], [&] { enqueue_step(t, objective); });
     backend_copy(&t->results[slot], t->model.state, sizeof(StepState));
     mark_step_end(slot);
     t->begun++;
@@ -3720,7 +3728,7 @@ static bool agree_to_stop(Model* m) {
     return stop_agreed;
 }
 
-// Computes values of the host with the chosen weights: each rank its share of them, work(first, count) for `unit` of them at a
+// Computes `values` with the chosen weights: each rank its share of them, by work(first, count) for `unit` of them at a
 // time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
 // the ranks were asked to stop.
 template <typename T> static bool share_work(Model* m, std::vector<T>* values, size_t unit, auto work) {
@@ -3748,7 +3756,7 @@ template <typename T> static bool share_work(Model* m, std::vector<T>* values, s
     return true;
 }
 
-// The loss of B validation images from `first` on, added up. Their noise and timesteps never change.
+// The sum of the losses of B validation images, from `first` on. Their noise and timesteps never change.
 static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -3763,7 +3771,7 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 
-    BatchLoss loss = batch_loss(m, LESSON_IMAGES);
+    BatchLoss loss = batch_loss(m, OBJECTIVE_IMAGES);
     loss.batch_size = loss.B = B;
     BatchLoss numbered = loss;
     numbered.first = first;  // by which the noise is drawn
@@ -3798,8 +3806,8 @@ struct SampleGrid {
     std::string rows;
 };
 
-// Plans a grid of one sample a seed. The classes of --class, or all, follow each other; where each gets equally many samples,
-// the grid groups them by class. names: the names of the classes.
+// Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally many
+// samples, the grid groups them by class. names: the names of the classes.
 static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
     size_t count = seeds.size(), num_classes = classes.size();
@@ -3821,7 +3829,7 @@ static long count_broken(const std::vector<float>& samples, size_t count) {
     return broken;
 }
 
-// Tells how many of the network's calls are done: every half second on a terminal, otherwise every ten seconds, and at the end.
+// Prints how many of the network's calls are done: every half second on a terminal, otherwise every ten, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
@@ -3843,7 +3851,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     int begun = 0;
     begin_samples(m, batch);
     for (const SamplerStep& step : steps) {
-        wait_for_step(begun % STEPS_IN_FLIGHT);  // the host stays near: for Ctrl-C, and the progress
+        wait_for_step(begun % STEPS_IN_FLIGHT);  // so that Ctrl-C and the progress do not run far ahead of the device
         if (stop_asked) return;
         take_sampler_step(m, batch, step, graphs);
         mark_step_end(begun++ % STEPS_IN_FLIGHT);
@@ -3886,7 +3894,7 @@ static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     return arrays;
 }
 
-// The table of classes for other classes than the file's: of each row the file's number, -1 for a fresh row.
+// The table of classes, where the model's classes are not the file's. kept: for each row the file's row; -1: a fresh one.
 static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::vector<float>& stored,
                                        const std::vector<int>& kept) {
     const Parameter& t = m.plan.tensors[index];
@@ -4011,11 +4019,12 @@ static void print_memory(const Model& m) {
     const char* teacher = c.path_steps ? ", teacher" : "";
     const char* fake = c.matching_fraction > 0 ? ", fake with AdamW" : "";
     const char* gradients = plan.training ? ", their gradients" : "";
+    int arrays = 3 + ema_count(c) + gradient_buffers(&m);  // of the weights' size
+    if (c.path_steps) arrays++;
+    if (c.matching_fraction > 0) arrays += 3;
     std::string copies;
     if (plan.training && !is_sharded(&m))
-        copies = text(" (%d times: gradients, AdamW%s%s%s)",
-                      3 + ema_count(c) + gradient_buffers(&m) + !!c.path_steps + 3 * (c.matching_fraction > 0), ema,
-                      teacher, fake);
+        copies = text(" (%d times: gradients, AdamW%s%s%s)", arrays, ema, teacher, fake);
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
     print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
@@ -4036,8 +4045,8 @@ static void print_run(const Model& m) {
     print_memory(m);
 }
 
-// Says which sizes of --attention_resolutions no level has, where they were typed or a file names them. The
-// defaults, which config.txt lists too, and a preset's are meant for any --image_size.
+// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. It says nothing of the
+// defaults, even where config.txt lists them, and of a preset's: those are meant for any --image_size.
 static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--")) return;
@@ -4066,7 +4075,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images: of 20 from step `first` on, or as many as `seconds` allow.
+// Milliseconds of a training step of `batch` images, a mean over 20 steps from `first` on, or over as many as `seconds` allow.
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
@@ -4085,8 +4094,8 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     return 1e3 * taken / n;
 }
 
-// How long a training step takes, and those that are left. To be quick a CPU may time a part of the batch. The program
-// ends after this: it leaves `world` as it is for one rank.
+// Prints how long a training step takes, and all that are left. To be quick a CPU may time a part of the batch. Afterwards
+// `world` has one rank; the program ends then.
 static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size, own = batch_size, timed = own;
@@ -4113,7 +4122,7 @@ static void print_time(const Config& config, long steps_done) {
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
-// How a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
+// The variables by which a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
 static const char* const LAUNCHERS[][3] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
@@ -4128,7 +4137,7 @@ static int environment_number(const char* name) {
     return sscanf(value.c_str(), "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
 }
 
-// Becomes the rank that a launcher says this process is, where one has started several.
+// If a launcher has started several processes, this one becomes the rank that the launcher says.
 static void read_launcher() {
     for (auto [rank, size, local] : LAUNCHERS) {
         if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
@@ -4175,10 +4184,10 @@ static std::vector<std::thread> rank_watchers;
 // When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
 static void end_after_rank_0(int) {
     if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to
+    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to exit
 }
 
-// Makes this process rank 0, and forks the others; before CUDA is used, which can't be forked.
+// Makes this process rank 0, and forks the others. It comes before CUDA is used, which a forked process can't share.
 static void fork_ranks() {
     backend_prepare_fork();
     fflush(nullptr);
@@ -4225,7 +4234,7 @@ static std::string connect_ranks(const Config& c) {
     return text(", %d ranks through %s", world.size, through);
 }
 
-// An orderly end, for which rank 0 waits until the ranks that it has forked have come to theirs.
+// An orderly end. Rank 0 waits until the ranks that it has forked have ended.
 static void leave_ranks() {
     if (!world.connected) return;
     backend_disconnect();
@@ -4262,25 +4271,29 @@ static std::string sampler_text(const Config& c) {
 // What --generate draws with: the configuration, the weights' file, and which flags were taken from its run.
 static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
     Config config = given_config(given);
-    const GivenFlag* seed = was_typed(given, "seed");  // a file's is that of a run
+    const GivenFlag* seed = was_typed(given, "seed");  // one from a file was for training
     if (*config.seeds && seed)
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
-    const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    // A file for --config that names both is a run's, which began with these weights and has others in its folder.
+
+    // If a file for --config names --model_weights and --out_dir, it is a run's: the run began with these weights, and the
+    // newest are in its folder.
     bool began = *config.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
                  !list_checkpoints(config.out_dir).empty();
+    const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
     WeightsFile file = *config.model_weights && !began ? open_weights(config.model_weights)
                                                        : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
     memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
     check_config(config);
+
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
         fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
              file.path);
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
     if (config.sampler == SAMPLER_CONSISTENCY && !config.consistency)
         note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
+
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
@@ -4324,7 +4337,7 @@ static void run_generate(const GivenFlags& given) {
     if (!taken.empty()) say("drawing as in training:%s", taken);
     if (config.dry_run) return print_run(m);
 
-    // what can't be written is better said before the pictures are drawn
+    // fails before the pictures are drawn, if they could not be written
     if (!world.rank) Writer trial(config.output_name);
     if (*config.output_dir) make_folder(config.output_dir);
     allocate_model(&m);
@@ -4363,7 +4376,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
     take_from_file(config, given, file, TO_RESUME);
-    // a preset's free flags were for the run's start: what was typed then came over them
+    // Flags that come from a preset were for the run's start, and must not overwrite what was typed then.
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
@@ -4386,8 +4399,8 @@ static void share_batch(Config* c) {
              batch, microbatch, count, ranks, most_ranks);
 }
 
-// A name for every row of a model's table of classes: a class without a name has its number, and the last row,
-// which stands for no class, has a name of its own. These begin with a line feed, as no class's name does.
+// A name for every row of a model's table of classes. A class without a name has its number, and the last row, which stands
+// for no class, has NO_CLASS. Such names begin with a line feed, so that they differ from every real name.
 static const char NO_CLASS[] = "\nnone";
 static Strings row_names(const Config& c, Strings names) {
     if (!c.class_cond) return {};
@@ -4396,7 +4409,7 @@ static Strings row_names(const Config& c, Strings names) {
     return names;
 }
 
-// Which rows of the file's table of classes a new run keeps, and what is said of it: rows of the same name.
+// Decides which rows of the file's table of classes a new run keeps, those of the same name, and notes it for the log.
 static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
     if (rows == file_rows) return;
     Strings kept, fresh, dropped;
@@ -4423,8 +4436,8 @@ static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const St
         fail("%s; --consistency learns from what the model draws: train it for these classes first", line);
 }
 
-// The names of a run's classes, by which all files are matched: those of the weights that it continues, or of
-// its images; and their number.
+// The names of a run's classes, by which all files are matched: those of the weights that it continues, or those of
+// its images. It also sets the configuration's number of classes.
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
     const std::string& path = file.path;
@@ -4508,14 +4521,15 @@ static void lock_folder(Trainer* t) {
              folder, there.empty() ? 0 : there[0]);
 }
 
-// The weights that a run starts from: fresh ones, a file's, or with all that belongs to them a checkpoint's.
+// Loads what a run starts from: fresh weights, a file's weights, or a checkpoint with the state of its optimiser.
 static void load_start(Trainer* t) {
     Model* m = &t->model;
     const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
     if (!m->config.resume_given) {
-        bool is_tuned = m->config.consistency && file.sections.contains("ema");  // from the model that draws better
-        read_parameters(*m, m->master, file, is_tuned ? "ema" : "weights", t->kept_rows);
+        // consistency tuning starts from the average, which draws better
+        bool use_average = m->config.consistency && file.sections.contains("ema");
+        read_parameters(*m, m->master, file, use_average ? "ema" : "weights", t->kept_rows);
         return start_from_master(m);
     }
     for (auto [section, parameters] : arrays_of(*m)) {
@@ -4607,16 +4621,16 @@ static void prepare_run(Trainer* t) {
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
-// Whether --lr_schedule has come to its end: no step after this one learns.
+// Whether --lr_schedule has come to its end: the rate is 0 from this step on.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && c.optimiser.lr > 0 && !(learning_rate(hyper_of(c, lesson_of(c, step)), step) > 0);
+    return step && c.optimiser.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
 }
 
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
 }
 
-// Whether something that is done every that many steps (0: never) is due after this one.
+// Whether what is done every `every` steps (0: never) is due after this step.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
 // Where no checkpoint can be written, the run ends.
@@ -4626,11 +4640,13 @@ static void save(Trainer* t) {
     t->saved = t->step;
     if (world.rank) return;
     std::string why = failure_of([&] {
-        // up to this step: later ones are damaged, or --resume would not have passed over them
-        int newest = 0;
-        for (long step : list_checkpoints(c.out_dir))
-            if (step <= t->step && newest++ >= c.keep && !is_due(step, c.keep_every))
-                unlink(checkpoint_path(c.out_dir, step).c_str());
+        // Checkpoints of later steps are left alone: they are damaged, because --resume has passed over them.
+        int newer = 0;
+        for (long step : list_checkpoints(c.out_dir)) {  // the newest first
+            if (step > t->step) continue;
+            if (newer >= c.keep && !is_due(step, c.keep_every)) unlink(checkpoint_path(c.out_dir, step).c_str());
+            newer++;
+        }
     });
     if (!why.empty()) note("old checkpoints stay: " + why);
 }
@@ -4639,7 +4655,7 @@ static void save(Trainer* t) {
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     t->sampled = t->step;
-    if (!c.num_samples || !t->step) return;  // of weights that were never trained there is nothing to see
+    if (!c.num_samples || !t->step) return;  // weights that were never trained draw noise
 
     std::vector<float> samples;
     double start = seconds_now();
@@ -4655,7 +4671,7 @@ static void save_samples(Trainer* t) {
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
 
-// The validation loss that is the least, and whether its checkpoint is still there.
+// Prints the least validation loss, and whether its checkpoint is still there.
 static void print_best_validation(const Trainer& t) {
     const char* folder = t.model.config.out_dir;
     long best_step = 0;
@@ -4732,14 +4748,14 @@ static void give_up(Trainer* t, const StepState& result) {
     fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice);
 }
 
-// The times of a run. Those that saving, sampling and validating take are left out, by moving the beginnings.
+// The times of a run. The time that saving, sampling and validating take is left out, by moving start, end and log_start on.
 struct Pace {
     long first;                    // the step that the run began after
     long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // of the steps that count: the first does not
-    double end = start;            // of the newest of them
-    double log_start = start;      // of those since that line
-    double shown = start;          // when a line of either kind was printed
+    double start = seconds_now();  // when the run's first step ended, which is not timed
+    double end = start;            // when the newest step ended
+    double log_start = start;      // when the log's newest line was printed
+    double shown = start;          // when any line was printed, also one that is overwritten
 
     void pause(double seconds) {
         for (double* moved : {&start, &end, &log_start}) *moved += seconds;
@@ -4769,7 +4785,8 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     t->metrics.add(line + "]}\n");
 }
 
-// A line of the log, also every 30 seconds; on a terminal a line that is overwritten, every second.
+// Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the next
+// one overwrites.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool first = t->step == pace->first + 1;
@@ -4792,7 +4809,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
     // the time that is left, where steps go on like this: those that match distributions take longer than those before
-    bool is_followed = c.matching_fraction > 0 && lesson_of(c, t->step - 1) == LESSON_PATHS;
+    bool is_followed = c.matching_fraction > 0 && objective_of(c, t->step - 1) == OBJECTIVE_PATHS;
     long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
     print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
     if (end < c.steps) printf(" to step %ld", end);
@@ -4810,7 +4827,7 @@ static bool is_validated(const Trainer& t, bool ended) {
     return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
 }
 
-// What rank 0 finds, on every rank.
+// rank 0's `found`, on every rank.
 static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
 
 // Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended before.
@@ -4823,7 +4840,7 @@ static void catch_up(Trainer* t) {
     fflush(stdout);
 }
 
-// The step up to which the device is kept busy: not past one after which the host works with the weights.
+// The step up to which steps may be given to the device: not past one after which the host needs the weights.
 static long last_to_begin(const Trainer& t) {
     const Config& c = t.model.config;
     long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
@@ -4878,10 +4895,9 @@ static void handle_signals() {
     });
 }
 
-// What main returns: the status of `program`, or of what it fails with, once that is told.
+// Runs `program`, and reports what it fails with. Returns main's status.
 static int guarded(auto program) {
-    Failure failure = {
-        1, "out of memory; use a smaller --batch_size or --num_samples, or fewer images"};
+    Failure failure = {1, "out of memory; use a smaller --batch_size or --num_samples, or fewer images"};
     try {
         return program();
     } catch (const Failure& thrown) {
@@ -4957,16 +4973,16 @@ static void run_program(int argc, char** argv) {
 #endif
 
 int main(int argc, char** argv) {
-    signal(SIGILL, [](int) {  // the compiler was told to use what the processor has that it runs on
+    signal(SIGILL, [](int) {  // -march=native has used what the processor has that compiled it
         end_at_signal("error: this program was built for another processor; run make on this machine\n");
     });
-    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write fails, and says so
-    // A file must not become standard output because that was closed: its descriptors are taken first.
-    for (int taken : {0, 1, 2})
-        if (fcntl(taken, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write then fails with a message
+    // If a standard stream is closed, the next file opened would take its place: /dev/null does instead.
+    for (int standard : {0, 1, 2})
+        if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
     return guarded([&] {
         run_program(argc, argv);
-        // where a reader has gone, or a terminal, there is nobody to tell
+        // where stop_asked because a pipe's reader or the terminal has gone, there is nobody to tell
         errno = 0;
         if ((fflush(stdout) || ferror(stdout)) && !stop_asked)
             fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");

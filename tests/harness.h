@@ -137,7 +137,7 @@ static std::vector<float> downloaded(const float* from, size_t n) {
 
 // The mean loss of the first B images, and where the model trains the gradient of its output.
 static double forward_loss(Model* m, int B) {
-    BatchLoss batch = batch_loss(m, LESSON_IMAGES);
+    BatchLoss batch = batch_loss(m, OBJECTIVE_IMAGES);
     batch.batch_size = batch.B = B;
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = m->variance_losses ? m->images : nullptr;

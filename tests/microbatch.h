@@ -62,10 +62,10 @@ static void test_microbatch(double limit) {
         }
         if (microbatch == 1) {         // halves before the whole, whatever the order of time
             std::vector<float> of[6];  // each part's, then that of all five
-            std::vector<MicroBatch> parts = own_microbatches(m, LESSON_IMAGES);
+            std::vector<MicroBatch> parts = own_microbatches(m, OBJECTIVE_IMAGES);
             for (int part = 0; part <= 5; part++) {
                 std::span<const MicroBatch> all = parts;
-                tree_gradient(&t, LESSON_IMAGES, part < 5 ? all.subspan(part, 1) : all, m->gradients);
+                tree_gradient(&t, OBJECTIVE_IMAGES, part < 5 ? all.subspan(part, 1) : all, m->gradients);
                 of[part].resize(values.size());
                 backend_download(of[part].data(), m->gradients, values.size() * sizeof(float));
             }

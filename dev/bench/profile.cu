@@ -210,7 +210,7 @@ static void measure_entries(Trainer* t) {
     for (int n = 0; n < WARMUP + RUNS && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
         launch_graph(&graph, [&] {
             measuring = true, opened = 0, uncounted = 0;
-            enqueue_step(t, lesson_of(t->model.config, t->step));
+            enqueue_step(t, objective_of(t->model.config, t->step));
             measuring = false;
         });
         mark_step_end(0);
