@@ -5017,8 +5017,8 @@ static struct Stream {
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
-// The side stream's newest events. Waiting for an older one waits for the newer event that has taken its slot, which
-// comes after it.
+// The side stream's newest events. An older event's slot holds a newer one, for which wait_for then waits; that is safe,
+// because the newer one comes later.
 enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
@@ -5026,7 +5026,7 @@ static Event waited_for;  // the newest event that the main stream has waited fo
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
-// So that kernels may be launched before what comes first has ended. dev/common.h unsets it, for kernels without await_inputs.
+// Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. dev/common.h unsets it.
 static bool kernels_await_inputs = true;
 
 static void backend_init() {
@@ -5059,7 +5059,7 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
-// The next check reports an error. Freeing waits for the device, which may wait for other ranks, so that after
+// An error is left to the next check. Freeing waits for the device, which may wait for other ranks, so that after
 // a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
     if (world.size > 1 && std::uncaught_exceptions()) return;
@@ -5074,10 +5074,10 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The newest launches of the side stream, where they are deferred. They are launched before the next ones, or when somebody
-// waits for them.
+// The newest launches for the side stream, if they are deferred.
 static std::function<void()> deferred;
 
+// Launches them. Called after each kernel of the main stream, before others are deferred, and by wait_for.
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
@@ -5108,8 +5108,9 @@ static void wait_for(Event event) {
     waited_for = event;
 }
 
-// NCCL is found when it is needed, so that the program is built and runs without it.
+// NCCL is loaded when it is needed, so that the program is built and runs without it.
 static void *nccl_library, *nccl_ranks;
+// Calls the function of this name, and checks its status.
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: 2.14 or later is needed", name);
@@ -5121,8 +5122,8 @@ enum { CONNECTION_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
-// Host and port at which the ranks meet. Forked ranks take a port by rank 0's process; those of a launcher take
-// the one after the launcher's own.
+// The host and port at which the ranks meet. Forked ranks choose the port by rank 0's process id; those of a launcher take
+// the port after the launcher's own.
 static std::string nccl_address() {
     if (world.forked) {
         pid_t rank_0 = world.rank ? getppid() : getpid();
@@ -5218,9 +5219,9 @@ static void launch_graph(Graph* graph, auto launches) {
 static void mark_step_end(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
 static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
 
-// What a multiprocessor does in a clock, by NVIDIA's white papers on each architecture, times
-// multiprocessors and clock. An H100's clock goes higher than the one behind its data sheet's 989 TFLOP/s
-// of the tensor cores: that one counts.
+// Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture, times
+// multiprocessors and clock rate. An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s:
+// the data sheet's rate is taken.
 static double backend_peak() {
     static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
         {80, {128, 2048}}, {86, {256, 512}}, {89, {256, 512}}, {90, {256, 4096}}};
@@ -5228,11 +5229,12 @@ static double backend_peak() {
     auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
 
-    const bool tensor_cores = sizeof(floatX) == 2;
+    const auto [fp32, bf16] = rate->second;
+    const bool is_bf16 = sizeof(floatX) == 2;
     int khz = 0;
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    if (tensor_cores && capability == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * rate->second[tensor_cores];
+    if (is_bf16 && capability == 90) khz = std::min(khz, 1830000);
+    return 1e-9 * khz * gpu_multiprocessors * (is_bf16 ? bf16 : fp32);
 }
 
 enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
@@ -5322,8 +5324,9 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Stands at the head of every kernel: waits until what its stream was given before is done and written. The
-// launch itself is over by then. Without this a call of the network at B = 1 takes 10% longer on an H100.
+// The first statement of every kernel: waits until what its stream was given before is done and written. So a kernel's launch
+// overlaps the end of the kernel before it (programmatic dependent launch). Without that overlap a call of the network at
+// B = 1 takes 10% longer on an H100.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -5341,7 +5344,8 @@ static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_
     attributes[0].val.programmaticStreamSerializationAllowed = kernels_await_inputs;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {grid.x, 1, 1};
-    unsigned count = gpu_properties.major < 9 ? 0 : CLUSTERS && grid.x > 1 ? 2 : 1;
+    unsigned count = CLUSTERS && grid.x > 1 ? 2 : 1;
+    if (gpu_properties.major < 9) count = 0;  // a GPU before Hopper knows neither
     cudaLaunchConfig_t config = {grid, threads, shared, stream->handle, attributes, count};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
@@ -5361,7 +5365,7 @@ __global__ void __launch_bounds__(Layer::THREADS, Layer::BLOCKS) teams_kernel(La
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }
-// Few items go in small blocks, so that every multiprocessor gets some.
+// Few items are done in small blocks, so that every multiprocessor gets some.
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
@@ -5390,14 +5394,14 @@ enum {
     NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,  // vectors a thread
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
-    NORM_BLOCKS = 2,     // on a multiprocessor, all there at once; 4 one after another: forward 20% slower
-    NORM_SLAB = 1024,    // bytes of a pixel that are a block's, at most; 512: 2% slower
+    NORM_BLOCKS = 2,     // on a multiprocessor, all resident at once; 4, one after another: forward 20% slower
+    NORM_SLAB = 1024,    // at most so many bytes of a pixel are one block's; 512: 2% slower
     NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
-    NORM_DEPTH = 4,      // vectors that a thread of the forward pass has under way; 2: 1% slower
+    NORM_DEPTH = 4,      // loads that a thread of the forward pass has in flight; 2: 1% slower
 };
 static_assert((int)NORM_CHANNELS <= NORM_THREADS, "each channel of a block needs a thread");
 
-// Loads from shared memory each time it is called, so that the compiler keeps nothing in registers.
+// Loads from shared memory each time it is called, so that the compiler does not keep the values in registers.
 __device__ inline Unpacked norm_reload(const float* from) {
     Unpacked value;
     for (int i = 0; i < VEC; i += 4)
@@ -5428,9 +5432,9 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
     sums[c] = finish(c, total);
 }
 
-// The moments of n values, from the sum of their distances from a pivot and the sum of these squared. Where
-// the pivot is one of the values, the squares are at most n + 1 times the sum about the mean, so that little
-// cancels.
+// The moments of n values, from the sum of their distances from a pivot, sums.x, and that of the squared distances, sums.y.
+// Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that the subtraction
+// loses few digits.
 __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
     float distance = sums.x / n;
     return {pivot + distance, fmaxf(0, sums.y - sums.x * distance)};
@@ -5496,8 +5500,8 @@ static void channel_moments(Tensor x) {
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
-// Makes the gradient before the SiLU from that of what a norm wrote, for a vector of channels, and adds up the
-// sums that the norm's backward wants. x is what the norm read.
+// For a vector of channels, turns d, the gradient of a norm's output, into the gradient before the SiLU, and adds to the two
+// sums that the norm's backward needs. x is what the norm read.
 struct NormGradient {
     Vector<GroupStatistics, VEC> statistics;
     Vector<ScaleShift, VEC> half;
@@ -5550,9 +5554,8 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
            dout.data, norm);
 }
 
-// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, because two blocks should not
-// write one line, and deals an image's pixels out to `blocks` blocks a slab. A slab may begin or end in a
-// group.
+// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks write to one line.
+// `blocks` blocks share an image's slab, and deal the pixels out among themselves. A slab may begin or end within a group.
 struct NormGrid {
     int slabs;
     int channels, blocks;  // of a slab
@@ -5566,16 +5569,16 @@ struct NormGrid {
     }
 };
 
-// What a block and a thread of a streaming pass do. The thread has one vector of channels, so that what
+// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what
 // belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
 struct NormWork {
     int b, t, stride, c;
-    bool owner;                  // whether thread i works out what belongs to channel slab + i
-    int block, slab, channels;   // the block's number in its slab, the slab's first channel, its channels
+    bool owner;                  // thread i, if owner, computes what belongs to channel slab + i
+    int block, slab, channels;   // the block's number in its slab; the slab's first channel, and how many it has
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
-    size_t at, at_joined;        // the thread's first element in its tensor of x, and in one of all channels
-    int step, step_joined;       // elements from one of its pixels to the next
-    // Divisions are few and unsigned: a small norm takes as long as this and the sums that follow.
+    size_t at, at_joined;        // the thread's first element, in its tensor of x and in a tensor with all channels
+    int step, step_joined;       // elements from one of its pixels to the next, in the two
+    // Divisions are few and unsigned, because this and the sums that follow are most of the time of a small norm.
     __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
         const unsigned T = norm.x.first.T(), C = norm.x.C();
         const unsigned image_slab = index / grid.blocks;
@@ -5600,12 +5603,12 @@ struct NormWork {
         at_joined = pixel * C + c;
         step = stride * width;
         step_joined = stride * C;
-        if (row >= rows) t = T;  // a thread too many
+        if (row >= rows) t = T;  // the threads that are left over have no pixels
     }
 
-    // For thread i < channels the sum over the group of channel slab + i, over all tiles and channels
-    // of item(tile, channel, the group's first channel). The order follows from the shapes alone: a power of 2
-    // of neighbouring threads shares a group. meanwhile() is called when the items have been loaded.
+    // Sums item(tile, channel, the group's first channel) over all tiles and channels of a group, and returns to thread
+    // i < channels the sum of the group of channel slab + i. A power of 2 of neighbouring threads shares a group, so that the
+    // order follows from the shapes alone. meanwhile() is called once the items have been loaded.
     __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
         __shared__ float2 shared_sums[NORM_THREADS];
         const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
@@ -5642,8 +5645,9 @@ struct NormWork {
 };
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
-// Golub and LeVeque (1979) do, about the mean of the group's first channel and tile; a thread a channel makes
-// scale and shift of them. Device memory: x in, out out, once each. Without `out` nothing is normed.
+// Golub and LeVeque (1979) do, about the mean of the group's first channel and tile. Then one thread for each channel computes
+// scale and shift. Device memory: x is read and out is written, once each. Where `out` is null, the kernel only writes
+// statistics and half_scale_shift.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
@@ -5716,9 +5720,9 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
 __device__ inline float2 weighted(NormSums sums, float weight) {
     return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
 }
-// dbias, dw (C) = sums (B tiles, C).sum(0), of 32 channels from 32 blockIdx.x on: a lane a channel, a warp a
-// row.
-template <bool MODULATED>  // asked for each tile, loads would wait for each other
+// dbias, dw (C) = sums (B tiles, C).sum(0), for the 32 channels from 32 blockIdx.x on. A lane has a channel, a warp every
+// WARPS-th row.
+template <bool MODULATED>  // a test of each row would make the loads wait for each other
 __device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
@@ -5735,11 +5739,11 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual, + the old dx with ACCUMULATE. It also
-// writes `normed`, which the norm wrote in forward. Before that each block reads its groups' sums. Device
-// memory: x, dy and dresidual in, normed and dx out (dx also in where it accumulates), once each. The declaration in
-// section 3 says which of them may be the same. The first weight_blocks blocks make dw and dbias.
-template <bool RESIDUAL, bool ACCUMULATE>  // as arguments: 2% slower on an H100
+// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual, + the old dx with ACCUMULATE. It also writes
+// `normed`, once more the norm's output. Each block first adds up its groups' sums. Device memory: x, dy and dresidual are
+// read, normed and dx are written (with ACCUMULATE dx is also read), once each. The declaration in section 3 says which of
+// them may be the same. The first weight_blocks blocks make dw and dbias.
+template <bool RESIDUAL, bool ACCUMULATE>  // arguments instead would be 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
@@ -5781,10 +5785,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (work.t < T) load();
     });
-    // All in registers: 2% slower on an H100.
+    // The loop below loads these from shared memory again and again: held in registers it is 2% slower on an H100.
     if (work.owner) {
         float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
-        float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;
+        float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;  // scale and shift are halved with SiLU
         slab.alpha[threadIdx.x] = alpha;
         slab.beta[threadIdx.x] = rstd * sum.x / n - mean * alpha;
         slab.scale[threadIdx.x] = whole * half.scale;
@@ -5828,9 +5832,9 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ATTENTION_ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16
-// of them. It goes through the other side in tiles of COLUMNS, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores lie in mma's fragments, in fp32 too. fp32 has
+// A block owns ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16 of them. It goes through
+// the other side, keys or queries, in tiles of COLUMNS, so that T x T is never stored and any T works. Heads are padded with
+// zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32 too, where no mma is used. fp32 has
 // fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
@@ -5843,7 +5847,8 @@ struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// The tensors of attention; lse (heads of all images, T). Backward moves the pointers to the block's head; forward moves qkv.
+// The tensors of attention; lse is (B, heads, T). Backward moves the pointers to the image and head of the block; forward
+// moves only qkv.
 struct Attention {
     floatX *dqkv, *dout;  // null in forward
     floatX *out, *qkv;
@@ -5886,7 +5891,7 @@ template <int D> struct AttentionTile : Attention {
         BackwardQueries queries;
     };
 
-    // Where mma leaves element i of fragment n: its row among the block's, and its column among all fragments'.
+    // Where mma leaves element i of fragment n: its row in the block's rows, and its column in the tile.
     __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
     __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -5958,8 +5963,8 @@ template <int D> struct AttentionTile : Attention {
 #endif
         }
     }
-    // Stores the warp's rows of sum (ROWS, D) by way of `scratch`, each times its factor: .x is that of the
-    // lane's first row in a fragment, .y that of its second.
+    // Stores the warp's rows of sum (ROWS, D), each times its factor, by way of shared memory, `scratch`. factors.x is for
+    // the lane's first row in a fragment, factors.y for its second.
     __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
         int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
@@ -6047,8 +6052,8 @@ template <int D> struct AttentionTile : Attention {
                    {1 / denominator[0], 1 / denominator[1]});
     }
 
-    // For the queries t0 and on: delta (COUNT), the D_i = sum_j dout_ij out_ij of FlashAttention-2, and lse
-    // (COUNT) in powers of two, which is infinite past the last query, where the probability is 0.
+    // For COUNT queries from t0 on: delta, the D_i = sum_j dout_ij out_ij of FlashAttention-2; and exponent, the lse as an
+    // exponent of 2. That is infinite past the last query, so that the probability is 0 there.
     template <int COUNT>
     __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
                                const Row (&out)[COUNT], int t0) const {
@@ -6064,7 +6069,7 @@ template <int D> struct AttentionTile : Attention {
         delta[row] = sum;
         exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
     }
-    // p = P and ds = dS / scale, in place of the scores q k^T and of dout v^T; query(n, i): the fragments' row.
+    // Overwrites the scores q k^T by p = P, and dout v^T by ds = dS / scale. query(n, i): the query of element i of fragment n.
     template <int N>
     __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
                                      auto query) const {
@@ -6075,7 +6080,7 @@ template <int D> struct AttentionTile : Attention {
             }
     }
 
-    // dk and dv of the block's keys, t0 and on: the queries pass by.
+    // dk and dv of the block's keys, t0 and on: it goes through all queries.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
         load_rows(s.k, input(qkv, ATTENTION_K), t0);
@@ -6091,7 +6096,7 @@ template <int D> struct AttentionTile : Attention {
             find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], t);
             __syncthreads();
 
-            // Transposed: a column a query.
+            // Both are transposed: a row is a key, and a column is a query.
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
@@ -6103,7 +6108,7 @@ template <int D> struct AttentionTile : Attention {
         store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
-    // dq of the block's queries, t0 and on: the keys pass by.
+    // dq of the block's queries, t0 and on: it goes through all keys.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
@@ -6139,8 +6144,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
 
 // P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
 // (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
-// make P again. Device memory: a block's own rows come once, the other side's once a block, mostly from the
-// L2.
+// recompute P. Device memory: a block's own rows are read once; each block reads all of the other side, mostly from the L2.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
     attention_backward_kernel(Tile a) {
@@ -6211,17 +6215,16 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
     return r * row_bytes + ((v ^ (r & 7)) << 4);
 }
 
-// p + n * pitch. It takes one multiplication of 32 bits, because neither factor has a sign.
+// p + n * pitch. Unsigned factors make this a single multiplication of 32 bits.
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// Copies a thread's vectors to shared memory: one for each of N rows, SWEEP apart, but at most the first n.
-// The vector for the row i further down comes from pixel pixel_of(i); it is zero where there are fewer
-// pixels.
+// Copies a thread's vectors to shared memory: one for each of N rows, SWEEP apart, but at most the first n. The vector for the
+// row that is i further down comes from pixel_of(i), and is zero if there is no such pixel: -1, or not below `pixels`.
 template <int N, int SWEEP, int ROW_BYTES = 128>
 __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
                                             unsigned pixels, auto pixel_of) {
-    unsigned m[N];  // all before the first copy: none waits for another
+    unsigned m[N];  // all pixels are known before the first copy, so that no copy waits for the next one's
     UNROLLED_FOR (int i = 0; i < N; i++) m[i] = i < n ? pixel_of(i * SWEEP) : 0;
     UNROLLED_FOR (int i = 0; i < N; i++)
         if (i < n) copy_async(to + i * SWEEP * ROW_BYTES, rows_from(from, m[i], channels), m[i] < pixels);
@@ -6247,18 +6250,18 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     ...                              tap(t) is added to reach tap t: 0 1 2, 10 11 12, 20 21 22; so the
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Patch {
-    int B, H, W;        // the tensor
-    int images, height, width;  // a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
-    int tiles_y, tiles_x, tiles;
-    // A set is the images that share tiles; it has this many tiles.
+    int B, H, W;                // of the tensor
+    int images, height, width;  // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
+    int tiles_y, tiles_x, tiles;  // down and across an image, and in all
+    // The images of a tile are a set. A set has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
     __device__ int row(int p) const {
-        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));
+        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));  // p / width and p % width
         return (y + 2 * (y / 8)) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
-    // Where a row lies in the tile with its halo: column, line, image.
+    // A row's column, line and image in the tile with its halo.
     __device__ uchar4 offset(int row) const {
         int y = width == 16 ? row / 18 : row / 10, image = y / 10;
         return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
@@ -6300,11 +6303,11 @@ struct Gemm {
     const floatX* w;               // forward (N, taps, K); input gradient (K, taps, N), taps flipped
     const floatX* bias = nullptr;  // (N)
     Rows emb = {};                 // (B, N)
-    Norm norm = {};                // whose output has the gradient `out`; or none
-    float2* sums = nullptr;        // (B, tiles, N): the output's Moments or the NormSums; null: not made
+    Norm norm = {};                // Backward.norm: `out` is the gradient of its output
+    float2* sums = nullptr;        // (B, tiles, N): forward the output's Moments, backward norm's NormSums; null: not made
     Patch patch = {};
-    int splits = 1;            // blocks that share a tile's chunks
-    int chunks_a_split = 0;    // the chunks of a tile that each of these blocks adds up
+    int splits = 1;            // how many blocks share a tile's chunks
+    int chunks_a_split = 0;    // how many chunks of a tile each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
@@ -6317,8 +6320,7 @@ struct Gemm {
     }
 };
 
-// out = the sum over splits of partial (splits, M, N), in order, + bias, emb and residual, one after the other. A thread
-// makes VEC outputs.
+// out = partial (splits, M, N).sum(0), in order, + bias + emb + residual. A thread makes VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
@@ -6334,7 +6336,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// The argument of a kernel, a Block, also has the kernel's constants, and run(), the work of a block of threads.
+// A Block is the kernel's argument, holds its constants, and has run(), the work of a block of threads.
 template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
     await_inputs();
@@ -6358,7 +6360,7 @@ struct GemmBlock : Gemm {
     static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
-    // Taps over which the next patch's loads are spread; the last is at least STAGES - 1 steps early.
+    // The next patch's loads are spread over the first A_PARTS taps, so that the last are at least STAGES - 1 steps early.
     static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES;
     static constexpr int A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
@@ -6366,7 +6368,8 @@ struct GemmBlock : Gemm {
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
     // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
-        const int buffers = TAPS == 1 ? STAGES : chunks < 2 ? chunks : 2;
+        const int patches = chunks < 2 ? chunks : 2;
+        const int buffers = TAPS == 1 ? STAGES : patches;
         const int rings = STAGES * B_BYTES + buffers * rows * 128;
         const int staging = BM * STAGING_PITCH * (int)sizeof(float);
         return TABLE_BYTES + (rings > staging ? rings : staging);
@@ -6379,7 +6382,7 @@ struct GemmBlock : Gemm {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int m0 = warp / (BN / WN) * WM, n0 = warp % (BN / WN) * WN;
         // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
-        // rows, `shift` further down, and B, over BK channels.
+        // rows, from `shift` rows further down, and of B, over BK channels.
 #ifndef PRECISION_FP32
         int row[MI];  // of A: those of which this lane gives ldmatrix the addresses
         __device__ Product(auto row_of) {
@@ -6387,7 +6390,7 @@ struct GemmBlock : Gemm {
         }
         __device__ int column(int j) const { return n0 + (j * 8 + lane % 4 * 2); }
         __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
-            // Tiles are 128-byte aligned: stepping through a row's vectors, swizzled or not, flips address bits.
+            // Tiles are aligned to 128 bytes, so that the address of a row's next vectors, also where swizzled, is an XOR away.
             uint32_t a_line[MI];
             UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
             uint32_t b_line = b_tile + (TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2)
@@ -6447,10 +6450,9 @@ struct GemmBlock : Gemm {
         }
     };
 
-    // Finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output; those of a
-    // split go to its partial sums as they are. This is done 64 pixels at a time: where a norm's sums are wanted,
-    // or an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th
-    // pixel.
+    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. Where a
+    // tile is split, they become partial sums as they are. It takes 64 pixels at a time; where a norm's sums are wanted, or
+    // an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th pixel.
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
@@ -6460,7 +6462,7 @@ struct GemmBlock : Gemm {
         Unpacked sum = {}, product = {};
         UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
             // All loads come before the first store, so that none waits for another.
-            int m[PASSES];           // the pixels, -1: outside
+            int m[PASSES];           // the pixels; -1: outside of the image
             uint4 operands[PASSES];  // the residual, or the norm's x
             Unpacked values[PASSES];
             const Concat& source = has_norm ? norm.x : residual;
@@ -6503,8 +6505,8 @@ struct GemmBlock : Gemm {
             }
             if (!sums) continue;
 
-            // Moments are sums about a pivot, the first pixel of the norm's tile, which is kept in `staging`
-            // where that pixel's sums lay.
+            // Moments are sums about a pivot, the first pixel of the norm's tile. It is kept in `staging`, in the place of that
+            // pixel's sums.
             const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
             float* pivot = staging + first * PITCH;
             if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
@@ -6519,7 +6521,8 @@ struct GemmBlock : Gemm {
             // The sums are written when the last pixels of the norm's tile are finished.
             if ((p0 + 64) % norm_pixels) continue;
             if (norm_tile * norm_pixels >= M()) continue;
-            auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);  // all have read it
+            // They are added up behind the pivot, where all threads have read `staging`.
+            auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);
             float2* tile_sums = sums + (size_t)norm_tile * N() + n0;
             norm_tile_sums<ROW>(shared_sums, tile_sums, N() - n0, sum, product, [&](int c, float2 total) {
                 if (!has_norm) {
@@ -6550,12 +6553,12 @@ struct GemmBlock : Gemm {
             __syncthreads();
         }
 
-        // Where a chunk, counted from `first`, lies: in which tensor of x, how many channels that has, and which of
-        // them is the chunk's first.
+        // Of a chunk, counted from `first`: whether it is in x's second tensor, how many channels its tensor has, and which of
+        // these is the chunk's first.
         auto second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
         auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
         auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
-        const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // with a row for this thread
+        const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // those with a row for this thread
         auto load_a = [&](int buffer, int chunk, int begin) {
             const Tensor& from = second(chunk) ? x.second : x.first;
             const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
@@ -6593,8 +6596,7 @@ struct GemmBlock : Gemm {
 
         Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
 
-        // A step is one tap of a chunk. Its weights, and for 1x1 all that it reads, are loaded STAGES - 1 steps
-        // early.
+        // A step is one tap of a chunk. Its weights are loaded STAGES - 1 steps early; for 1x1 so are its pixels.
         struct Step {
             int stage = 0, tap = 0, chunk = 0;
             __device__ void next() {
@@ -6696,8 +6698,8 @@ static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     if (taps == 1) return true;
     return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
 }
-// Where `blocks` leave multiprocessors without work, up to `most` times as many share the tiles' chunks, if each
-// keeps enough of them to pay for adding up the parts. The bounds were measured on an H100.
+// Where `blocks` leave multiprocessors without work, up to `most` times as many blocks share the tiles' chunks, if each
+// keeps enough steps to pay for adding up the parts. The bounds were measured on an H100.
 static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
     int splits = 1;
     while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
@@ -6705,15 +6707,15 @@ static int choose_splits(const Gemm& g, int taps, int blocks, int most, int leas
         splits *= 2;
     return splits;
 }
-// The largest tile of which there are enough, so that the last blocks to run leave few multiprocessors
-// without work. Where even the smallest are too few, blocks split a tile's chunks.
+// Chooses the largest tile of which there are enough to keep the multiprocessors busy to the end. Where even the smallest
+// are too few, blocks split a tile's chunks.
 static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     auto tiles = [&](int pixels, int channels) {
         return make_patch(g.x.first, taps, pixels).tiles * ceil_div(g.N(), channels);
     };
     if (!transposed && g.N() <= 16) return {PORTABLE_128x16};  // an image
-    const bool full = ceil_div(g.N(), 64) % 2 == 0;  // are tiles of 128 channels
-    if (full && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
+    const bool is_even = ceil_div(g.N(), 64) % 2 == 0;  // otherwise half of a tile of 128 channels is empty
+    if (is_even && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
     return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
 }
@@ -6722,13 +6724,13 @@ static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
 static bool enough_256(const Tensor& x, int N) {
     return 2 * make_patch(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
-// The convolution norms what it reads itself where that is whole tiles, and whole chunks.
+// The convolution itself norms what it reads, if that is whole tiles and whole chunks.
 static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
     const Tensor &x = norm.x.first, &second = norm.x.second;
-    const bool on_the_way = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
+    const bool is_fused = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
                             second.C % 64 == 0 && O > 16 && enough_256(x, O);
-    groupnorm_forward(on_the_way ? Tensor() : normed, norm);
-    return on_the_way ? Concat(x, second, norm.half_scale_shift) : normed;
+    groupnorm_forward(is_fused ? Tensor() : normed, norm);
+    return is_fused ? Concat(x, second, norm.half_scale_shift) : normed;
 }
 static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
@@ -6737,7 +6739,7 @@ static GemmChoice choose_hopper(const Gemm& g, int taps) {
     if (taps > 1 && !small && enough_256(x, g.N()))
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
-    // Clusters share long reductions, where after a doubling each block still has a multiprocessor to itself.
+    // The blocks of a cluster share a long reduction, as long as each block still has a multiprocessor to itself.
     const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
     const int blocks = make_patch(shaped(x, taps), hopper_tile(taps, kernel)).tiles * ceil_div(g.N(), 64);
     return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
@@ -6757,7 +6759,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
     Gemm g = asked;
     g.chunks_a_split = ceil_div(g.chunks(), choice.splits);
-    g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // none without a chunk
+    g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // every split has a chunk
     const bool sums_are_left = leaves_sums(g, TAPS, choice);
     if (!sums_are_left) g.norm = {};
     else if (g.norm) g.sums = (float2*)g.norm.sums;
@@ -6777,7 +6779,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
             break;
         case PORTABLE_128x16:
             if constexpr (!TRANSPOSED) GemmBlock<128, 16, 32, 16, TAPS, false, 3, 3>::launch_tiles(g);
-            else assert(false);  // choose_portable has it for forward only
+            else assert(false);  // choose_portable chooses it for forward only
             break;
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
@@ -6800,9 +6802,9 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 
 struct WeightGradient {
     float *dw, *dbias;  // (O, taps, C), (O); dbias null: not wanted
-    Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line
+    Tensor dout;        // (B, H, W, O); 1x1: all pixels are one line, see shaped
     Concat x;           // (B, H, W, C)
-    Rows per_image;     // (B, O): the sums of dout over each image; null: not wanted
+    Rows per_image;     // (B, O): the sums of dout over each image, for demb; null: not wanted
     int taps;
     Patch patch = {};
     int splits = 1;                  // of the patch's tiles
@@ -6816,12 +6818,12 @@ struct WeightGradient {
     __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
     // The split that has tile t.
     __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
-    // What a split adds to the bias of output o for an image of a set.
+    // The sum of dout's channel o over an image's pixels in a split. A split and the next may both have tiles of one set.
     __device__ float& bias_partial(int split, int set, int image, int o) const {
         return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
     }
 
-    // Where there is one image: the bias gradient of output o, summed over every 32nd split from s on.
+    // Where there is one image: the bias gradient of channel o, summed over every 32nd split from s on.
     __device__ float bias_of_splits(int o, int s) const {
         float sum = 0;
 #pragma unroll 8
@@ -6844,8 +6846,7 @@ struct WeightGradient {
         }
         return total;
     }
-    // Makes dbias and per_image of bias_partials. 256 threads own channels [8 block, 8 block + 8): 32 threads a
-    // channel.
+    // Computes dbias and per_image from bias_partials. A block's 256 threads own channels [8 block, 8 block + 8): each has 32.
     __device__ void reduce_bias(int block) const {
         __shared__ float sums[32][8];
         const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
@@ -6868,9 +6869,9 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient
 }
 
 // dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
-// split) owns 64 x taps x 64 of dw, or of its split's partial sums; splits share the tiles evenly. Per
-// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. The first of
-// the blocks that share dout's channels also writes their column sums. A step of the reduction is PIXELS.
+// split) owns 64 x taps x 64 of dw, or of its split's partial sums; the splits share the patch's tiles evenly. Per
+// block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. Of the blocks that read the same
+// channels of dout, the first also sums these for the bias. A step of the reduction is PIXELS pixels.
 template <int TAPS> struct WeightBlock : WeightGradient {
     static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
     static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
@@ -6927,7 +6928,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 }
             }
         }
-        // put(image, o, the sum), which begins again
+        // put(image, o, the sum) for each sum, which then begins again at 0
         __device__ void flush_sums(auto put) {
             UNROLLED_FOR (int i = 0; i < MI; i++)
                 UNROLLED_FOR (int e = 0; e < 4; e++) {
@@ -7002,7 +7003,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         const bool sums_bias = bias_partials && c_tile == 0;
 
         const uchar4 offset = patch.offset(tid);
-        auto locate = [&](int tile) {  // its pixels, before it is loaded
+        auto locate = [&](int tile) {  // finds the tile's pixels, before it is loaded
             static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
             if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
             const int pixel = patch.pixel(patch.origin(tile), offset);
@@ -7032,8 +7033,8 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         };
 
         Product product;
-        // The bias of a set of images goes to row split + set when the block leaves the set. No two blocks
-        // write one row, because neither split nor set ever goes down.
+        // The bias sums of a set of images go to row split + set when the block leaves the set. No two blocks write to one
+        // row: from block to block split grows, and set does not fall.
         int set = first / set_tiles;
         auto flush_sums = [&] {
             product.flush_sums([&](int image, int o, float sum) {
@@ -7074,9 +7075,8 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     }
 };
 
-// dw = the sum of the partial sums, in a fixed order: a thread adds every eighth, then the sums of eight
-// threads are added. Block b owns sums [128 b, 128 b + 128); the blocks from weight_blocks on reduce the bias
-// gradient.
+// dw = the sum of the splits' partial sums, in a fixed order: each of eight threads adds every eighth split, and then their
+// sums are added. Block b owns elements [128 b, 128 b + 128) of dw; the blocks from weight_blocks on reduce the bias gradient.
 __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weight_blocks) {
     await_inputs();
     if (blockIdx.x >= (unsigned)weight_blocks) return g.reduce_bias(blockIdx.x - weight_blocks);
@@ -7127,7 +7127,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
     launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
-// 3x3 has at most a block on every multiprocessor, 1x1 two: all sums fit into half the workspace.
+// 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half the workspace.
 template <int TAPS>
 static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     assert(!x.half_scale_shift);
@@ -7138,8 +7138,8 @@ static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Row
 
     using Block = WeightBlock<TAPS>;
     g.patch = make_patch(dout, TAPS, Block::PIXELS);
-    // A block's walk over the pixels takes tiles / splits, and the reduction splits O C: together they are
-    // shortest where they are equal. The factor was measured on an H100.
+    // A block's pixels take a time of tiles / splits, and the reduction one of splits O C. Their sum is least where they are
+    // equal: at the root of tiles / (O C). The factor was measured on an H100.
     const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
     const int most = std::min(g.patch.tiles, most_blocks / g.tiles());
     const int factor = sizeof(floatX) == 2 ? 480 : 830;
@@ -7234,7 +7234,7 @@ struct Barrier {
         while (!ptx::mbarrier_try_wait_parity(&state, parity)) continue;
     }
 };
-// The barriers of a ring of N buffers. One thread has each filled, and `readers` warpgroups read it then.
+// The barriers of a ring of N buffers. One thread fills a buffer, by TMA, and then `readers` warpgroups read it.
 template <int N> struct RingBarriers {
     Barrier full[N], empty[N];
     __device__ void init(int readers) {
@@ -7244,8 +7244,8 @@ template <int N> struct RingBarriers {
         }
     }
 };
-// Where a thread stands in a ring: the buffer, and the parity of the phase to wait for. A thread that fills
-// buffers begins with parity 1, because they are empty at first.
+// A thread's position in a ring: the buffer, and the parity of the barrier's phase that it waits for. A thread that fills
+// buffers begins with parity 1, for which a new barrier does not wait: at first the buffers are empty.
 template <int N> struct Ring {
     int slot = 0, parity = 0;
     __device__ int previous() const { return slot ? slot - 1 : N - 1; }
@@ -7269,13 +7269,11 @@ __device__ inline void warpgroup_barrier(int warpgroup) {
 // A thread's warpgroup. The shuffle tells the compiler that it is the same for a whole warp, so that what
 // follows from it is computed once a warp; without it the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
-// How many registers a warpgroup's threads have from here on; "inc" waits until others have given some up by
-// "dec".
+// Sets the number of registers of a warpgroup's threads. "inc" waits until others have given up enough by "dec".
 #define SET_REGISTERS(change, count) asm volatile("setmaxnreg." change ".sync.aligned.u32 %0;" ::"n"(count))
 
-// Copies by TMA a box of a tensor, 64 channels of the pixels from `at` on, to shared memory or back: rows
-// of 128 bytes, swizzled, with zeros where the box leaves the tensor. What has come counts towards the
-// bytes that the barrier expects.
+// Copies by TMA a box of a tensor, 64 channels of the pixels from `at` on, to shared memory or back: rows of 128 bytes,
+// swizzled, with zeros where the box leaves the tensor. The bytes that come count towards those that the barrier expects.
 __device__ inline void tma_load(void* to, const CUtensorMap& map, Barrier& barrier, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
                               &barrier.state);
@@ -7284,7 +7282,7 @@ __device__ inline void tma_store(const CUtensorMap& map, const void* from, int c
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
     ptx::cp_async_bulk_commit_group();
 }
-// Stands between this thread's stores to shared memory and TMA or tensor cores that read them.
+// Needed between a thread's stores to shared memory and TMA or tensor cores that read what was stored.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ inline void cluster_barrier() {
@@ -7294,8 +7292,8 @@ __device__ inline void cluster_barrier() {
 
 // The descriptor of a matrix that wgmma reads from shared memory. K-major: rows of 64 k, groups of eight
 // rows `stride` bytes apart. MN-major (transposed): rows of 64 m or n, one a k, groups of eight k `stride`
-// bytes apart; the next 64 m or n lie `next` bytes further. The swizzle follows the address, so that a
-// matrix may start at any row: a tap of a 3x3 convolution is a shift of the start address.
+// bytes apart; the next 64 m or n lie `next` bytes further. The swizzle depends on the address alone, so that a
+// matrix may start at any row: another tap of a 3x3 convolution is another start address.
 __device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, uint32_t next = 16) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(stride >> 4) << 32 | 1ull << 62;
@@ -7320,7 +7318,7 @@ struct Fragment {
 // thread has.
 template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
 __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 registers
-    static_assert(N == 8 || N == 64 || N == 128 || N == 192, "a shape that is spelled below");
+    static_assert(N == 8 || N == 64 || N == 128 || N == 192, "one of the shapes below");
     if constexpr (N == 8)
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
@@ -7365,7 +7363,7 @@ __device__ inline void wgmma(float* c, uint64_t a, uint64_t b) {  // c: N / 2 re
 }
 
 typedef unsigned char Rows64[64 * 128];  // 64 rows of 64 channels, swizzled
-// What TMA must know of x to load and store boxes of 64 channels, or of 16 in the 32-byte swizzle (dev/dit).
+// The tensor map by which TMA loads and stores boxes of x: of 64 channels, or of 16 in the 32-byte swizzle (dev/dit).
 static CUtensorMap tensor_map(const Tensor& x, Box box, cuuint32_t channels = 64) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (!encode)
@@ -7416,13 +7414,13 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
     block.run();
 }
 
-// gemm_kernel's work, 64 channels by a tile of pixels at a time. TMA fills two rings for the warpgroups
-// that multiply, and is soon a tile ahead: one with the patches of a tile's chunks of 64 channels, each
-// tile's followed by the residual or the norm's x, where the outputs are put together; the other with the
-// taps' weights. Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a
-// cluster take the same tile, and a share of its chunks each. Where x is normed on the way, a warpgroup
-// does so with each patch that has come. Per tile its patch and 64 channels' weights come in once; weights
-// that the ring holds all of come in once for all of a block's tiles.
+// gemm_kernel's work, 64 output channels by a tile of pixels at a time. TMA fills two rings for the warpgroups that multiply.
+// One ring has the patches of a tile, one for each chunk of 64 input channels, followed by a buffer for the tile's outputs,
+// into which the residual or the norm's x is loaded first. The other ring has the weights of each tap and chunk.
+//
+// Block (rank in the cluster, channels, z) takes tiles z, z + gridDim.z, ... The blocks of a cluster take the same tile, and a
+// share of its chunks each. With NORMS a warpgroup norms each patch that has come. Device memory: for each tile its patches
+// and 64 channels' weights are read once; resident weights once for all of a block's tiles.
 template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr bool PAIRS = KERNEL == HOPPER_TWO_IMAGES;
     static constexpr bool NORMS = KERNEL == HOPPER_256_NORMED;     // a fourth warpgroup norms x on the way
@@ -7430,16 +7428,16 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int BLOCKS = 2 / SUBTILES;                    // on a multiprocessor
     // The threads that multiply: two warpgroups in ping-pong where a tile has two sub-tiles.
     static constexpr int READERS = SUBTILES * 128;
-    // The threads that feed them. One thread fills both rings (1x1), or two threads one each, in two warps. With
-    // two sub-tiles these warps have a warpgroup of their own, which leaves its registers to the others.
+    // The threads that feed them. For 1x1 one thread fills both rings; for 3x3 two threads, in two warps, fill one each. With
+    // two sub-tiles these warps are a warpgroup of their own, which leaves its registers to the others.
     static constexpr int feeders() {
         if (NORMS) return 256;
         if (SUBTILES > 1) return 128;
         return TAPS > 1 ? 64 : 32;
     }
     static constexpr int THREADS = READERS + feeders();
-    // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many
-    // as fit, 168 (or 128 where there are four warpgroups); what the others give up goes to those who multiply.
+    // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many as fit, 168
+    // (or 128 where there are four warpgroups); what loading and norming threads give up goes to those that multiply.
     static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
     static constexpr int READER_REGISTERS =
         (NORMS ? 4 * 128 - LOADER_REGISTERS - NORM_REGISTERS : 3 * 168 - LOADER_REGISTERS) / 2;
@@ -7471,28 +7469,28 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         union Patch {
             unsigned char pixels[SWEEPS * SWEEP * 128];
             Rows64 outputs[SUBTILES][2];
-        } patches[PATCHES];  // the cluster's sums go here when the chunks have been read
+        } patches[PATCHES];  // see also combine
         Rows64 w[STAGES];
         RingBarriers<PATCHES> patch;
         RingBarriers<STAGES> stage;
         Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
-        Barrier normed[PATCHES];  // patches, where they are normed on the way
-        static_assert(sizeof(Patch) % 1024 == 0, "swizzling goes by the address");
+        Barrier normed[PATCHES];  // with NORMS: completed when the patch is normed
+        static_assert(sizeof(Patch) % 1024 == 0, "the swizzle depends on the address");
     };
     const HopperGemm& g;
     Shared& shared;
     const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
-    const bool leads = threadIdx.x % 128 == 0;  // its warpgroup
+    const bool leads = threadIdx.x % 128 == 0;  // the first thread of its warpgroup
     const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
-    const bool weights_resident = (last - first) * TAPS <= STAGES;           // for all of the block's tiles
-    Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // of patches, to be multiplied
+    const bool weights_resident = (last - first) * TAPS <= STAGES;     // loaded once, for all of the block's tiles
+    Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // completed when a patch may be multiplied
 
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
         return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
     }
-    // Done by one thread: loads patches and operands, or weights, or both.
+    // Done by one thread: loads patches and operands (the residual or the norm's x), or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
@@ -7535,9 +7533,9 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
 
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
-        static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit a row; no clusters");
+        static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit for each row; no clusters");
         const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
-        uint32_t left = 0, right = 0, top = 0, bottom = 0;  // which of a thread's rows lie there in the halo
+        uint32_t left = 0, right = 0, top = 0, bottom = 0;  // bit i: the thread's row i lies in this side of the halo
 #pragma unroll 1
         for (int i = 0; i < SWEEPS; i++) {
             const int row = first_row + i * SWEEP, y = row / PATCH.width, x = row % PATCH.width;
@@ -7592,8 +7590,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         if (!weights_resident) shared.stage.empty[stage.previous()].arrive();
     }
 
-    // c = a tile's sums over this block's chunks, 64 a sub-tile: rows are channels, columns a sub-tile's
-    // pixels.
+    // c = a tile's sums over this block's chunks, 64 for each sub-tile: rows are channels, columns a sub-tile's pixels.
     __device__ __forceinline__ void multiply(float (&c)[SUBTILES * 64], Ring<PATCHES>& patch,
                                              Ring<STAGES>& stage) {
         UNROLLED_FOR (float& sum : c) sum = 0;
@@ -7626,7 +7623,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 stage.next();
             }
         }
-        // All buffers up to here have been full, so that the other warpgroup can't mistake their phases.
+        // Waits for the tile's operand, too, so that all buffers up to here have been full when the other warpgroup goes on: it
+        // knows phases by their parity only, and could take an earlier one for its own.
         ready[patch.slot].wait(patch.parity);
         pass_turn();
         wgmma_wait<0>();
@@ -7636,7 +7634,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
     }
 
-    // The first of the cluster adds the others' sums to its own, rank by rank.
+    // The first block of the cluster adds the others' sums, which they leave in place of their patches, to its own.
     __device__ __forceinline__ void combine(float (&c)[SUBTILES * 64]) {
         static_assert(SUBTILES > 1 || sizeof shared.patches >= 128 * sizeof c, "the sums fit");
         float4* sums = (float4*)shared.patches + threadIdx.x;
@@ -7668,24 +7666,23 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
     }
 
-    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or goes back through
-    // a norm. A thread has channels row and row + 8, and of each 32 pixels.
+    // Finishes a sub-tile's sums as GemmBlock::finish does: adds bias, embedding and residual, or makes the gradient before a
+    // norm's SiLU. A thread has channels row and row + 8, and of each 32 pixels.
     struct Epilogue {
-        static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // that a sub-tile may hold
+        static constexpr int IMAGES = PAIRS || TAPS == 1 ? 2 : 1;  // how many a sub-tile may hold
         static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
         const HopperGemm& g;
-        Pixel at;  // the tile's first, then that of the sub-tile under way
+        Pixel at;  // the first pixel of the tile, then of the current sub-tile
         const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // that it does hold
-        const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first
+        const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // how many it does hold
+        const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first of them
         const bool has_norm = TRANSPOSED && g.norm;
-        // By image and row: what is added; the norm's parameters; sums for this norm or the next.
+        // For each image and row: bias and embedding; the norm's parameters; sums for this norm or the next.
         float bias[IMAGES][2] = {};
         GroupStatistics statistics[IMAGES][2];
         ScaleShift half[IMAGES][2];
         float sum[IMAGES][2], product[IMAGES][2];
-        // Which image a thread's element e, of 64, belongs to: columns are pixels, of two images one after the
-        // other.
+        // The image of a thread's element e, of 64. Columns are pixels, of two images one after the other.
         __device__ static constexpr int image_of(int e) { return Fragment::column(e) * IMAGES / 128; }
 
         __device__ __forceinline__ void load() {
@@ -7700,9 +7697,9 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 }
         }
 
-        // Finishes c (64), rounds it, and transposes it into shared memory, where the residual or the norm's x
-        // came. The compiler knows which: branches between the elements made each wait for the one before, and
-        // a step of the default model at batch 32 take 5% longer on an H100.
+        // Finishes c (64), rounds it, and transposes it into shared memory, over the operand that was loaded there. The kind of
+        // operand is a template argument: branches between the elements made each wait for the one before, and a step of the
+        // default model at batch 32 took 5% longer on an H100.
         __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
             at = first;
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
@@ -7715,7 +7712,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
             int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
             uint32_t rows = outputs + swizzled(line, vector);
-            uint32_t operands[4][4];  // four loads before the first store: none waits for another
+            uint32_t operands[4][4];  // four loads come before the first store, so that none waits for another
             UNROLLED_FOR (int j = 0; j < 16; j += 2) {
                 uint32_t(&bits)[4] = operands[j / 2 % 4];
                 if (j % 8 == 0 && OPERAND != NO_OPERAND)
@@ -7739,7 +7736,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             }
         }
 
-        // Adds up over the four lanes that share a row, and over the halves of a sub-tile that is of one image.
+        // Adds up over the four lanes that share a row and, where a sub-tile is of one image, over its two halves.
         __device__ __forceinline__ void add_up(float (&sums)[IMAGES][2]) {
             UNROLLED_FOR (int r = 0; r < 2; r++) {
                 UNROLLED_FOR (int i = 0; i < IMAGES; i++)
@@ -7751,7 +7748,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 }
             }
         }
-        // The outputs' moments: sum becomes their mean, and product the squares about it, still to be added up.
+        // The outputs' moments: sum becomes their mean, and product this thread's part of the squares about it.
         __device__ __forceinline__ void take_moments(const float* c) {
             UNROLLED_FOR (int e = 0; e < 64; e++) sum[image_of(e)][Fragment::row_half(e)] += c[e];
             add_up(sum);
@@ -7765,12 +7762,11 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 product[i][r] += distance * distance;
             }
         }
-        // Writes what a norm needs: forward the moments of the outputs, backward the gradient's sums, which
-        // finish() has begun.
+        // Writes the sums that a norm needs: forward the moments of the outputs, backward NormSums, which finish() has begun.
         __device__ __forceinline__ void write_sums(const float* c) {
             if constexpr (TRANSPOSED) add_up(sum);
             else take_moments(c);
-            int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // the first, or how many lie before it
+            int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // how many pixels lie in tiles before this one
             if (TAPS > 1 && !PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
             add_up(product);
             UNROLLED_FOR (int r = 0; r < 2; r++)
@@ -7804,12 +7800,12 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         Ring<PATCHES> patch;
         Ring<STAGES> stage;
         const int chunks = last - first;
-        auto skip = [&](int tiles) {  // passes over what these tiles have in the rings
+        auto skip = [&](int tiles) {  // passes over the buffers of the other warpgroup's tiles
             patch.skip(tiles * (chunks + 1));
             stage.skip(tiles * chunks * TAPS);
         };
         skip(warpgroup);
-        int parity = warpgroup == 0;  // of its ping-pong barrier: the first comes at once
+        int parity = warpgroup == 0;  // of its ping-pong barrier: warpgroup 0 does not wait the first time
         for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
              tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
             const Pixel at = origin(tile);
@@ -7819,7 +7815,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             await_turn(parity);
             multiply(c, patch, stage);
             if (splits > 1) combine(c);
-            if (cluster_rank > 0) return;  // a block of a cluster has one tile
+            if (cluster_rank > 0) return;  // the blocks of a cluster have only one tile
 
             UNROLLED_FOR (int k = 0; k < SUBTILES; k++) {
                 auto& outputs = shared.patches[patch.slot].outputs[k];
@@ -7829,7 +7825,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 if (leads) tma_store(g.out_map.of(o), outputs, g.out_map.within(o), epilogue.at);
                 if (g.sums) epilogue.write_sums(c + 64 * k);
             }
-            if (leads) {  // and TMA has read the outputs
+            if (leads) {  // waits until TMA has read the outputs
                 ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
                 shared.patch.empty[patch.slot].arrive();
             }
@@ -7849,7 +7845,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = joined(operand, SUBTILE);
         h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
-        // Blocks take one tile after another: a tile's loads hide behind the outputs before.
+        // Blocks take one tile after another, so that a tile's loads overlap the epilogue of the tile before.
         const int columns = ceil_div(g.N(), 64);
         const int blocks = std::min(h.patch.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
         assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.patch.tiles));
@@ -7884,13 +7880,13 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
 }
 
 // weight_gradient_kernel's work on wgmma. Block (split, tile) owns its split's partial sums of one tile of
-// dw. One warp fills a ring of stages by TMA, 64 pixels of dout and of x with its halo each, which all the
-// block's warpgroups read: a tap is a shift of the start address. A block's pixels come in once. Without
-// other splits the sums go straight to dw. The first of the blocks that share dout's channels also sums
-// dout over each image, by a product with a column of ones: one of eight columns an image.
+// dw. One warp fills a ring of stages by TMA; a stage has 64 pixels of dout, and those of x with their halo. All the
+// block's warpgroups read it: a tap is a shift of the start address. A block's pixels come in once. Where there is one
+// split, the sums go straight to dw. Of the blocks that read the same channels of dout, the first also sums these over each
+// image, by a product with a matrix of eight columns, of which the image's is ones and the others are zeros.
 //
 // Each warpgroup has 64 output channels by 64 input channels at the three taps of a line. A block has three
-// warpgroups, one a line of taps; or it has one, where reading the pixels three times costs less than
+// warpgroups, one for each line of taps; or it has one, where reading the pixels three times costs less than
 // adding up three times as many sums. A step of the reduction is 8 x 8 pixels.
 template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
     CUtensorMap dout_map, x_map;
@@ -7905,7 +7901,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
     struct Shared {
         Stage stages[STAGES];
         RingBarriers<STAGES> ring;
-        // A row of ones amid rows of zeros: eight rows from 7 - n on are a matrix whose row n is ones.
+        // Row 7 is ones, all others are zeros: the eight rows from 7 - n on are a matrix whose row n is ones.
         alignas(16) uint32_t ones[15][4];
         // Nobody reads this: compute-sanitizer takes a product's 6144 bytes of x, lines apart, for one piece.
         unsigned char unread[4096];
@@ -7915,7 +7911,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
         const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
-        // Of a thread's c[0], see Fragment: rows are output channels; columns images, or input channels at three
+        // The place of a thread's c[0], see Fragment. Rows are output channels. Columns are images, or input channels at three
         // taps.
         const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
         const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
@@ -7943,7 +7939,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 full.expect(sizeof to.dout + PITCH * X.height * 128);
                 tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
                 tma_load(to.dout, dout_map, full, o0, at);
-                // The next tile; divisions would take this one thread longer than the product.
+                // The next tile. Divisions instead would take this one thread longer than a product takes the others.
                 at.x += 8;
                 if (at.x >= patch.W) {
                     at.x = 0;
@@ -7962,15 +7958,15 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         auto release = [&] {  // of the stage before
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
-        auto multiply = [&](auto with_bias) {  // whether partial sums of the bias gradient are made too
+        auto multiply = [&](auto with_bias) {  // whether it also makes partial sums of the bias gradient
             constexpr bool BIAS = decltype(with_bias)::value;
-            // The ends of a run of steps: with the bias, of those that share the eight columns' images.
-            const int steps = patch.set_tiles();  // an image
+            // With the bias, steps are done in runs, each of at most eight images, whose sums are the eight columns.
+            const int steps = patch.set_tiles();  // of an image
             for (int begin = first, end; begin < last; begin = end) {
-                int first_image = begin / steps, images = first_image / 8 * 8;
+                int first_image = begin / steps, images = first_image / 8 * 8;  // images: that of column 0
                 end = BIAS ? min(last, (images + 8) * steps) : last;
-                int left = (first_image + 1) * steps - begin;  // of this image
-                // A matrix that is not swizzled; its rows of eight k serve both halves of k.
+                int left = (first_image + 1) * steps - begin;  // steps left of the image
+                // The matrix is not swizzled. Its rows have eight k, which serve for the other eight, too.
                 uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
                 float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
@@ -8006,7 +8002,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
             }
         };
 
-        // All warpgroups read dout; the first sums it.
+        // All warpgroups read dout; the first also sums it.
         if (bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
         else multiply(std::false_type());
 
@@ -8027,8 +8023,8 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
     }
 };
 
-// conv3x3_backward_weight, by the warpgroups and splits that should take the least time on an H100: the rounds of
-// blocks times a block's steps, and then the sum over the splits.
+// conv3x3_backward_weight with the warpgroups and splits that should take the least time on an H100. The time is estimated as
+// the rounds of blocks, times a block's steps, plus that of adding up the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
     g.patch = make_patch(g.dout, TAPS, 64);
     const int pixel_tiles = g.patch.tiles;
