@@ -511,8 +511,12 @@ HOST_DEVICE static inline Philox philox(uint32_t seed, uint32_t stream, uint32_t
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
         uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c0 = n0, c1 = (uint32_t)p1, c2 = n2, c3 = (uint32_t)p0;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        c0 = n0;
+        c1 = (uint32_t)p1;
+        c2 = n2;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
     return Philox{{c0, c1, c2, c3}};
 }
@@ -621,7 +625,7 @@ template <typename Real> struct RowsOf {
 };
 
 // The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
-template <typename Real, int TAPS> struct ProductOf {
+template <typename Real, int TAPS> struct ConvLayerOf {
     const Real *w = nullptr, *bias = nullptr;
     float *dw = nullptr, *dbias = nullptr;
 };
@@ -668,17 +672,17 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};
 };
 
-#define LAYER_TYPES(device, Real)                              \
-    namespace device {                                         \
-    typedef TensorOf<Real> Tensor;                             \
-    typedef ConcatOf<Real> Concat;                             \
-    typedef RowsOf<Real> Rows;                                 \
-    template <int TAPS> using Product = ProductOf<Real, TAPS>; \
-    typedef Product<9> Conv;                                   \
-    typedef Product<1> Linear;                                 \
-    typedef NormOf<Real> Norm;                                 \
-    typedef ForwardOptionsOf<Real> Forward;                    \
-    typedef BackwardOptionsOf<Real> Backward;                  \
+#define LAYER_TYPES(device, Real)                                  \
+    namespace device {                                             \
+    typedef TensorOf<Real> Tensor;                                 \
+    typedef ConcatOf<Real> Concat;                                 \
+    typedef RowsOf<Real> Rows;                                     \
+    template <int TAPS> using ConvLayer = ConvLayerOf<Real, TAPS>; \
+    typedef ConvLayer<9> Conv;                                     \
+    typedef ConvLayer<1> Linear;                                   \
+    typedef NormOf<Real> Norm;                                     \
+    typedef ForwardOptionsOf<Real> Forward;                        \
+    typedef BackwardOptionsOf<Real> Backward;                      \
     }
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
@@ -908,7 +912,7 @@ template <typename T> struct LabelForward {
 };
 // table.dw (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
 template <typename T> struct LabelBackward {
-    ProductOf<T, 1> table;  // without bias
+    ConvLayerOf<T, 1> table;  // without bias
     TensorOf<T> dout;
     const int* labels;
     int rows;
@@ -1062,7 +1066,7 @@ struct Plan {
 // What an update of the weights reads and writes. Each array has this rank's shard of the parameters; a single rank's shard
 // is all of them. Only Model's own gradients are larger: (gradient_buffers, num_floats). Checkpoints hold the other arrays.
 struct OptimiserMemory {
-    float* master;
+    float* master;              // the weights, in fp32
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
     float* gradients = nullptr;
@@ -1519,9 +1523,9 @@ struct AttentionBlock : Module {
 };
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
-// With --conv_resample a 3x3 convolution follows: F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"),
-// w, bias, padding=1), or comes in place of the mean: F.conv2d(x, w, bias, stride=2, padding=1), which is
-// every other pixel of every other row of the convolution without a stride.
+// With --conv_resample up-sampling is F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), w, bias, padding=1), and
+// down-sampling is F.conv2d(x, w, bias, stride=2, padding=1): the convolution is done without a stride, and every other pixel
+// of every other row is kept.
 struct ResampleBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         std::string layer = block->kind == BLOCK_UP ? "conv." : "op.";
@@ -2070,7 +2074,11 @@ static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
 }
 
 // x0 within [-1, 1]; a NaN stays one.
-HOST_DEVICE static inline float clamped(float x0) { return x0 < -1 ? -1 : x0 > 1 ? 1 : x0; }
+HOST_DEVICE static inline float clamped(float x0) {
+    if (x0 < -1) return -1;
+    if (x0 > 1) return 1;
+    return x0;
+}
 
 // ---- noising ----------------------------------------------------------------------------------------------
 // An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
@@ -2311,8 +2319,12 @@ struct ConsistencyWeights {
         float squares = 0;
         for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
         float error = squares / (float)(loss.pixels * loss.channels);
-        if (pairs.gaps) weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * fmaxf(sqrtf(error), 1e-6f));
-        else weights[sample] = c / sqrtf(error + c * c);
+        if (pairs.gaps) {
+            float root = fmaxf(sqrtf(error), 1e-6f);
+            weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
+        } else {
+            weights[sample] = c / sqrtf(error + c * c);
+        }
     }
 };
 
@@ -3437,8 +3449,17 @@ static float* images_of(float* images, const Model* m, const MicroBatch& part) {
 static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{unet_input(m, part.B), m->target, images, m->schedule, timesteps, step, part.first,
-                         c.in_channels, c.offset_noise, c.seed, stream});
+    run(AddNoise<floatX>{.x_t = unet_input(m, part.B),
+                         .target = m->target,
+                         .images = images,
+                         .schedule = m->schedule,
+                         .timesteps = timesteps,
+                         .step = step,
+                         .first = part.first,
+                         .channels = c.in_channels,
+                         .offset_noise = c.offset_noise,
+                         .seed = c.seed,
+                         .stream = stream});
 }
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
@@ -3628,13 +3649,26 @@ static void enqueue_step(Trainer* t, Objective objective) {
 
     BatchSource source = t->source;
     if (objective != OBJECTIVE_PATHS) source.path = nullptr;
-    run(BeginStep{m->state, m->timesteps, m->sources, m->labels, source, hyper, m->schedule, m->pairs});
+    run(BeginStep{.state = m->state,
+                  .timesteps = m->timesteps,
+                  .sources = m->sources,
+                  .labels = m->labels,
+                  .source = source,
+                  .hyper = hyper,
+                  .schedule = m->schedule,
+                  .pairs = m->pairs});
     if (objective == OBJECTIVE_STUDENT) match_distributions(t);
     batch_gradient(t, objective);
 
     run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
-    run(FinishStep{m->state, batch_loss(m, objective), m->grad_norm_partials, m->plan.num_floats, hyper, m->stops, m->ranks});
+    run(FinishStep{.state = m->state,
+                   .loss = batch_loss(m, objective),
+                   .grad_norm_partials = m->grad_norm_partials,
+                   .parameters = m->plan.num_floats,
+                   .hyper = hyper,
+                   .stops = m->stops,
+                   .ranks = m->ranks});
 
     update_weights(m, *m, is_copied(m) ? m->weights : nullptr, m->state);
     if (is_sharded(m)) gather_weights(m);
@@ -3674,7 +3708,10 @@ static void draw_paths(Trainer* t, int64_t round) {
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     Objective objective = objective_of(t->model.config, t->begun);
-    if (objective == OBJECTIVE_PATHS && t->begun / s.path_steps != t->round) draw_paths(t, t->begun / s.path_steps);
+    if (objective == OBJECTIVE_PATHS) {
+        int64_t round = t->begun / s.path_steps;
+        if (round != t->round) draw_paths(t, round);
+    }
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
     t->stop[0] = stop_asked;
@@ -4098,9 +4135,10 @@ static double time_step(Config config, int batch, double seconds, long first = 0
 // `world` has one rank; the program ends then.
 static void print_time(const Config& config, long steps_done) {
     int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
-    int batch_size = config.batch_size, own = batch_size, timed = own;
-    if (ON_GPU) timed = own = batch_size / ranks;
-    else timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    int batch_size = config.batch_size;
+    int own = ON_GPU ? batch_size / ranks : batch_size;  // the images of a step that run on this device
+    int timed = own;
+    if (!ON_GPU) timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
     auto ms_from = [&](long first) { return time_step(config, timed, 2, first) * own / timed; };
     auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
@@ -4388,12 +4426,12 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
 // Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
 static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
-    if (!std::has_single_bit(ranks + 0u))
+    if (!std::has_single_bit((unsigned)ranks))
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
     int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
-    int most_ranks = 1 << std::countr_zero(count + 0u);
+    int most_ranks = 1 << std::countr_zero((unsigned)count);  // the largest power of 2 that divides it
     if (count % ranks)
         fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
              batch, microbatch, count, ranks, most_ranks);
@@ -5576,8 +5614,8 @@ struct NormWork {
     bool owner;                  // thread i, if owner, computes what belongs to channel slab + i
     int block, slab, channels;   // the block's number in its slab; the slab's first channel, and how many it has
     int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
-    size_t at, at_joined;        // the thread's first element, in its tensor of x and in a tensor with all channels
-    int step, step_joined;       // elements from one of its pixels to the next, in the two
+    size_t at, at_concat;        // the thread's first element, in its tensor of x and in a tensor with all channels
+    int step, step_concat;       // elements from one of its pixels to the next, in the two
     // Divisions are few and unsigned, because this and the sums that follow are most of the time of a small norm.
     __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
         const unsigned T = norm.x.first.T(), C = norm.x.C();
@@ -5600,9 +5638,9 @@ struct NormWork {
         const int width = norm.x.of(c).C;
         const size_t pixel = (size_t)b * T + t;
         at = pixel * width + norm.x.within(c);
-        at_joined = pixel * C + c;
+        at_concat = pixel * C + c;
         step = stride * width;
-        step_joined = stride * C;
+        step_concat = stride * C;
         if (row >= rows) t = T;  // the threads that are left over have no pixels
     }
 
@@ -5655,7 +5693,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     const int T = norm.x.first.T();
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
-    floatX* target = out + work.at_joined;
+    floatX* target = out + work.at_concat;
     uint4 in[NORM_DEPTH];
     const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
@@ -5703,7 +5741,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             if (norm.silu)
                 for (int e = 0; e < VEC; e++) y[e] = silu_of_half(y[e]);
             *(uint4*)target = pack(y);
-            target += work.step_joined;
+            target += work.step_concat;
         }
 }
 static void groupnorm_forward(Tensor out, const Norm& norm) {
@@ -5756,15 +5794,15 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
 
     NormWork work(grid, blockIdx.x - weight_blocks, norm);
-    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_joined;
+    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_concat;
     const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
-    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_joined;
+    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_concat;
     uint4 x_bits, dy_bits, residual, old;
     auto load = [&] {
         x_bits = *(const uint4*)x_from;
         x_from += work.step;
         dy_bits = *(const uint4*)dy_from;
-        dy_from += work.step_joined;
+        dy_from += work.step_concat;
         if (RESIDUAL) {
             residual = *(const uint4*)residual_from;
             residual_from += work.step;
@@ -5810,7 +5848,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
         *(uint4*)normed_to = pack(x);
-        normed_to += work.step_joined;
+        normed_to += work.step_concat;
 
         if (RESIDUAL) d += unpack(residual);
         if (ACCUMULATE) d += unpack(old);
@@ -7115,11 +7153,11 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 // ---- launchers; maths and shapes stand in section 3, at the declarations of the same names
 
 template <int TAPS>
-static Gemm forward_gemm(Tensor out, Concat x, Product<TAPS> layer, const Forward& options) {
+static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const Forward& options) {
     return {out, options.residual, x, layer.w, layer.bias, options.emb};
 }
 template <int TAPS>
-static Gemm backward_input_gemm(Concat dx, Tensor dout, Product<TAPS> layer, const Backward& options) {
+static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const Backward& options) {
     const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
@@ -7129,7 +7167,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 // 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half the workspace.
 template <int TAPS>
-static void gemm_backward_weight(Product<TAPS> layer, Tensor dout, Concat x, Rows demb) {
+static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     assert(!x.half_scale_shift);
     dout = shaped(dout, TAPS);
     x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
@@ -7715,7 +7753,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             uint32_t operands[4][4];  // four loads come before the first store, so that none waits for another
             UNROLLED_FOR (int j = 0; j < 16; j += 2) {
                 uint32_t(&bits)[4] = operands[j / 2 % 4];
-                if (j % 8 == 0 && OPERAND != NO_OPERAND)
+                if (j % 8 == 0 && OPERAND != NO_OPERAND)  // those of this and the next three rounds
                     UNROLLED_FOR (int k = 0; k < 4; k++)
                         load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
                 UNROLLED_FOR (int e = 0; e < 8; e++) {
@@ -7834,16 +7872,16 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     }
 
     static void launch_tiles(const Gemm& g) {
-        auto joined = [&](const Concat& x, Box box) {
+        auto maps_of = [&](const Concat& x, Box box) {
             ConcatMaps maps = {tensor_map(shaped(x.first, TAPS), box), {}, x.first.C};
             if (x.second.C) maps.second = tensor_map(shaped(x.second, TAPS), box);
             return maps;
         };
-        HopperGemm h = {g, joined(g.x, PATCH), joined(g.out, SUBTILE)};
+        HopperGemm h = {g, maps_of(g.x, PATCH), maps_of(g.out, SUBTILE)};
         const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm ? g.norm.x : g.residual;
-        if (operand.first) h.operand_map = joined(operand, SUBTILE);
+        if (operand.first) h.operand_map = maps_of(operand, SUBTILE);
         h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
         // Blocks take one tile after another, so that a tile's loads overlap the epilogue of the tile before.
         const int columns = ceil_div(g.N(), 64);

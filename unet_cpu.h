@@ -31,7 +31,7 @@ inline double padded(const Concat& x, int b, int h, int w, int c) {
 template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
 
 // F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
-template <int K> void convolution_forward(Tensor out, Concat x, Product<K * K> layer, Forward options) {
+template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K> layer, Forward options) {
     each_pixel(out, [&](int b, int h, int w) {
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
@@ -49,7 +49,7 @@ template <int K> void convolution_forward(Tensor out, Concat x, Product<K * K> l
 }
 // dx = [dx +] F.conv_transpose2d(dout, w, padding="same")
 template <int K>
-void convolution_backward_input(Concat dx, Tensor dout, Product<K * K> layer, Backward options) {
+void convolution_backward_input(Concat dx, Tensor dout, ConvLayer<K * K> layer, Backward options) {
     each_pixel(dout, [&](int b, int h, int w) {
         for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
@@ -63,7 +63,7 @@ void convolution_backward_input(Concat dx, Tensor dout, Product<K * K> layer, Ba
     });
 }
 template <int K>
-void convolution_backward_weight(Product<K * K> layer, Tensor dout, Concat x, Rows demb) {
+void convolution_backward_weight(ConvLayer<K * K> layer, Tensor dout, Concat x, Rows demb) {
     const int C = x.C();
     for (int o = 0; o < dout.C; o++) {
         std::vector<double> dw(K * K * C);
@@ -766,7 +766,7 @@ static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
         }
     });
 }
-// Puts the means over a group, of w dy and of w dy x_hat, in place of the sums of an image's first tile.
+// Overwrites the sums of an image's first tile by the group's means of w dy and of w dy x_hat.
 static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
     int C = dy.C, T = dy.T(), width = C / norm.groups, tiles = norm_tiles(T);
     each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
@@ -849,7 +849,7 @@ enum { ELEMENTS = PATCH * PATCH, TAPS = 9, TILE_PIXELS = TILE * TILE };  // of a
 
 // A row of m times x.
 template <int N> [[gnu::always_inline]] static inline Vector dot(const float (&row)[N], const Vector* x) {
-    Vector sum = Vector{} * -1.0f;  // -0: adding to it changes nothing and costs nothing
+    Vector sum = Vector{} * -1.0f;  // -0: the compiler may leave out the addition of it, since -0 + y is y for every y
     REGISTER_FOR (int k = 0; k < N; k++)
         if (row[k] != 0) sum += row[k] * x[k];
     return sum;
@@ -1053,10 +1053,10 @@ static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward op
 
 // Writes a piece of dw, outputs o and inputs c, as the sum over some tiles. FILTER_TILES are transformed at a time.
 enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 256 / TILE, MAX_PARTIALS = 8 };
-static_assert(FILTER_OUTPUTS % TILE_COLUMNS + FILTER_INPUTS % TILE_COLUMNS == 0);
+static_assert(FILTER_OUTPUTS % TILE_COLUMNS == 0 && FILTER_INPUTS % TILE_COLUMNS == 0, "a piece is whole register tiles");
 static_assert(ELEMENTS * (FILTER_OUTPUTS * FILTER_INPUTS + FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS)) +
                   3 * PLANE_GAPS <=
-              THREAD_FLOATS);
+              THREAD_FLOATS, "the sums and both operands fit");
 static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range o, Range c) {
     const int n = round_up(o.count(), VECTOR), k = round_up(c.count(), TILE_COLUMNS);
     const Planes sum(thread_floats(), n, k);
@@ -1198,7 +1198,10 @@ static float softmax(float* s, int T, float scale) {
 #pragma omp simd reduction(max : largest)
     for (int j = 0; j < T; j++) largest = s[j] > largest ? s[j] : largest;
 #pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < T; j++) sum += s[j] = fast_exp(scale * (s[j] - largest));
+    for (int j = 0; j < T; j++) {
+        s[j] = fast_exp(scale * (s[j] - largest));
+        sum += s[j];
+    }
     float inverse = 1.0f / sum;
     SIMD_FOR (int j = 0; j < T; j++) s[j] *= inverse;
     return scale * largest + logf(sum);
@@ -1265,7 +1268,8 @@ static size_t host_memory_available() {
     size_t kilobytes = 0, pages = 0;
     std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
     for (std::string word; memory >> word && word != "MemAvailable:";) continue;
-    memory >> kilobytes, own >> pages;
+    memory >> kilobytes;
+    own >> pages;
     size_t share = kilobytes * 1024 / (world.forked ? world.size : 1);  // ranks of this machine
     rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return share;

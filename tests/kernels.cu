@@ -202,7 +202,7 @@ typedef Pair<float> Floats;
 #define LAYERS_OF(side, launched)                                                                \
     typedef side::Tensor Tensor;                                                                 \
     typedef side::Concat Concat;                                                                 \
-    template <int TAPS> using Product = side::Product<TAPS>;                                     \
+    template <int TAPS> using ConvLayer = side::ConvLayer<TAPS>;                                 \
     static void weight_gradient(side::Conv layer, Tensor dout, Tensor x, side::Rows demb = {}) { \
         launched([=] { side::conv3x3_backward_weight(layer, dout, x, demb); });                  \
     }                                                                                            \
@@ -238,11 +238,11 @@ static void at_once(auto launches) { launches(); }
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
     template <int TAPS>
-    static void product_forward(Tensor out, Concat x, Product<TAPS> layer, gpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, ConvLayer<TAPS> layer, gpu::Forward options = {}) {
         launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
     }
     template <int TAPS>
-    static void input_gradient(Concat dx, Tensor dout, Product<TAPS> layer, gpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, ConvLayer<TAPS> layer, gpu::Backward options = {}) {
         launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
     }
     static Concat groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
@@ -354,7 +354,7 @@ template <int TAPS> struct Weights {
         return {{&dw, WRITTEN, "dw", limit}, {&dbias, WRITTEN, "dbias", limit}};
     }
     template <typename On> auto operator()(On on) {
-        return typename On::template Product<TAPS>{on(w), on(bias), on(dw), on(dbias)};
+        return typename On::template ConvLayer<TAPS>{on(w), on(bias), on(dw), on(dbias)};
     }
 };
 
@@ -818,7 +818,7 @@ static void test_embedding(int B, int C) {
     });
     check("label embedding backward", shape, {{&dtable, WRITTEN, "dtable", FLOAT_LIMIT}}, [&](auto on) {
         typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-        typename decltype(on)::template Product<1> of = {.dw = on(dtable)};
+        typename decltype(on)::template ConvLayer<1> of = {.dw = on(dtable)};
         on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
     });
     auto round_there = [](floatX* to, const float* from, size_t n) {

@@ -90,7 +90,7 @@ static size_t weight_workspace(const Image&) { return 1; }
 // ---- what torch_ops.h calls a tensor, as the program does -------------------------------------------------
 
 static Tensor tensor(const Image& image) { return {(floatX*)image.data, image.B, image.H, image.W, image.C}; }
-template <int TAPS> static Product<TAPS> product(const void* w, const void* bias = nullptr) {
+template <int TAPS> static ConvLayer<TAPS> product(const void* w, const void* bias = nullptr) {
     return {(const floatX*)w, (const floatX*)bias};
 }
 static Norm norm_of(const NormCall& call, Tensor x) {
