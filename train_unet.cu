@@ -328,7 +328,7 @@ static std::string backend_name();  // the device and its precision
 // Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
-// The same as memory that is freed when its owner goes.
+// The same; the memory is freed when its last owner goes.
 template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
@@ -367,7 +367,7 @@ static Event on_side_stream(auto launches);
 // The same, but they are launched after the main stream's next kernel, so that this one gets the multiprocessors first.
 // Without the delay a step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
-// Has the main stream, not the host, wait for an event.
+// Makes the main stream, not the host, wait for an event.
 static void wait_for(Event event);
 
 // A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
@@ -425,7 +425,7 @@ static void exchange_with_all(auto sent, auto received) {
     });
 }
 
-// Gives every rank all of `values`, (ranks, each), of which it has its own row. What lies before element `first`
+// Gives every rank all rows of `values`, (ranks, each), of which it has only its own. What lies before element `first`
 // is not sent.
 template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
     auto part_of = [&](int rank) {
@@ -643,7 +643,7 @@ template <typename Real> struct NormOf {
     GroupStatistics* statistics = nullptr;
     ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
     NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
-    // (B, 2C), or null: C scales, then C shifts. Before SiLU y becomes y (1 + scale) + shift.
+    // (B, 2C), or null: C scales, then C shifts. Before SiLU the norm's output is multiplied by 1 + scale, and shift is added.
     RowsOf<Real> modulation = {}, dmodulation = {};
     HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
     // 1 + the scale of channel c in image b.
@@ -1397,8 +1397,8 @@ struct ResBlock : Module {
         reserve_forward();
         Tensor residual = adds_x ? x.first : out.without_moments();
 
-        Event skipped = 0;
-        if (widens) skipped = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
+        Event skip_done = 0;
+        if (widens) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
         Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
         if (resizes) resample_forward(residual, x.first);
@@ -1407,7 +1407,7 @@ struct ResBlock : Module {
 
         if (modulates) norm2.modulation = embedding;
         Concat input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
-        wait_for(skipped);
+        wait_for(skip_done);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
     Tensor resized_norm1() const {
@@ -3076,8 +3076,7 @@ struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
-// All ranks' shards of some parameters. Where there are several ranks, they lie in the gradients' memory until
-// the next step.
+// Returns all ranks' shards of some parameters. Of several ranks they lie in the gradients' memory, until the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
     backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
@@ -3095,7 +3094,7 @@ static void use_weights(Model* m, float* parameters) {
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
-// What every run starts from once `master` is filled.
+// Copies `master`, once it is filled, to all that starts the same: the layers' weights, the averages, the teacher, the fake.
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
@@ -3104,7 +3103,7 @@ static void start_from_master(Model* m) {
         if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
-// A tensor's values, in a file's order, into an array of parameters: what this rank's shard has of it.
+// Writes a tensor's values, which are in a file's order, to an array of parameters: as many as this rank's shard has.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
     std::vector<float> held = reordered(values, t, true);
     size_t shard = first_of_shard(&m), first = std::max(t.offset, shard);
@@ -3297,8 +3296,8 @@ struct FinishStep {
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
-// What a network learns from: images; points of paths; the fake, the student's pictures; and the student, the difference
-// between what the fake and the teacher predict from its pictures. The last two are distribution matching.
+// What a network learns from: images; points of paths; or, in distribution matching, the student's pictures (the fake), and
+// the difference between what the fake and the teacher predict from these (the student).
 enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
 static bool is_matching(Objective objective) { return objective == OBJECTIVE_FAKE || objective == OBJECTIVE_STUDENT; }
 
@@ -3309,9 +3308,9 @@ static Objective objective_of(const Config& c, int64_t step) {
     return matches ? OBJECTIVE_STUDENT : OBJECTIVE_PATHS;
 }
 
-// The optimiser's settings for it. While distributions are matched, gradients change direction from step to step, and the
-// fake has to follow the student: rates are constant and small, the fake's is the larger one, and Adam does not average
-// gradients.
+// The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
+// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and Adam does not
+// average gradients.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
     if (!is_matching(objective)) return hyper;
@@ -3583,7 +3582,7 @@ static void gather_results(Model* m, const int* stop) {
     });
 }
 
-// Every rank's shard of the updated weights becomes all ranks'.
+// Gathers every rank's shard of the updated weights on all ranks.
 static void gather_weights(Model* m) {
     size_t shard = first_of_shard(m), end = shard + m->shard, matrices = m->plan.num_decayed;
     size_t first = std::clamp(matrices, shard, end);
@@ -3595,7 +3594,7 @@ static void gather_weights(Model* m) {
     });
 }
 
-// This rank's shard of the batch's gradient.
+// Computes the batch's gradient, of which each rank gets its shard.
 static void batch_gradient(Trainer* t, Objective objective) {
     Model* m = &t->model;
     tree_gradient(t, objective, own_microbatches(m, objective), m->gradients);
@@ -3610,7 +3609,7 @@ static void update_weights(Model* m, OptimiserMemory memory, floatX* working, co
     run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state});
 }
 
-// The part of a step that matches distributions before the student learns: it draws, the fake learns, the teacher predicts.
+// The first part of a step that matches distributions: the student draws, the fake learns, and the teacher predicts.
 static void match_distributions(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -3641,7 +3640,7 @@ static void match_distributions(Trainer* t) {
     use_weights(m, m->master);
 }
 
-// Every launch of an optimiser step. It reads nothing from the host, so that it can be captured.
+// Launches an optimiser step. Its launches are the same in every step with this objective, so that they can be captured.
 static void enqueue_step(Trainer* t, Objective objective) {
     Model* m = &t->model;
     size_t shard = first_of_shard(m);
@@ -3821,8 +3820,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
 }
 
-// The mean loss over the validation images. Only rank 0's is complete, and only if the run was not stopped meanwhile. Each
-// rank has some of the batches, whose losses are added up in the order in which one rank adds them.
+// The mean loss over the validation images. It is complete on rank 0 alone, and only if the run was not stopped meanwhile.
+// Each rank has some of the batches; their losses are added up in the order in which a single rank adds them.
 static double validation_loss(Trainer* t) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
@@ -3882,7 +3881,7 @@ struct Progress {
     }
 };
 
-// Makes B samples: after it batch.x holds them, unless it was stopped.
+// Makes B samples, which are then in batch.x, unless the run was stopped.
 static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
                          CallGraphs* graphs, Progress* progress) {
     int begun = 0;
@@ -3942,8 +3941,8 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
     return values;
 }
 
-// One section of parameters, from a file's order to memory's: `to`, this rank's shard of them, on the device.
-// kept: as in kept_rows_of; empty: the file's classes are the model's.
+// Reads one section of parameters to `to`, this rank's shard of them, on the device. kept: as in kept_rows_of; empty: the
+// file's classes are the model's.
 static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
                             const std::vector<int>& kept = {}) {
     Reader in(file.path);
@@ -3972,7 +3971,7 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     }
 }
 
-// Everything that sampling or resuming needs, under `path`, whole or not at all. Rank 0 writes what all have.
+// Writes all that sampling or resuming needs to `path`, whole or not at all. Rank 0 writes what all ranks have.
 static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
                              const History& history) {
     if (world.rank) {
@@ -4016,7 +4015,7 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 
 // ==== 10  A RUN AND MAIN ===================================================================================
 // ---- what a run prints ------------------------------------------------------------------------------------
-// The flags with their values, in three columns.
+// Prints the flags with their values, in three columns.
 static void print_flags(const Config& c) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
@@ -4029,7 +4028,7 @@ static void print_flags(const Config& c) {
     printf("\n");
 }
 
-// The blocks of the network, a line each.
+// Prints the blocks of the network, a line each.
 static void print_blocks(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
@@ -4098,7 +4097,7 @@ static void note_attention(const Config& c, const GivenFlags& given) {
 }
 
 // ---- how long a step takes --------------------------------------------------------------------------------
-// A run of this configuration on grey images, which is about to do step `first` and has fresh weights.
+// Prepares a run of this configuration on grey images, with fresh weights, which is about to do step `first`.
 static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) {
     int B = config.batch_size;
     t->images.count = B;
@@ -4246,7 +4245,7 @@ static void fork_ranks() {
         rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
 }
 
-// Becomes one of the ranks that --gpus or --processes asks for, or that a launcher has started.
+// Starts the ranks that --gpus or --processes asks for; or becomes one of those that a launcher has started.
 static void start_ranks(const Config& c) {
     int asked = ON_GPU ? c.gpus : c.processes;
     if ((ON_GPU ? c.processes : c.gpus) > 1)
@@ -4264,7 +4263,7 @@ static void start_ranks(const Config& c) {
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
 }
 
-// What the log says of the ranks, once they have met.
+// Connects the ranks, and returns what the log says of them.
 static std::string connect_ranks(const Config& c) {
     if (world.size == 1 || c.dry_run) return "";
     std::string through = backend_connect();
@@ -4272,7 +4271,7 @@ static std::string connect_ranks(const Config& c) {
     return text(", %d ranks through %s", world.size, through);
 }
 
-// An orderly end. Rank 0 waits until the ranks that it has forked have ended.
+// An orderly end of the ranks. Rank 0 waits until the ranks that it has forked have ended.
 static void leave_ranks() {
     if (!world.connected) return;
     backend_disconnect();
@@ -4342,7 +4341,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     return {config, file, taken};
 }
 
-// The grid or array, and what --output_dir asks for.
+// Writes the grid or the array, and to --output_dir each picture on its own.
 static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
                           double seconds) {
     size_t count = grid.specs.size(), elements = samples.size() / count;
@@ -4400,7 +4399,7 @@ static void run_generate(const GivenFlags& given) {
              counted(broken, "picture"), file.path);
 }
 
-// The newest checkpoint of the run that --resume names, and its configuration with what was typed over it.
+// Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     if (file_exists(config->out_dir) && !is_folder(config->out_dir))
         fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
@@ -4423,7 +4422,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     t->history = file.history;
 }
 
-// Each rank has as many of a batch's micro-batches as every other, so that reduce_gradient completes their tree.
+// Divides a batch among the ranks. Each gets equally many micro-batches, so that reduce_gradient completes their tree.
 static void share_batch(Config* c) {
     int ranks = world.size, batch = c->batch_size;
     if (!std::has_single_bit((unsigned)ranks))
@@ -4514,7 +4513,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     return names;
 }
 
-// A run's configuration and plan from its flags, and the file that it starts from, if there is one.
+// Makes a run's configuration and plan from its flags and from the file that it starts from, if there is one.
 static void plan_run(Trainer* t, const GivenFlags& given) {
     Config config = given_config(given);
     if (config.resume_given) {
@@ -4636,7 +4635,7 @@ static std::string config_with_changes(const Trainer& t, const std::string& befo
     return config;
 }
 
-// Everything between the plan of a run and its first step.
+// Does everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
     const Config& c = t->model.config;
     check_memory(t->model);
@@ -4671,7 +4670,7 @@ static std::string samples_path(const std::string& folder, long step) {
 // Whether what is done every `every` steps (0: never) is due after this step.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
-// Where no checkpoint can be written, the run ends.
+// Saves a checkpoint, and deletes old ones. If it can't be written, the run ends.
 static void save(Trainer* t) {
     const Config& c = t->model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
@@ -4689,7 +4688,7 @@ static void save(Trainer* t) {
     if (!why.empty()) note("old checkpoints stay: " + why);
 }
 
-// A grid that can't be written is no reason to end a run.
+// Draws a grid of samples, and saves it. If it can't be written, the run goes on.
 static void save_samples(Trainer* t) {
     const Config& c = t->model.config;
     t->sampled = t->step;
@@ -4725,7 +4724,7 @@ static void print_best_validation(const Trainer& t) {
            kept ? "there" : "not kept");
 }
 
-// The end of a run that began after step `first`. seconds: the time of all its steps but the first.
+// Prints the end of a run that began after step `first`. seconds: the time of all its steps but the first.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
     long steps = t.step - first;
@@ -4753,7 +4752,7 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
 }
 
-// A terminal's line that the next one overwrites.
+// Clears a terminal's line, which is still to be overwritten.
 static void clear_line() {
     if (isatty(1)) printf("\r\033[K");
 }
@@ -4768,7 +4767,7 @@ static void validate(Trainer* t) {
     t->validated[t->step] = loss;
 }
 
-// A loss or gradient that is not finite ends the run, with what to do about it.
+// Ends the run because a loss or gradient is not finite, and says what to do about it.
 static void give_up(Trainer* t, const StepState& result) {
     const Config& c = t->model.config;
     const char* what = std::isfinite(result.loss) ? "gradient" : "loss";
@@ -4800,7 +4799,7 @@ struct Pace {
     }
 };
 
-// A line of metrics.jsonl. ms: a mean since the line before.
+// Writes a line of metrics.jsonl. ms: a mean since the line before.
 static void log_step(Trainer* t, const StepState& result, double ms, double images_per_s) {
     static const double peak = backend_peak() * world.size;
     double tflops = 1e-12 * t->model.plan.flops * images_per_s;  // of the model's own operations

@@ -7,7 +7,7 @@
 // ---- errors and sentences ---------------------------------------------------------------------------------
 static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
 
-// The letter by which printf takes such an argument: s, g, d for an integer, or l for a long one; 0: by none.
+// The letter that stands for an argument's type in Format: s, g, d for an integer, or l for a long one; 0: printf has none.
 template <typename T> consteval char letter_of() {
     if (std::is_floating_point_v<T>) return 'g';
     if (std::is_same_v<T, long> || std::is_same_v<T, unsigned long>) return 'l';
@@ -15,7 +15,7 @@ template <typename T> consteval char letter_of() {
     return std::is_convertible_v<T, std::string> ? 's' : 0;
 }
 
-// A format of printf for arguments of these types. The compiler evaluates the constructor, and refuses what throws.
+// A format of printf for arguments of these types. The compiler evaluates the constructor, and a throw there is an error.
 template <typename... Args> struct Format {
     const char* format;
     consteval Format(const char* format) : format(format) {
@@ -31,8 +31,9 @@ template <typename... Args> struct Format {
                 if (*c == '*') take('d');
                 if (*c == 'l' || *c == 'z') integer = 'l';
             }
-            bool is_float = is_one_of("efg", *c);
-            take(*c == 's' ? 's' : is_float ? 'g' : integer);
+            if (*c == 's') take('s');
+            else if (is_one_of("efg", *c)) take('g');
+            else take(integer);
         }
         take(0);
     }
@@ -81,7 +82,7 @@ struct Failure {
 #define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
 #define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
 
-// The sentence that `work` fails with, "" where it succeeds: what is not worth ending the program for.
+// Does `work`, whose failure need not end the program. Returns the sentence that it fails with, or "".
 static std::string failure_of(auto work) {
     try {
         work();
@@ -91,9 +92,9 @@ static std::string failure_of(auto work) {
     return "";
 }
 
-// A line for the reader that may hold names.
+// Prints a line, which may hold names of files and classes.
 #define say(...) puts(printable(text(__VA_ARGS__)).c_str())
-// What went wrong without ending the program.
+// Tells the user what went wrong, if the program goes on.
 static void note(const std::string& sentence) {
     if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
 }
@@ -544,7 +545,8 @@ static std::vector<Flag> FLAGS = {
      "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: for models of --consistency",
      0, 0, "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency as tuned. A step calls the network once, heun's twice",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency as tuned. A step calls the network once, "
+     "heun's twice",
      0, 100000},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps; auto: uniform for ddim and ddpm, as tuned for consistency, else trailing; karras: as EDM",
@@ -609,8 +611,8 @@ static std::vector<Preset> PRESETS = {
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// The entry of a table (FLAGS, PRESETS) that has this name. A message calls it `shown`, others mark + name, and
-// offers the one that shares most letters with it, at the beginning and at the end.
+// The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and suggests
+// the entry that shares most letters with it, at the beginning and at the end, as mark + its name.
 static const auto& named(const auto& table, const std::string& name, const std::string& shown,
                          const char* mark) {
     for (const auto& entry : table)
@@ -997,7 +999,8 @@ static void check_config(const Config& c) {
             "others by --guide_weights",
             c.guidance_scale);
     if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw weights",
+        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw "
+             "weights",
              c.use_ema, ema_count(c));
     if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
         fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
@@ -1211,11 +1214,11 @@ enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher",
                                              "fake", "fake_m", "fake_v"};
 
-// What --skip_outliers goes by; the section `state` of a checkpoint.
-enum { WINDOW = 128, WINDOW_LEAST = 32 };  // steps that are looked back on, and seen before one is skipped
-struct History {
-    int32_t skipped;  // steps that updated nothing
-    int32_t seen;     // steps that were entered below: the n-th in place n mod WINDOW
+// What --skip_outliers compares a step with: at most WINDOW steps, and no step is skipped before there are WINDOW_LEAST.
+enum { WINDOW = 128, WINDOW_LEAST = 32 };
+struct History {      // the section `state` of a checkpoint
+    int32_t skipped;  // how many steps were skipped
+    int32_t seen;     // how many were not, and were entered below: the n-th in place n mod WINDOW
     float losses[WINDOW], norms[WINDOW];
 };
 
