@@ -986,11 +986,11 @@ template <typename T> struct Resample {
         const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are less than 2^31
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
         const unsigned line = pixel / out.W, column = pixel % out.W;  // lines are counted through all images
-        const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);
-        int sources = repeats || first_only ? 1 : 4;
+        const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);  // pixel of x
+        int sources = repeats || first_only ? 1 : 4;  // how many pixels of x are read: `first`, or 2x2
         if (repeats && first_only && (line | column) % 2) sources = 0;
         Vector<T, N> source[4] = {}, result = {};
-        for (int j = 0; j < 4; j++)  // the 2x2 pixels
+        for (int j = 0; j < 4; j++)
             if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
@@ -4409,6 +4409,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
         fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
              out_dir->value, config->resume);
+
     t->checkpoints = list_checkpoints(config->out_dir);
     const WeightsFile& file = t->start = newest_checkpoint(
         config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
@@ -4417,6 +4418,7 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
+
     t->step = t->saved = file.step;
     t->smoothed = file.smoothed;
     t->history = file.history;
@@ -4478,17 +4480,19 @@ static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const St
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     const WeightsFile& file = t->start;
     const std::string& path = file.path;
-    int known = file.config.class_cond ? file.config.num_classes : 0;
+    int known = file.config.class_cond ? file.config.num_classes : 0;  // how many classes the file's model has
     Strings names, file_names = file.class_names;
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
-    bool lacks_names = known && file_names.empty();
-    if (lacks_names) check_class_names(file_names = shown_names(*c, {}, known), c->class_names);
-    if (!lacks_names && was_typed(given, "class_names"))
+    if (known && file_names.empty()) {
+        file_names = shown_names(*c, {}, known);  // those of --class_names, if it is given
+        check_class_names(file_names, c->class_names);
+    } else if (was_typed(given, "class_names")) {
         t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
                                 c->class_names, file_names.empty() ? c->data_file : path));
+    }
 
-    bool is_assumed = known && file_names.empty();
+    bool is_assumed = known && file_names.empty();  // that the file has the images' classes
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
