@@ -595,12 +595,12 @@ def grey_of_16_bits(image, tags, white_level, remarks):
     """The picture in mode L. tags: those of a TIFF. Raises ValueError."""
     image, clear = image.convert("I"), image.info.get("transparency")
     low, high = image.getextrema()
+    if low < 0 or high > 65535:
+        raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
     if tags.get(258) == (12,):  # BitsPerSample: here 12 bits are no guess
         white_level = 4095
     else:
         remarks.deep.append(high)
-    if low < 0 or high > 65535:
-        raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
     if high > white_level:
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
     table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white

@@ -1091,6 +1091,15 @@ def test_white_of_16_bits(tmp_path, values, flags, white):
     assert err.count("skipped y.png") == 1
 
 
+def test_white_level_of_skipped_pictures(tmp_path):
+    """A picture that has no 16 bits, and so is skipped, says nothing about the white of the others."""
+    folder = deep_set(tmp_path / "in", (2000, 4000))
+    Image.fromarray(np.full((8, 8), 70000, np.int32)).save(folder / "large.tif")
+    shades, _, _, err = prepared(folder)
+    assert shades == [125, 249] and "skipped large.tif: its pixels go from 70000 to 70000" in err
+    assert "note: 2 grey pictures of 16 bits with values up to 4000: white is 4095" in err
+
+
 def test_white_level_of_8_bits(tmp_path):
     """It is said that it does nothing, where nothing has 16 bits."""
     err = prepared(make_colours(tmp_path / "in", "a.png"), "--white_level", 4095)[3]
