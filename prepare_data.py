@@ -1023,12 +1023,6 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                         f" in .png, .jpg or the like{hidden}")
     _held_out(len(source.names), val_fraction)  # refused early
     outputs = _outputs(output_name, val_fraction)
-    for output in outputs:
-        with contextlib.suppress(OSError):
-            status = os.stat(output)
-            if (status.st_dev, status.st_ino) in source.known:
-                raise UserError(f"{output} is one of the files to read from {data_dir}, so it can't be"
-                                f" written: choose another name")
     for text in source.notes():
         note(text)
     parts = {part.lower() for name in source.names for part in name.split("/")[:-1]}
@@ -1101,7 +1095,9 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
     for output in _outputs(output_name, val_fraction):
-        unet_io.check_kept(output, "output_name", "weights", "a checkpoint of a run")
+        holds = unet_io.what_it_holds(output)
+        if holds != "images" and os.path.isfile(output) and os.path.getsize(output):
+            raise UserError(f"{output} holds {holds or 'no images of an earlier call'}; name another file with --output_name")
     if is_array(data_dir):
         counts = prepare_array(data_dir, output_name, labels, val_fraction, **options)
     elif is_idx(data_dir):
