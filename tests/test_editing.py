@@ -275,6 +275,22 @@ def test_refused_edits(tmp_path, draw):
         assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "grid.png").exists()
 
 
+def test_pictures_to_draw_from_stay(tmp_path, draw):
+    """Nothing is drawn over --init_image or --mask, by whatever name."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for name in ("a", "x_nearest", "000006"):
+        Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
+    unet_io.write_images(tmp_path / "i.bin", np.zeros((1, 3, 8, 8), np.uint8))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for source, output, *words in (("a", "a"), ("link", "a"), ("x_nearest", "x", "--nearest", tmp_path / "i.bin"),
+                                   ("000006", "x", "--output_dir", tmp_path, "--seed", 5)):
+        for flags in (["--init_image", tmp_path / f"{source}.png"],
+                      ["--init_image", tmp_path / "i.bin", "--mask", tmp_path / f"{source}.png"]):
+            assert "is a picture to draw from, which would be lost" in draw("w", *flags, *words, grid=f"{output}.png")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_masks_that_say_too_little(tmp_path, draw, capsys):
     """A mask with transparency, or of another shape than the picture, is refused; one that keeps all or nothing is noted."""
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
