@@ -822,6 +822,7 @@ def main():
         unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     config = model.config
+    unet_io.picture_format(stem + ending, config.in_channels)
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     adds_noise = args.sampler == "ddpm" or args.eta > 0 or (
