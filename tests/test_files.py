@@ -384,6 +384,10 @@ def test_outputs_keep_other_files(tmp_path, images8, network):
     (tmp_path / "page.html").write_bytes(before["images.bin"])
     assert "page.html holds images; name" in call(generate, "--model_weights", tmp_path / "w.bin", "--export_page",
                                                   tmp_path / "page.html")
+    (tmp_path / "cat.png").write_bytes(before["images.bin"])
+    assert "cat.png must end in .bin" in call(train_unet, "--init_model_only", 1, "--init_model_filename", tmp_path / "cat.png",
+                                              *flags_of(Config(**TOY)))
+    assert (tmp_path / "cat.png").read_bytes() == before["images.bin"]
     for name in ("weights", "old0"):
         assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / f"{name}.bin") == ""
     for _ in range(2):
