@@ -13,6 +13,7 @@ on stderr. Nothing that a file holds is ever run.
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -410,6 +411,14 @@ def _flat_weights(path, state, model, where, hint=lambda name, found, expected: 
     return np.concatenate([array.reshape(-1) for array in to_numpy(tensors)])
 
 
+def save_pickle(path, value):
+    """As torch.save, which does not say why it ends where a disk is full."""
+    held = io.BytesIO()
+    torch.save(value, held)
+    with unet_io.replacing(path) as file:
+        file.write(held.getbuffer())
+
+
 def save_weights(path, model, checkpoint):
     """Write a model's weights alone, with the configuration and step of the checkpoint they came from.
 
@@ -425,9 +434,8 @@ def save_weights(path, model, checkpoint):
         run = {name: value for name, value in checkpoint.run.items() if name != "use_ema"}  # there is nothing to choose
         unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=run))
     elif path.endswith((".pt", ".pth")):
-        with unet_io.replacing(path) as file:
-            told = dict(class_names=names) if names else {}
-            torch.save(dict(state_dict=state, config=config, step=step) | told, file)
+        told = dict(class_names=names) if names else {}
+        save_pickle(path, dict(state_dict=state, config=config, step=step) | told)
     elif path.endswith(".safetensors"):
         metadata = dict(format="pt", config=json.dumps(config), step=str(step))
         metadata |= dict(class_names=json.dumps(names)) if names else {}

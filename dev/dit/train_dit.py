@@ -329,8 +329,7 @@ def main():
             raise UserError(f"--{[*told, 'num_heads'][0]} goes with --import: {args.export} tells it")
         model, checkpoint = load_model(args.export, args.use_ema)
         averaged = args.use_ema and "ema" in checkpoint.sections
-        with unet_io.replacing(args.output_name) as file:
-            torch.save(model.state_dict(), file)
+        convert.save_pickle(args.output_name, model.state_dict())
     else:
         model, averaged = import_official(args.source, args.output_name, args.use_ema, args.num_heads, told)
     unsaid = [f"{name} {getattr(model.config, name)}" for name in UNTOLD]
