@@ -249,7 +249,9 @@ class Zip(Source):
         except OSError as error:
             raise UserError(f"{path} can't be read: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises nearly anything on damaged files
-            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}") from None
+            takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
+            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}"
+                            + takes * (not path.lower().endswith(".zip"))) from None
         self.known.add((status.st_dev, status.st_ino))
         entries = [(self.name_of(entry), entry) for entry in self.archive.infolist()]
         entries = [(name, entry) for name, entry in entries if not name.endswith("/")]

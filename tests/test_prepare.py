@@ -621,6 +621,14 @@ def test_prepare_damaged_zips(tmp_path):
     assert not (tmp_path / "x.bin").exists()
 
 
+def test_prepare_other_archives(tmp_path):
+    """A file of another kind is refused with the kinds that can be read."""
+    for name in ("in.tar.gz", "in.parquet", "in.svg"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        assert "--data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz" in call(
+            prepare_data, "--data_dir", tmp_path / name, "--output_name", tmp_path / "x.bin")
+
+
 def test_prepare_mutated_zips(tmp_path, capsys):
     """Whatever the bytes: images or a sentence, never another exception."""
     source, target, ends = tmp_path / "in.zip", tmp_path / "x.bin", {True: 0, False: 0}
