@@ -214,10 +214,16 @@ def read_image(path, image_size, channels):
     if path.endswith(".bin"):
         images = unet_io.read_images(path)
     else:
-        from prepare_data import load_image
+        from prepare_data import Remarks, load_image, white_of
         try:
             with open(path, "rb") as file:
-                images = unet_io.Images(load_image(file.read(), image_size, channels)[None], path=path)
+                data, remarks = file.read(), Remarks()
+            picture = load_image(data, image_size, channels, remarks=remarks)
+            if remarks.deep:
+                white = white_of(remarks.deep[0])
+                unet_io.say(f"note: {path} has 16 bits and values up to {remarks.deep[0]}: {white} is taken for white")
+                picture = load_image(data, image_size, channels, white_level=white)
+            images = unet_io.Images(picture[None], path=path)
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
             why = getattr(error, "strerror", None) or str(error).split("\n")[0]
             raise UserError(f"{path} can't be read as a picture: {why}") from None

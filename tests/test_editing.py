@@ -245,6 +245,17 @@ def test_files_of_pictures(tmp_path, draw, channels):
         assert one[:, :3].all() and one[:, 4].all() and not one[:, 3].all() and not one[:, 5:].all()
 
 
+def test_pictures_of_16_bits(tmp_path, draw, capsys):
+    """Their white is that of prepare_data.py, and is said."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 60).save(tmp_path / "a.png")
+    assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--image_size", 8, "--output_name", tmp_path / "a.bin") == ""
+    capsys.readouterr()
+    grids = [draw("w", "--init_image", tmp_path / f"a.{end}", "--strength", 0) for end in ("png", "bin")]
+    assert same_bits(*grids) and grids[0][2:10, 2:10].max() == 235
+    assert "a.png has 16 bits and values up to 3780: 4095 is taken for white" in capsys.readouterr().out
+
+
 def test_refused_edits(tmp_path, draw):
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
