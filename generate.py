@@ -214,7 +214,7 @@ def read_image(path, image_size, channels):
     if path.endswith(".bin"):
         images = unet_io.read_images(path)
     else:
-        from prepare_data import Remarks, load_image, white_of
+        from prepare_data import Remarks, UnidentifiedImageError, load_image, white_of
         try:
             with open(path, "rb") as file:
                 data, remarks = file.read(), Remarks()
@@ -226,6 +226,7 @@ def read_image(path, image_size, channels):
             images = unet_io.Images(picture[None], path=path)
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
             why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            why = "it has no known format" if isinstance(error, UnidentifiedImageError) else why
             raise UserError(f"{path} can't be read as a picture: {why}") from None
     images.check_size(image_size, channels)
     return torch.from_numpy(images.floats([0], image_size)[0])

@@ -276,7 +276,7 @@ def test_refused_edits(tmp_path, draw):
                         ([*image, *mask, "--sampler", "dpmpp"], "--mask needs --sampler ddim or ddpm"),
                         ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate and --mask"),
                         (["--init_image", tmp_path / "none.png"], "none.png can't be read"),
-                        (["--init_image", tmp_path / "text.png"], "text.png can't be read"),
+                        (["--init_image", tmp_path / "text.png"], "a picture: it has no known format"),
                         (["--init_image", tmp_path / "none.bin"], "none.bin can't be read"),
                         (["--init_image", tmp_path / "m.bin"], "m.bin has images of 1 channels, 3 wanted"),
                         (["--init_image", tmp_path / "big.bin"], "6x6 images, not 4x4"),
