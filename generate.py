@@ -633,7 +633,11 @@ def check_page(args):
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
-    unet_io.check_kept(args.export_page, "export_page", "images", "weights", "a checkpoint of a run")
+    if os.path.exists(args.export_page) and os.path.getsize(args.export_page):
+        with open(args.export_page, encoding="utf-8", errors="replace") as file:
+            if not unet_io.import_from_dev("web/page").MODEL.search(file.read()):
+                holds = unet_io.what_it_holds(args.export_page) or "no page of an earlier call"
+                raise UserError(f"{args.export_page} holds {holds}; name another file with --export_page")
 
 
 def export_page(args, model, class_names, step):

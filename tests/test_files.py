@@ -387,6 +387,12 @@ def test_outputs_keep_other_files(tmp_path, images8, network):
     (tmp_path / "page.html").write_bytes(before["images.bin"])
     assert "page.html holds images; name" in call(generate, "--model_weights", tmp_path / "w.bin", "--export_page",
                                                   tmp_path / "page.html")
+    (tmp_path / "index.html").write_text("<!doctype html>mine")
+    assert "index.html holds no page of an earlier call; name" in call(generate, "--model_weights", tmp_path / "w.bin",
+                                                                       "--export_page", tmp_path / "index.html")
+    assert (tmp_path / "index.html").read_text() == "<!doctype html>mine"
+    for _ in range(2):
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "again.html") == ""
     (tmp_path / "cat.png").write_bytes(before["images.bin"])
     assert "cat.png must end in .bin" in call(train_unet, "--init_model_only", 1, "--init_model_filename", tmp_path / "cat.png",
                                               *flags_of(Config(**TOY)))
