@@ -888,6 +888,8 @@ def _fields_of_unet(path, values, state):
     modulates = values["resnet_time_scale_shift"] == "scale_shift"
     if values["add_attention"] and (values["attn_norm_num_groups"] or (None if modulates else groups)) != groups:
         reasons.append(f"attn_norm_num_groups {values['attn_norm_num_groups']} (here it is norm_num_groups, {groups})")
+    if min(widths) < 2 * groups:
+        reasons.append(f"norm_num_groups {groups} of {min(widths)} channels (here a group has two or more)")
     inputs, outputs = values["in_channels"], values["out_channels"]
     if outputs not in (inputs, 2 * inputs):
         reasons.append(f"{outputs} out_channels of {inputs} in_channels (here they are as many, or with learn_sigma"
