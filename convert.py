@@ -13,6 +13,7 @@ on stderr. Nothing that a file holds is ever run.
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -410,6 +411,14 @@ def _flat_weights(path, state, model, where, hint=lambda name, found, expected: 
     return np.concatenate([array.reshape(-1) for array in to_numpy(tensors)])
 
 
+def save_pickle(path, value):
+    """As torch.save, which does not say why it ends where a disk is full."""
+    held = io.BytesIO()
+    torch.save(value, held)
+    with unet_io.replacing(path) as file:
+        file.write(held.getbuffer())
+
+
 def save_weights(path, model, checkpoint):
     """Write a model's weights alone, with the configuration and step of the checkpoint they came from.
 
@@ -425,9 +434,8 @@ def save_weights(path, model, checkpoint):
         run = {name: value for name, value in checkpoint.run.items() if name != "use_ema"}  # there is nothing to choose
         unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=run))
     elif path.endswith((".pt", ".pth")):
-        with unet_io.replacing(path) as file:
-            told = dict(class_names=names) if names else {}
-            torch.save(dict(state_dict=state, config=config, step=step) | told, file)
+        told = dict(class_names=names) if names else {}
+        save_pickle(path, dict(state_dict=state, config=config, step=step) | told)
     elif path.endswith(".safetensors"):
         metadata = dict(format="pt", config=json.dumps(config), step=str(step))
         metadata |= dict(class_names=json.dumps(names)) if names else {}
@@ -880,6 +888,8 @@ def _fields_of_unet(path, values, state):
     modulates = values["resnet_time_scale_shift"] == "scale_shift"
     if values["add_attention"] and (values["attn_norm_num_groups"] or (None if modulates else groups)) != groups:
         reasons.append(f"attn_norm_num_groups {values['attn_norm_num_groups']} (here it is norm_num_groups, {groups})")
+    if min(widths) < 2 * groups:
+        reasons.append(f"norm_num_groups {groups} of {min(widths)} channels (here a group has two or more)")
     inputs, outputs = values["in_channels"], values["out_channels"]
     if outputs not in (inputs, 2 * inputs):
         reasons.append(f"{outputs} out_channels of {inputs} in_channels (here they are as many, or with learn_sigma"

@@ -214,12 +214,19 @@ def read_image(path, image_size, channels):
     if path.endswith(".bin"):
         images = unet_io.read_images(path)
     else:
-        from prepare_data import load_image
+        from prepare_data import Remarks, UnidentifiedImageError, load_image, white_of
         try:
             with open(path, "rb") as file:
-                images = unet_io.Images(load_image(file.read(), image_size, channels)[None], path=path)
+                data, remarks = file.read(), Remarks()
+            picture = load_image(data, image_size, channels, remarks=remarks)
+            if remarks.deep:
+                white = white_of(remarks.deep[0])
+                unet_io.say(f"note: {path} has 16 bits and values up to {remarks.deep[0]}: {white} is taken for white")
+                picture = load_image(data, image_size, channels, white_level=white)
+            images = unet_io.Images(picture[None], path=path)
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
             why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            why = "it has no known format" if isinstance(error, UnidentifiedImageError) else why
             raise UserError(f"{path} can't be read as a picture: {why}") from None
     images.check_size(image_size, channels)
     return torch.from_numpy(images.floats([0], image_size)[0])
@@ -626,7 +633,11 @@ def check_page(args):
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
-    unet_io.check_kept(args.export_page, "export_page", "images", "weights", "a checkpoint of a run")
+    if os.path.exists(args.export_page) and os.path.getsize(args.export_page):
+        with open(args.export_page, encoding="utf-8", errors="replace") as file:
+            if not unet_io.import_from_dev("web/page").MODEL.search(file.read()):
+                holds = unet_io.what_it_holds(args.export_page) or "no page of an earlier call"
+                raise UserError(f"{args.export_page} holds {holds}; name another file with --export_page")
 
 
 def export_page(args, model, class_names, step):
@@ -642,6 +653,11 @@ def export_page(args, model, class_names, step):
     page = unet_io.import_from_dev("web/page")
     page.write_page(args.export_page, model, sampling, class_names, step)
     unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")
+
+
+def own_files(folder, names):
+    """The file of each picture in the folder of --output_dir; names: their seeds, or their numbers."""
+    return [os.path.join(folder, f"{n:06d}.png") for n in names]
 
 
 def check_memory(count, columns, shape, value=1):
@@ -761,18 +777,25 @@ def main():
         if args.mask:
             raise UserError("--interpolate and --mask, which adds noise, don't go together")
 
+    names = range(count) if args.interpolate else args.seeds or range(args.seed, args.seed + count)
+
     check_page(args)
     target = export_target(args)
     stem, ending = os.path.splitext(args.output_name)
     as_floats, as_bytes = ending == ".npy", ending.lower() == ".npz"
     ending = ".png" if as_floats or as_bytes else ending  # of --strip and --nearest
     if not target:
-        unet_io.check_target(args.output_name)
         unet_io.picture_format(stem + ending)
-        for kind in filter(vars(args).get, ("strip", "nearest")):
-            unet_io.check_target(f"{stem}_{kind}{ending}")
+        drawn_from = {os.path.realpath(path) for path in (args.init_image, args.mask) if path}
+        outputs = [args.output_name, *(f"{stem}_{kind}{ending}" for kind in ("strip", "nearest") if vars(args)[kind])]
+        for path in outputs:
+            unet_io.check_target(path)
         if args.output_dir:
             unet_io.check_folder(args.output_dir)
+            outputs += own_files(args.output_dir, names) if drawn_from else []
+        for path in outputs:
+            if os.path.realpath(path) in drawn_from:
+                raise UserError(f"{path} is a picture to draw from, which would be lost: name another place for what is drawn")
     device = pick_device(args.device)
     torch.backends.cudnn.allow_tf32 = False
     given = {name: value for name, value in vars(args).items() if value is not None}
@@ -810,6 +833,7 @@ def main():
         unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     config = model.config
+    unet_io.picture_format(stem + ending, config.in_channels)
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     adds_noise = args.sampler == "ddpm" or args.eta > 0 or (
@@ -850,9 +874,7 @@ def main():
         raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
     shape = (config.in_channels, config.image_size, config.image_size)
     check_memory(count, args.strip, shape, 4 if as_floats else 1)
-    names = args.seeds or range(args.seed, args.seed + count)
-    if args.interpolate:  # the pictures are numbered
-        names, ends = range(count), seed_noise(args.seeds, shape)
+    ends = seed_noise(args.seeds, shape) if args.interpolate else None
 
     pictures, strips = [], []
     for start in range(0, count, args.batch_size):
@@ -898,8 +920,8 @@ def main():
         unet_io.say(f"wrote {stem}_strip{ending}")
     if args.output_dir:
         os.makedirs(args.output_dir, exist_ok=True)
-        for n, picture in zip(names, pictures):
-            unet_io.save_picture(os.path.join(args.output_dir, f"{n:06d}.png"), picture)
+        for path, picture in zip(own_files(args.output_dir, names), pictures):
+            unet_io.save_picture(path, picture)
         unet_io.say(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
     if images:
         where, distances = nearest(pictures, images, config.image_size)

@@ -249,7 +249,9 @@ class Zip(Source):
         except OSError as error:
             raise UserError(f"{path} can't be read: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises nearly anything on damaged files
-            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}") from None
+            takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
+            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}"
+                            + takes * (not path.lower().endswith(".zip"))) from None
         self.known.add((status.st_dev, status.st_ino))
         entries = [(self.name_of(entry), entry) for entry in self.archive.infolist()]
         entries = [(name, entry) for name, entry in entries if not name.endswith("/")]
@@ -595,12 +597,12 @@ def grey_of_16_bits(image, tags, white_level, remarks):
     """The picture in mode L. tags: those of a TIFF. Raises ValueError."""
     image, clear = image.convert("I"), image.info.get("transparency")
     low, high = image.getextrema()
+    if low < 0 or high > 65535:
+        raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
     if tags.get(258) == (12,):  # BitsPerSample: here 12 bits are no guess
         white_level = 4095
     else:
         remarks.deep.append(high)
-    if low < 0 or high > 65535:
-        raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
     if high > white_level:
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
     table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
@@ -1023,12 +1025,6 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                         f" in .png, .jpg or the like{hidden}")
     _held_out(len(source.names), val_fraction)  # refused early
     outputs = _outputs(output_name, val_fraction)
-    for output in outputs:
-        with contextlib.suppress(OSError):
-            status = os.stat(output)
-            if (status.st_dev, status.st_ino) in source.known:
-                raise UserError(f"{output} is one of the files to read from {data_dir}, so it can't be"
-                                f" written: choose another name")
     for text in source.notes():
         note(text)
     parts = {part.lower() for name in source.names for part in name.split("/")[:-1]}
@@ -1101,7 +1097,9 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
     for output in _outputs(output_name, val_fraction):
-        unet_io.check_kept(output, "output_name", "weights", "a checkpoint of a run")
+        holds = unet_io.what_it_holds(output)
+        if holds != "images" and os.path.isfile(output) and os.path.getsize(output):
+            raise UserError(f"{output} holds {holds or 'no images of an earlier call'}; name another file with --output_name")
     if is_array(data_dir):
         counts = prepare_array(data_dir, output_name, labels, val_fraction, **options)
     elif is_idx(data_dir):

@@ -1725,6 +1725,8 @@ def main():
         debug_state(run.write_debug_state, config, images, run.debug_steps)
     elif run.init_model_only:
         target = run.init_model_filename
+        if not target.endswith(".bin"):
+            raise UserError(f"--init_model_filename {target} must end in .bin, which is what is written")
         if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
             raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
                             f" another")

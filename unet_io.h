@@ -1861,8 +1861,9 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
             classes.push_back((uint32_t)found);
         }
         if (found < 0)
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s", list,
-                       word, listed(names));
+            fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
+                       word.find('\xCC') == word.npos ? "" : "; an accent was typed as a character of its own: copy the name "
+                                                            "as the model has it");
     }
     return classes;
 }

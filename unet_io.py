@@ -1777,15 +1777,18 @@ def to_uint8(x):
     return np.floor((x + np.float32(1)) * np.float32(127.5) + np.float32(0.5)).astype(np.uint8)
 
 
-def picture_format(path):
-    """The format that Pillow writes to a file of this name's ending. Raises UserError where there is none."""
+def picture_format(path, channels=3):
+    """The format that Pillow writes such pictures in to a file of this name's ending. Raises UserError where there is none."""
     from PIL import Image
     ending = os.path.splitext(path)[1].lower()
     name = Image.registered_extensions().get(ending)
     try:
-        Image.new("RGB", (16, 16)).save(io.BytesIO(), name or "none")
+        Image.new(("L", "LA", "RGB", "RGBA")[channels - 1], (16, 16)).save(io.BytesIO(), name or "none")
     except (KeyError, OSError, ValueError):  # e.g. formats that are only read, or only in black and white
-        raise UserError(f"{path} must end in .png, .jpg or another ending that Pillow writes") from None
+        endings = ".png, .jpg or another ending that Pillow writes"
+        if channels % 2 == 0:
+            endings = ".png or another ending that Pillow writes with transparency"
+        raise UserError(f"{path} must end in {endings}") from None
     return name
 
 
@@ -1801,7 +1804,7 @@ def save_picture(path, pixels):
     path = os.fspath(path)
     try:
         with replacing(path) as file:
-            encode_picture(file, pixels, picture_format(path))
+            encode_picture(file, pixels, picture_format(path, len(pixels)))
     except ValueError as error:
         raise UserError(f"{path} can't be written: {error}") from None
 

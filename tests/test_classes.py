@@ -549,6 +549,17 @@ def test_unicode_names():
     assert images.labels.tolist() == [1, 0] and images.class_names == ("bar", "café")
 
 
+def test_name_of_two_characters(tmp_path):
+    """./train_unet compares bytes, and tells whoever types é as two characters, which look like one."""
+    named_file(tmp_path / "w.bin", Config(**CLASSES), ("bar", "café", "tea"))
+    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, "--sample_steps", 1,
+            "--output_name", tmp_path / "x.png", "--class"]
+    run(*draw, "café")
+    hint = "an accent was typed as a character of its own: copy the name as the model has it"
+    refused(*draw, unicodedata.normalize("NFD", "café"), says=["its classes are bar, café and tea; " + hint], status=2)
+    assert hint not in refused(*draw, "cafe", says=["no class called 'cafe'"], status=2)
+
+
 def test_from_folders_to_pictures(tmp_path):
     """Names of folders are what --class takes, in both programs, without any file of names."""
     from PIL import Image

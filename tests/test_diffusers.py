@@ -591,6 +591,7 @@ GOOGLE = dict(downsample_padding=0, flip_sin_to_cos=False, freq_shift=1, norm_ep
     (dict(mid_block_type=None), ["mid_block_type None"]), (dict(_class_name="UNet2DConditionModel"), ["UNet2DConditionModel"]),
     (dict(block_out_channels=7), ["makes no sense"]), (dict(layers_per_block="x"), ["num_res_blocks"]),
     (dict(layers_per_block=2), ["down_blocks.0.resnets.1.norm1.weight is missing"]),
+    (dict(norm_num_groups=32, attn_norm_num_groups=32), ["architecture: norm_num_groups 32 of 32 channels (here a group has"]),
     (dict(norm_num_groups=7, attn_norm_num_groups=7), ["norm_groups 7"]), (dict(num_class_embeds=3), ["class_embedding.weight is missing"]),
     (dict(block_out_channels=[32, 32]), ["mid_block.resnets.0.norm1.weight is (64,) there and (32,)"]),
     (dict(in_channels=1, out_channels=1), ["conv_in.weight is (32, 3, 3, 3)"]), (dict(sample_size=None), ["sample_size"])])

@@ -432,9 +432,21 @@ def test_official_weights(tmp_path):
                         (["--num_channels", 64], ["--num_channels 64", "made with none"]),
                         (["--use_ema", 2], "no section ema_2")):
         refused(sys.executable, ROOT / "generate.py", "--model_weights", tmp_path / "w.bin", *flags, says=says)
-    run(*tool, "--export", tmp_path / "w.bin", "--output_name", tmp_path / "back.pt")
+    said = run(*tool, "--export", tmp_path / "w.bin", "--output_name", tmp_path / "back.pt").stdout
+    assert "a state dict does not tell num_heads 2, diffusion_steps 1000" in said
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(back) == list(state) and all(torch.equal(back[name], state[name]) for name in state)
+    # nothing else is written over
+    (tmp_path / "cat.png").write_bytes(b"a picture")
+    torch.save(state, tmp_path / "model.bin")
+    before = {name: (tmp_path / name).read_bytes() for name in ("cat.png", "model.bin", "w.bin", "official.pt")}
+    for flag, source, target, says in (("--import", "official.pt", "cat.png", "must end in .bin"),
+                                       ("--import", "official.pt", "official.pt", "must end in .bin"),
+                                       ("--import", "model.bin", "model.bin", "is the file that the weights come from"),
+                                       ("--export", "w.bin", "w.bin", "must end in .pt"),
+                                       ("--export", "w.bin", "x.safetensors", "must end in .pt")):
+        refused(*tool, flag, tmp_path / source, "--output_name", tmp_path / target, says=says)
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
     # what is none
     for name, value, says in (("final_layer.linear.bias", None, "state dict of a DiT"),
                               ("blocks.1.mlp.fc2.weight", torch.zeros(3), "blocks.1.mlp.fc2.weight"),

@@ -245,6 +245,17 @@ def test_files_of_pictures(tmp_path, draw, channels):
         assert one[:, :3].all() and one[:, 4].all() and not one[:, 3].all() and not one[:, 5:].all()
 
 
+def test_pictures_of_16_bits(tmp_path, draw, capsys):
+    """Their white is that of prepare_data.py, and is said."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 60).save(tmp_path / "a.png")
+    assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--image_size", 8, "--output_name", tmp_path / "a.bin") == ""
+    capsys.readouterr()
+    grids = [draw("w", "--init_image", tmp_path / f"a.{end}", "--strength", 0) for end in ("png", "bin")]
+    assert same_bits(*grids) and grids[0][2:10, 2:10].max() == 235
+    assert "a.png has 16 bits and values up to 3780: 4095 is taken for white" in capsys.readouterr().out
+
+
 def test_refused_edits(tmp_path, draw):
     perturbed_file(tmp_path / "w.bin", Config(**SMALL))
     for name, size, n in (("i", 4, 3), ("big", 6, 3), ("m", 4, 1)):
@@ -265,7 +276,7 @@ def test_refused_edits(tmp_path, draw):
                         ([*image, *mask, "--sampler", "dpmpp"], "--mask needs --sampler ddim or ddpm"),
                         ([*image, *mask, "--interpolate", 2, "--seeds", "1,2"], "--interpolate and --mask"),
                         (["--init_image", tmp_path / "none.png"], "none.png can't be read"),
-                        (["--init_image", tmp_path / "text.png"], "text.png can't be read"),
+                        (["--init_image", tmp_path / "text.png"], "a picture: it has no known format"),
                         (["--init_image", tmp_path / "none.bin"], "none.bin can't be read"),
                         (["--init_image", tmp_path / "m.bin"], "m.bin has images of 1 channels, 3 wanted"),
                         (["--init_image", tmp_path / "big.bin"], "6x6 images, not 4x4"),
@@ -273,6 +284,22 @@ def test_refused_edits(tmp_path, draw):
                         ([*image, "--strip", 4], "leave it or --init_image out")):
         sentence = draw("w", *words)
         assert says in sentence and len(sentence.splitlines()) == 1 and not (tmp_path / "grid.png").exists()
+
+
+def test_pictures_to_draw_from_stay(tmp_path, draw):
+    """Nothing is drawn over --init_image or --mask, by whatever name."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    for name in ("a", "x_nearest", "000006"):
+        Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "a.png")
+    unet_io.write_images(tmp_path / "i.bin", np.zeros((1, 3, 8, 8), np.uint8))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for source, output, *words in (("a", "a"), ("link", "a"), ("x_nearest", "x", "--nearest", tmp_path / "i.bin"),
+                                   ("000006", "x", "--output_dir", tmp_path, "--seed", 5)):
+        for flags in (["--init_image", tmp_path / f"{source}.png"],
+                      ["--init_image", tmp_path / "i.bin", "--mask", tmp_path / f"{source}.png"]):
+            assert "is a picture to draw from, which would be lost" in draw("w", *flags, *words, grid=f"{output}.png")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_masks_that_say_too_little(tmp_path, draw, capsys):

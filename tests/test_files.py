@@ -1,9 +1,12 @@
 """Files, there and back: checkpoints, old weights, exports, images, damaged ones."""
 import dataclasses
+import functools
 import json
 import os
 import re
+import resource
 import shutil
+import sys
 import zlib
 
 import numpy as np
@@ -17,7 +20,7 @@ import prepare_data
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, SMALL, NETWORK, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, refused,
+    QUICK, RESUMED, ROOT, SMALL, NETWORK, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, refused,
     run, same_bits, script, start_flags, write_earlier_version)
 from unet_io import Checkpoint, Config, UserError, flags_of
 
@@ -384,10 +387,39 @@ def test_outputs_keep_other_files(tmp_path, images8, network):
     (tmp_path / "page.html").write_bytes(before["images.bin"])
     assert "page.html holds images; name" in call(generate, "--model_weights", tmp_path / "w.bin", "--export_page",
                                                   tmp_path / "page.html")
+    (tmp_path / "index.html").write_text("<!doctype html>mine")
+    assert "index.html holds no page of an earlier call; name" in call(generate, "--model_weights", tmp_path / "w.bin",
+                                                                       "--export_page", tmp_path / "index.html")
+    assert (tmp_path / "index.html").read_text() == "<!doctype html>mine"
+    for _ in range(2):
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "again.html") == ""
+    (tmp_path / "cat.png").write_bytes(before["images.bin"])
+    assert "cat.png must end in .bin" in call(train_unet, "--init_model_only", 1, "--init_model_filename", tmp_path / "cat.png",
+                                              *flags_of(Config(**TOY)))
+    assert (tmp_path / "cat.png").read_bytes() == before["images.bin"]
     for name in ("weights", "old0"):
         assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / f"{name}.bin") == ""
     for _ in range(2):
         assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--output_name", tmp_path / "images.bin") == ""
+
+
+@pytest.mark.parametrize("network, name", [("UNet", "x.bin"), ("UNet", "x.pt"), ("UNet", "x.safetensors"), ("DiT", "x.pt")])
+def test_no_room_for_an_export(tmp_path, network, name):
+    """A sentence says that the disk is full, whatever the format, and what was there stays."""
+    if network == "UNet":
+        perturbed_file(tmp_path / "w.bin", Config(**TOY))
+        words = ["generate.py", "--model_weights", tmp_path / "w.bin", "--export"]
+    else:
+        config = unet_io.import_from_dev("dit/train_dit").Config(image_size=8, depth=1, hidden_size=32, num_heads=2)
+        model = unet_io.import_from_dev("dit/train_dit").DiT(config)
+        weights = dict(weights=train_unet.to_numpy(model.parameters()))
+        unet_io.write_checkpoint(tmp_path / "w.bin", Checkpoint(config, weights, tensors=len(list(model.parameters()))))
+        words = ["dev/dit/train_dit.py", "--export", tmp_path / "w.bin", "--output_name"]
+    (tmp_path / name).write_text("before")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2000, 2000))
+    refused(sys.executable, ROOT / words[0], *words[1:], tmp_path / name, says=f"{name} can't be written: File too large",
+            preexec_fn=limit)
+    assert (tmp_path / name).read_text() == "before" and not list(tmp_path.glob("*.tmp"))
 
 
 def test_no_folder_of_diffusers_in_a_run(tmp_path):

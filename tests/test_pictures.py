@@ -214,6 +214,9 @@ def test_targets(tmp_path, monkeypatch):
         words = ["--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / name]
         sentence = call(generate, *words)
         assert says in sentence and name in sentence and len(sentence.splitlines()) == 1, sentence
+    perturbed_file(tmp_path / "clear.bin", Config(**TOY | dict(in_channels=4)))  # refused before the work, not after it
+    assert call(generate, "--model_weights", tmp_path / "clear.bin", "--output_name", tmp_path / "x.jpg") == (
+        f"{tmp_path / 'x.jpg'} must end in .png or another ending that Pillow writes with transparency")
     words[-1] = tmp_path / "x.png"
     assert "x_strip.png is a device" in call(generate, *words, "--strip", 2)
     for place in ("file", "file/deeper"):

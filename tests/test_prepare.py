@@ -165,9 +165,10 @@ def test_prepare_refusals(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100000, 100000))
     for name, says in (("bad", "a folder"), ("full.bin", "a device")):
         refused(*common[:-1], tmp_path / name, "--data_dir", tmp_path / "bad", says=[name, says])
-    (tmp_path / "x.bin").write_text("what was there before")
+    unet_io.write_images(tmp_path / "x.bin", np.zeros((1, 3, 8, 8), np.uint8))
+    before = (tmp_path / "x.bin").read_bytes()
     run(*common, "--data_dir", tmp_path / "bad", "--image_size", 300, status=1, preexec_fn=limit)
-    assert (tmp_path / "x.bin").read_text() == "what was there before"
+    assert (tmp_path / "x.bin").read_bytes() == before
     assert not list(tmp_path.glob("*.tmp"))
     result = run(*common, "--data_dir", tmp_path / "bad", "--image_size", 8)
     assert "1 image of 8x8" in result.stdout and "1 file skipped" in result.stdout
@@ -347,6 +348,22 @@ def test_prepare_formats(tmp_path):
     assert "note: 4 files not tried" in err and all(kind in err for kind in ("2 .heic", "1 .eps", "1 .txt"))
 
 
+def test_prepare_keeps_other_files(tmp_path):
+    """What prepare_data.py did not make stays: arrays, a file of labels, any other."""
+    folder = make_colours(tmp_path / "in", "a.png", "b.png")
+    np.save(tmp_path / "x.npy", np.zeros((2, 3, 8, 8), np.uint8))
+    (tmp_path / "images-idx3-ubyte").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 8]) + bytes(64))
+    (tmp_path / "labels.csv").write_text("a.png,cat\nb.png,dog\n")
+    (tmp_path / "empty.bin").touch()
+    for source, target, *words in (("x.npy", "x.npy", "--range", "0,1"), ("images-idx3-ubyte", "images-idx3-ubyte"),
+                                   ("in", "labels.csv", "--labels", tmp_path / "labels.csv"), ("in", "x.npy")):
+        before = (tmp_path / target).read_bytes()
+        assert call(prepare_data, "--data_dir", tmp_path / source, "--output_name", tmp_path / target, *words) == (
+            f"{tmp_path / target} holds no images of an earlier call; name another file with --output_name")
+        assert (tmp_path / target).read_bytes() == before
+    assert call(prepare_data, "--data_dir", folder, "--output_name", tmp_path / "empty.bin") == ""
+
+
 def test_prepare_output_is_a_source(tmp_path):
     """Refused before anything is read, by whatever name."""
     folder = make_colours(tmp_path / "in", "a.png", "b_val.png", "c.png")
@@ -360,7 +377,7 @@ def test_prepare_output_is_a_source(tmp_path):
                            ("in", "in/../in/a.png"), ("in.zip", "in.zip"), ("in.zip", "zip.bin")):
         refused(sys.executable, ROOT / "prepare_data.py", "--data_dir", tmp_path / source, "--output_name",
                 tmp_path / target, "--val_fraction", 0.3 if target == "in/b.png" else 0,
-                says=[target.split("/")[-1].split(".")[0], "one of the files to read"])
+                says=[target.split("/")[-1].split(".")[0], "holds no images of an earlier call; name another file"])
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (tmp_path / "link.bin").symlink_to(tmp_path / "nowhere.bin")  # neither is followed
     for target in ("in/x.bin", "link.bin"):  # a .bin in the folder is never read as a picture
@@ -434,7 +451,8 @@ def test_prepare_stopped(tmp_path, faults, first):
     Image.effect_noise((1500, 1500), 50).save(folder / "0.png")
     for i in range(1, 40):
         shutil.copy(folder / "0.png", folder / f"{i}.png")
-    (tmp_path / "x.bin").write_text("before")
+    unet_io.write_images(tmp_path / "x.bin", np.zeros((1, 3, 8, 8), np.uint8))
+    before = (tmp_path / "x.bin").read_bytes()
     process = subprocess.Popen([sys.executable, ROOT / "prepare_data.py", "--data_dir", folder,
                                 "--output_name", tmp_path / "x.bin"],
                                stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -445,7 +463,7 @@ def test_prepare_stopped(tmp_path, faults, first):
     rest = process.communicate(timeout=LONG)[1]
     assert process.returncode == 130 and "stopped" in rest and "Traceback" not in rest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.bin"]
-    assert (tmp_path / "x.bin").read_text() == "before"
+    assert (tmp_path / "x.bin").read_bytes() == before
 
 
 def test_prepare_names(tmp_path):
@@ -601,6 +619,14 @@ def test_prepare_damaged_zips(tmp_path):
         sentence = call(prepare_data, "--data_dir", source, "--output_name", tmp_path / "x.bin")
         assert f"{n}.zip" in sentence and says in sentence and "\n" not in sentence, (n, sentence)
     assert not (tmp_path / "x.bin").exists()
+
+
+def test_prepare_other_archives(tmp_path):
+    """A file of another kind is refused with the kinds that can be read."""
+    for name in ("in.tar.gz", "in.parquet", "in.svg"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+        assert "--data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz" in call(
+            prepare_data, "--data_dir", tmp_path / name, "--output_name", tmp_path / "x.bin")
 
 
 def test_prepare_mutated_zips(tmp_path, capsys):
@@ -1089,6 +1115,15 @@ def test_white_of_16_bits(tmp_path, values, flags, white):
     assert shades == [int(value * 255 / white + 0.5) for value in values] + [33]
     assert f"note: {len(values)} grey pictures of 16 bits with values up to {max(values)}: white is {white}" in err
     assert err.count("skipped y.png") == 1
+
+
+def test_white_level_of_skipped_pictures(tmp_path):
+    """A picture that has no 16 bits, and so is skipped, says nothing about the white of the others."""
+    folder = deep_set(tmp_path / "in", (2000, 4000))
+    Image.fromarray(np.full((8, 8), 70000, np.int32)).save(folder / "large.tif")
+    shades, _, _, err = prepared(folder)
+    assert shades == [125, 249] and "skipped large.tif: its pixels go from 70000 to 70000" in err
+    assert "note: 2 grey pictures of 16 bits with values up to 4000: white is 4095" in err
 
 
 def test_white_level_of_8_bits(tmp_path):

@@ -316,6 +316,11 @@ def main():
     args = parser.parse_args()
     if bool(args.source) == bool(args.export):
         raise UserError("--import a .pt or --export a .bin")
+    ending = ".pt" if args.export else ".bin"
+    if not args.output_name.endswith(ending):
+        raise UserError(f"--output_name {args.output_name} must end in {ending}, which is what is written")
+    if os.path.realpath(args.output_name) == os.path.realpath(args.source or args.export):
+        raise UserError(f"--output_name {args.output_name} is the file that the weights come from: name another")
     unet_io.check_target(args.output_name)
     unet_io.check_kept(args.output_name, "output_name", "images", "a checkpoint of a run")
     told = {name: getattr(args, name) for name in UNTOLD if getattr(args, name) is not None}
@@ -324,14 +329,13 @@ def main():
             raise UserError(f"--{[*told, 'num_heads'][0]} goes with --import: {args.export} tells it")
         model, checkpoint = load_model(args.export, args.use_ema)
         averaged = args.use_ema and "ema" in checkpoint.sections
-        with unet_io.replacing(args.output_name) as file:
-            torch.save(model.state_dict(), file)
+        convert.save_pickle(args.output_name, model.state_dict())
     else:
         model, averaged = import_official(args.source, args.output_name, args.use_ema, args.num_heads, told)
     unsaid = [f"{name} {getattr(model.config, name)}" for name in UNTOLD]
     if args.export:
-        unet_io.say(f"a state dict does not tell {', '.join(unsaid)}: to --import it again, say what differs from"
-                    f" {', '.join(f'{name} {getattr(Config(), name)}' for name in UNTOLD[:-1])}")
+        unet_io.say(f"a state dict does not tell num_heads {model.config.num_heads}, {', '.join(unsaid)}: to --import it"
+                    f" again, say what differs from {', '.join(f'{name} {getattr(Config(), name)}' for name in UNTOLD[:-1])}")
     else:
         convert.note_assumed(args.source, [text for text in unsaid if text.split()[0] not in told])
     count = sum(p.numel() for p in model.parameters())
