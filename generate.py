@@ -785,11 +785,11 @@ def main():
     as_floats, as_bytes = ending == ".npy", ending.lower() == ".npz"
     ending = ".png" if as_floats or as_bytes else ending  # of --strip and --nearest
     if not target:
-        unet_io.picture_format(stem + ending)
         drawn_from = {os.path.realpath(path) for path in (args.init_image, args.mask) if path}
         outputs = [args.output_name, *(f"{stem}_{kind}{ending}" for kind in ("strip", "nearest") if vars(args)[kind])]
         for path in outputs:
             unet_io.check_target(path)
+        unet_io.picture_format(stem + ending)
         if args.output_dir:
             unet_io.check_folder(args.output_dir)
             outputs += own_files(args.output_dir, names) if drawn_from else []

@@ -545,8 +545,7 @@ static std::vector<Flag> FLAGS = {
      "DDIM, DDPM (adds noise), DPM-Solver++(2M), Heun's (both second order); consistency: for models of --consistency",
      0, 0, "ddim|ddpm|dpmpp|heun|consistency"},
     {FIELD(sample_steps), INT, SAMPLING, FREE, "0",
-     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency as tuned. A step calls the network once, "
-     "heun's twice",
+     "steps a picture; 0: ddim 50, ddpm all, dpmpp and heun 25, consistency as tuned. A step is one call, heun's two",
      0, 100000},
     {FIELD(spacing), CHOICE, SAMPLING, FREE, "auto",
      "which timesteps; auto: uniform for ddim and ddpm, as tuned for consistency, else trailing; karras: as EDM",
