@@ -622,6 +622,12 @@ def names_folder(path):
     return path.endswith("/") or os.path.isdir(path)
 
 
+def is_page(path):
+    """Whether a file is a page that --export_page wrote."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return bool(unet_io.import_from_dev("web/page").MODEL.search(file.read()))
+
+
 def check_page(args):
     """Raise UserError where --export_page can't be done as it is asked for."""
     if not args.export_page:
@@ -633,11 +639,7 @@ def check_page(args):
     if os.path.realpath(args.export_page) == os.path.realpath(args.model_weights):
         raise UserError(f"--export_page {args.export_page} is the file that the weights come from: name another")
     unet_io.check_target(args.export_page)
-    if os.path.exists(args.export_page) and os.path.getsize(args.export_page):
-        with open(args.export_page, encoding="utf-8", errors="replace") as file:
-            if not unet_io.import_from_dev("web/page").MODEL.search(file.read()):
-                holds = unet_io.what_it_holds(args.export_page) or "no page of an earlier call"
-                raise UserError(f"{args.export_page} holds {holds}; name another file with --export_page")
+    unet_io.check_replaced(args.export_page, "export_page", is_page, "page")
 
 
 def export_page(args, model, class_names, step):
@@ -833,7 +835,8 @@ def main():
         unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     config = model.config
-    unet_io.picture_format(stem + ending, config.in_channels)
+    if not target:
+        unet_io.picture_format(stem + ending, config.in_channels)  # with transparency, if the model has it
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     adds_noise = args.sampler == "ddpm" or args.eta > 0 or (

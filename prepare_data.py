@@ -1097,9 +1097,7 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
     for output in _outputs(output_name, val_fraction):
-        holds = unet_io.what_it_holds(output)
-        if holds != "images" and os.path.isfile(output) and os.path.getsize(output):
-            raise UserError(f"{output} holds {holds or 'no images of an earlier call'}; name another file with --output_name")
+        unet_io.check_replaced(output, "output_name", lambda path: unet_io.what_it_holds(path) == "images", "images")
     if is_array(data_dir):
         counts = prepare_array(data_dir, output_name, labels, val_fraction, **options)
     elif is_idx(data_dir):

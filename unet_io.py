@@ -1697,6 +1697,15 @@ def check_kept(path, flag, *kinds):
         raise UserError(f"{path} holds {holds}; name another file with --{flag}")
 
 
+def check_replaced(path, flag, is_ours, what):
+    """Raise UserError where the file that a flag names holds something that this command did not write.
+
+    is_ours: whether a path is of a file that it wrote. what: the name of these. An empty file may be replaced.
+    """
+    if os.path.isfile(path) and os.path.getsize(path) and not is_ours(path):
+        raise UserError(f"{path} holds {what_it_holds(path) or f'no {what} of an earlier call'}; name another file with --{flag}")
+
+
 def newest_checkpoint(place):
     """(path, Checkpoint) of the file `place`, or of the folder's whole checkpoint with the most steps."""
     paths = [place]
