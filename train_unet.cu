@@ -498,7 +498,8 @@ enum RandomStream {  // mirrored in unet_io.py
     STREAM_OFFSET,
     STREAM_PATH,
     STREAM_MATCHING_TIMESTEP,
-    STREAM_MATCHING_NOISE
+    STREAM_MATCHING_NOISE,
+    STREAM_SECOND_NOISE
 };
 
 struct Philox {
@@ -1085,6 +1086,7 @@ struct DistributionMatching {
     struct StepState* state;      // of the fake's update
     int* timesteps;               // (batch_size): to which the student's pictures are noised
     float* pictures;              // (images of this rank, C, H, W): what the student draws
+    float* drafts;                // the same: where it draws in two steps, what it draws in the first; otherwise null
     float *fake_x0, *teacher_x0;  // the same: the x0 that the fake and the teacher predict from these pictures, noised
 };
 
@@ -2366,10 +2368,13 @@ template <typename T> struct LoadPathPoints {
 
 // ---- distribution matching --------------------------------------------------------------------------------
 // The end of consistency tuning on paths: Yin et al., "One-step Diffusion with Distribution Matching Distillation" (2024),
-// section 3.2. The student, which is the network that is tuned, draws pictures, from noise alone or as the second of two
-// steps. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the teacher has learned
-// to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures that look more like
-// images, and the student learns to change its picture in that direction. A training step updates the fake, then the student.
+// section 3.2. The student, which is the network that is tuned, draws pictures as it will draw them: in one step or in two, of
+// which the first makes a draft. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the
+// teacher has learned to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures
+// that look more like images, and the student learns to change its picture in that direction, by its last step. Drafts are not
+// matched: they would lose variety, and pictures with them. The student sees its own drafts, as in Yin et al., "Improved
+// Distribution Matching Distillation for Fast Image Synthesis" (2024), section 4.5. A training step updates the fake, then the
+// student.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2973,6 +2978,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
             place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
+            if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->matching.drafts);
         }
     }
     place(plan.arena_bytes, m->arena);
@@ -3210,7 +3216,7 @@ struct BeginMatching {
     const int64_t* step;      // of the run
     int64_t first;
     Hyper hyper;  // the fake's
-    int batch, diffusion_steps, second;
+    int batch, diffusion_steps;
     uint32_t seed;
 
     size_t items() const { return batch; }
@@ -3219,13 +3225,20 @@ struct BeginMatching {
             fake->update = adamw_at(hyper, *step, *step - first);
             fake->accepted = 1;
         }
-        const uint32_t stream = STREAM_MATCHING_TIMESTEP;
-        bool is_second = random_word(seed, stream, 0, b, *step) >> 31;
-        timesteps[b] = is_second ? second : diffusion_steps - 1;
+        timesteps[b] = diffusion_steps - 1;
 
         int least = diffusion_steps / 50;
-        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, stream, 1, b, *step);
+        noised[b] = least + (int)random_below(diffusion_steps - 2 * least, seed, STREAM_MATCHING_TIMESTEP, 0, b, *step);
     }
+};
+
+// Takes a batch of drafts to the student's second step. An item is a sample.
+struct BeginSecondStep {
+    int* timesteps;  // (batch)
+    int batch, second;
+
+    size_t items() const { return batch; }
+    HOST_DEVICE void operator()(size_t b) const { timesteps[b] = second; }
 };
 
 // images (B, C, size, size) = the images that `sources` (B) names, in [-1, 1]. An item is an element.
@@ -3486,6 +3499,19 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .path_steps = m->config.path_steps});
 }
 
+// Makes the input of the student's last step of drawing, and returns what it was noised from, (B, C, H, W): drafts or, where it
+// draws in one step, the images, of which noise alone leaves next to nothing.
+static const float* load_last_step(Trainer* t, const MicroBatch& part) {
+    Model* m = &t->model;
+    if (!m->matching.drafts) {
+        load_noised_images(t, part);
+        return m->images;
+    }
+    const float* drafts = images_of(m->matching.drafts, m, part);
+    add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
+    return drafts;
+}
+
 // Writes the x0 that the network has predicted from a micro-batch's images (B, C, H, W), noised, to `predicted`, an array of
 // DistributionMatching.
 static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
@@ -3525,6 +3551,7 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
         predict_drawn_pictures(m, m->matching.fake_x0, part);
     } else {
         if (objective == OBJECTIVE_PATHS) load_path_points(m, part);
+        else if (objective == OBJECTIVE_STUDENT) load_last_step(t, part);
         else load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
     }
@@ -3622,12 +3649,19 @@ static void match_distributions(Trainer* t) {
                       .hyper = hyper_of(c, OBJECTIVE_FAKE),
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
-                      .second = consistency_timesteps(c, c.consistency_steps)[0],
                       .seed = c.seed});
+    if (matching.drafts) {
+        for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
+            load_noised_images(t, part);
+            unet_forward(m, part.B, part.first);
+            predict_x0(m, matching.drafts, m->images, part, clamps_x0(c));
+        }
+        run(BeginSecondStep{m->timesteps, c.batch_size, consistency_timesteps(c, 2)[0]});
+    }
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-        load_noised_images(t, part);
+        const float* images = load_last_step(t, part);
         unet_forward(m, part.B, part.first);
-        predict_x0(m, matching.pictures, m->images, part, false);
+        predict_x0(m, matching.pictures, images, part, false);
     }
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);

@@ -963,21 +963,25 @@ class Trainer:
         """The loss of a step that matches distributions, of a batch of NumPy arrays: a scalar tensor (Yin et al. 2024,
         "One-step Diffusion with Distribution Matching Distillation", section 3.2).
 
-        The model, which is the student, draws pictures; the fake learns to denoise them, in a step of its own; and the
-        pictures are to change as what the teacher sees in them, noised, differs from what the fake sees, divided by their
-        mean distance from the former (equation 8).
+        The model, which is the student, draws pictures, in one step or in two, of which the first makes drafts; the fake
+        learns to denoise the pictures, in a step of its own; and the pictures are to change as what the teacher sees in them,
+        noised, differs from what the fake sees, divided by their mean distance from the former (equation 8).
         """
         config, step = self.config, self.steps_done
-        t, t_noised = (torch.from_numpy(each).to(self.device) for each in unet_io.matching_timesteps(config, step))
-        fresh = unet_io.normals(config.seed, Stream.MATCHING_NOISE, x0[0].size, np.arange(len(x0)), step).reshape(x0.shape)
-        shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], np.arange(len(x0)), step)
-        fresh = fresh + np.float32(config.offset_noise) * shift[..., None, None]
-        x0, noise, fresh = (torch.from_numpy(array).to(self.device) for array in (x0, noise, fresh))
+        *second, last = unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, config.consistency_steps)
+        t_noised = torch.from_numpy(unet_io.matching_timesteps(config, step)).to(self.device)
+        x0, noise = (torch.from_numpy(array).to(self.device) for array in (x0, noise))
         classes = () if y is None else (torch.from_numpy(y).to(self.device),)
+        fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
+        t = torch.full_like(t_noised, last)
 
         with torch.no_grad():
             self.model.eval()  # which drops nothing
             pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+            if second:
+                x0, noise = limited(pictures, self.threshold), self.step_noise(Stream.SECOND_NOISE, x0)
+                t = torch.full_like(t_noised, second[0])
+                pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
             self.model.train()
 
         if config.dropout:
@@ -997,6 +1001,13 @@ class Trainer:
             change = self.x0_errors(t) * (teacher - fake) / distance
         out, _ = self.answer(x0, t, noise, classes)
         return self.diffusion.loss(out, out.detach() + change, t, x0)
+
+    def step_noise(self, stream, images):
+        """The noise that this step of training draws from a stream for images: (B, C, H, W)."""
+        config, step, rows = self.config, self.steps_done, np.arange(len(images))
+        noise = unet_io.normals(config.seed, stream, images[0].numel(), rows, step).reshape(images.shape)
+        shift = unet_io.normals(config.seed, Stream.OFFSET, images.shape[1], rows, step)
+        return torch.from_numpy(noise + np.float32(config.offset_noise) * shift[..., None, None]).to(self.device)
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""

@@ -323,6 +323,7 @@ class Stream(enum.IntEnum):
     PATH = 12
     MATCHING_TIMESTEP = 13
     MATCHING_NOISE = 14
+    SECOND_NOISE = 15
 
 
 LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -441,13 +442,11 @@ def matches_distributions(config, step):
 
 
 def matching_timesteps(config, step):
-    """Of each sample of a step that matches distributions the timestep that the student draws from, and the one that its
-    picture is noised to: int64 (batch_size,) each."""
-    T, stream, rows = config.diffusion_steps, Stream.MATCHING_TIMESTEP, np.arange(config.batch_size)
-    drawn = words(config.seed, stream, 2, rows, step).astype(np.int64)
+    """To which timestep each picture is noised that the student draws in this step (0-based): int64 (batch_size,)."""
+    T = config.diffusion_steps
+    drawn = words(config.seed, Stream.MATCHING_TIMESTEP, 1, np.arange(config.batch_size), step)[:, 0].astype(np.int64)
     least = T // 50
-    return (np.where(drawn[:, 0] >> 31, consistency_timesteps(T, config.path_steps, config.consistency_steps)[0], T - 1),
-            least + (drawn[:, 1] * (T - 2 * least) >> 32))
+    return least + (drawn * (T - 2 * least) >> 32)
 
 
 def batch_indices(seed, step, batch_size, n):
