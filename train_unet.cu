@@ -205,8 +205,7 @@ static int sampler_steps(const Config& c) {
     switch (c.sampler) {
         case SAMPLER_DDPM: return c.diffusion_steps;
         case SAMPLER_DDIM: return std::min(50, c.diffusion_steps);
-        case SAMPLER_CONSISTENCY:
-            return std::min(c.consistency_steps, c.path_steps ? c.path_steps : c.diffusion_steps);
+        case SAMPLER_CONSISTENCY: return std::min(c.consistency_steps, c.diffusion_steps);
         default: return std::min(25, c.diffusion_steps);
     }
 }
@@ -1109,7 +1108,7 @@ struct Model : OptimiserMemory {
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
     const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
-    int* sources;                        // (batch_size): the image of each sample, -1 - image if mirrored; or its path_point
+    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of its path
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;             // of the current step: see section 7
     float* losses;                       // (batch_size, loss_parts)
@@ -1121,7 +1120,7 @@ struct Model : OptimiserMemory {
     float* loss_weights = nullptr;       // (batch_size), with --consistency: the weight of a sample's squared error
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
-    float* points;                       // with --path_steps, for every micro-batch (path_steps + 1, B, H, W, PIXEL)
+    float* points;                       // with --path_steps, for every micro-batch (consistency_steps + 1, B, H, W, PIXEL)
     DistributionMatching matching = {};  // with --matching_fraction
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
@@ -2332,32 +2331,25 @@ struct ConsistencyWeights {
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
 // The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
-// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from every point of
-// such a path the network that is tuned learns to predict the picture at its end. Points are numbered from 0, noise alone. A
-// path serves path_steps training steps.
-
-// The point that a sample is trained at. Every other sample goes through all points in turn. The rest are at the points from
-// which the tuned model will draw: noise alone and, where it draws in two steps, as often the start of the second.
-HOST_DEVICE static inline int path_point(size_t sample, int64_t step, int path_steps, int second) {
-    int64_t turn = (int64_t)sample + step;
-    if (turn % 2 == 0) return (int)(turn / 2 % path_steps);
-    return turn / 2 % 2 ? second : 0;
-}
+// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from points of such a
+// path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
+// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end. A path serves
+// path_steps training steps.
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
 template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    const float* points;  // (path_steps + 1, B, H, W, PIXEL)
-    const int* chosen;    // (B): the path_point of each sample
-    int path_steps;
+    const float* points;  // (consistency_steps + 1, B, H, W, PIXEL)
+    const int* chosen;    // (B): the point at which each sample is
+    int consistency_steps;
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
         float x = points[chosen[b] * x_t.count() + i];
-        float x0 = points[path_steps * x_t.count() + i];
+        float x0 = points[consistency_steps * x_t.count() + i];
 
         const ScheduleRow at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
@@ -2498,26 +2490,16 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The second of two consistency steps starts at timestep number second_start (from 1) of the `known` ones that the model has
-// learned, three tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
-static int second_start(int known) { return ceil_div(3 * known, 10); }
+// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced, three
+// tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
+static int second_start(int count) { return ceil_div(3 * count, 10); }
 
-// The point of a path at which that is. With one step there is no second: 0, noise alone.
-static int second_point(const Config& c) {
-    return c.consistency_steps == 2 ? c.path_steps - second_start(c.path_steps) : 0;
-}
-
-// The timesteps of `count` consistency steps, rising, from those that the model has learned: all, or those of its paths'
-// points. The last is T - 1. Other than two steps are evenly spaced.
+// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts at a point of the paths
+// that the model learned from, if it did; from paths it has learned no other steps. Else they are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
-    int T = c.diffusion_steps, known = c.path_steps ? c.path_steps : T;
-    assert(count <= known);  // see check_config
-    std::vector<int> learned = trailing_timesteps(T, known);
-    if (count == 2) return {learned[second_start(known) - 1], T - 1};
-
-    std::vector<int> timesteps;
-    for (int i = 1; i <= count; i++) timesteps.push_back(learned[ceil_div(i * known, count) - 1]);
-    return timesteps;
+    int T = c.diffusion_steps, spaced = c.path_steps ? c.path_steps : T;
+    if (count == 2) return {trailing_timesteps(T, spaced)[second_start(spaced) - 1], T - 1};
+    return trailing_timesteps(T, count);
 }
 
 // The timesteps that a sampler visits, rising.
@@ -2968,7 +2950,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.consistency) place(batch, m->loss_weights);
         if (c.path_steps) {
             place(m->shard, m->teacher);
-            place((c.path_steps + 1) * own * pixels * PIXEL, m->points);
+            place((c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -3156,8 +3138,9 @@ struct BatchSource {
     int no_class = 0;             // the label of a sample whose class is dropped
     float drop = 0;               // the probability that it is
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
-    const SamplerStep* path = nullptr;     // (path_steps + 1): see make_path
-    int path_steps = 0, second_point = 0;
+    int path_steps = 0;                    // 0: the samples are images
+    int consistency_steps = 0;
+    int starts[2] = {};  // the timesteps at which the consistency_steps begin, the first at T - 1
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
@@ -3173,9 +3156,8 @@ HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, 
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
-// point for the sample instead, and takes that point's timestep and its path's label. It also computes the state's update. An
-// item is a sample.
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths samples take
+// turns at the points instead, and have the label of their path. It also computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3196,20 +3178,20 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
-        if (s.path) {
-            sources[b] = path_point(b, step, s.path_steps, s.second_point);
-            timesteps[b] = s.path[1 + sources[b]].timestep;
+        if (s.path_steps) {
+            sources[b] = (int)((b + step) % s.consistency_steps);
+            timesteps[b] = s.starts[sources[b]];
         }
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
-        labels[b] = s.path ? path_start(s, b, step / s.path_steps).label
-                           : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
+        labels[b] = s.path_steps ? path_start(s, b, step / s.path_steps).label
+                                 : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
 
-// Begins a step that matches distributions; `first` is the run's first. For each sample it draws `timesteps`, from which the
-// student draws (the last, or the start of its second step, equally often), and `noised`, to which the picture is then noised
-// (not among the first or last fiftieth). It also computes the fake's update. An item is a sample.
+// Begins a step that matches distributions; `first` is the run's first. The student draws from noise alone, at the last of the
+// timesteps. `noised` are those to which its pictures are noised then, not among the first or last fiftieth. It also computes
+// the fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake;
     int *timesteps, *noised;  // (batch)
@@ -3403,9 +3385,9 @@ static void prepare_steps(Trainer* t) {
                  .no_class = c.num_classes,
                  .drop = c.cond_drop_prob,
                  .last_words = m->last_words,
-                 .path = for_device(t->path),
                  .path_steps = c.path_steps,
-                 .second_point = second_point(c)};
+                 .consistency_steps = c.consistency_steps};
+    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3447,11 +3429,11 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
     return parts;
 }
 
-// A micro-batch's part of an array of all this rank's samples: its points of paths, (path_steps + 1, B, H, W, PIXEL), and its
-// images (B, C, H, W) in an array of DistributionMatching.
+// A micro-batch's part of an array of all this rank's samples: its points of paths, (consistency_steps + 1, B, H, W, PIXEL),
+// and its images (B, C, H, W) in an array of DistributionMatching.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
-    return m->points + part.own * (c.path_steps + 1) * pixels_of(c) * PIXEL;
+    return m->points + part.own * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
 }
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
@@ -3496,7 +3478,7 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .loss = part,
                                .points = points_of(m, part),
                                .chosen = m->sources + part.first,
-                               .path_steps = m->config.path_steps});
+                               .consistency_steps = m->config.consistency_steps});
 }
 
 // Makes the input of the student's last step of drawing, and returns what it was noised from, (B, C, H, W): drafts or, where it
@@ -3681,7 +3663,7 @@ static void enqueue_step(Trainer* t, Objective objective) {
     Hyper hyper = hyper_of(m->config, objective);
 
     BatchSource source = t->source;
-    if (objective != OBJECTIVE_PATHS) source.path = nullptr;
+    if (objective != OBJECTIVE_PATHS) source.path_steps = 0;
     run(BeginStep{.state = m->state,
                   .timesteps = m->timesteps,
                   .sources = m->sources,
@@ -3721,14 +3703,17 @@ struct StartPaths {
 // Draws this rank's paths of a round, with the weights that the run started from.
 static void draw_paths(Trainer* t, int64_t round) {
     Model* m = &t->model;
+    const int steps = m->config.path_steps, second = steps - second_start(steps);
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, round});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
         float* point = points_of(m, part);
-        for (const SamplerStep& step : t->path) {
-            take_sampler_step(m, batch, step, &t->path_graphs);
+        for (int i = 0; i <= steps; i++) {
+            take_sampler_step(m, batch, t->path[i], &t->path_graphs);
+            bool begins_second = i == second && m->config.consistency_steps == 2;
+            if (i > 0 && i < steps && !begins_second) continue;
             backend_copy(point, batch.x, batch.input.count() * sizeof(float));
             point += batch.input.count();
         }

@@ -575,9 +575,10 @@ class Diffusion:
             raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
         if config.path_steps > config.diffusion_steps:
             raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
-        if config.matching_fraction and config.path_steps < config.consistency_steps:
-            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps {config.consistency_steps} or"
-                            " more, as many as --consistency_steps")
+        if 0 < config.path_steps < config.consistency_steps:
+            raise UserError(f"--path_steps {config.path_steps} is less than --consistency_steps {config.consistency_steps}")
+        if config.matching_fraction and not config.path_steps:
+            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -665,13 +666,16 @@ def sampler_steps(config, sampler, sample_steps=None):
     if sample_steps:
         return sample_steps
     if sampler == "consistency":
-        return min(config.consistency_steps, config.path_steps or config.diffusion_steps)
+        return min(config.consistency_steps, config.diffusion_steps)
     return min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
 
 
 def sampler_timesteps(config, sampler, steps, spacing):
     """The ascending timesteps that a sampler visits in so many steps: int64 (steps,). Raises UserError where it can't."""
     if sampler == "consistency" and spacing == "auto":
+        if config.path_steps and steps > config.consistency_steps:
+            raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which the"
+                            " model learns to draw")
         return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
     chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)

@@ -604,7 +604,7 @@ static std::vector<Preset> PRESETS = {
     {"adm256",
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
-    {"consistency", "--consistency 1 --path_steps 10 --matching_fraction 0.35 --lr 1e-3 --lr_schedule cosine "
+    {"consistency", "--consistency 1 --path_steps 10 --matching_fraction 0.2 --lr 1e-3 --lr_schedule cosine "
                     "--warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 8000"},
 };
 
@@ -1016,12 +1016,12 @@ static void check_config(const Config& c) {
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
     bool takes_learned = c.consistency && c.path_steps && c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO;
-    if (takes_learned && c.sample_steps > c.path_steps)
-        fail("--sample_steps %d is more than the model has learned timesteps, %d of --path_steps", c.sample_steps,
-             c.path_steps);
-    if (c.matching_fraction > 0 && c.path_steps < c.consistency_steps)
-        fail("--matching_fraction %g needs --path_steps %d or more, as many as --consistency_steps", c.matching_fraction,
+    if (takes_learned && c.sample_steps > c.consistency_steps)
+        fail("--sample_steps %d is more than --consistency_steps %d, in which the model learns to draw", c.sample_steps,
              c.consistency_steps);
+    if (c.path_steps && c.path_steps < c.consistency_steps)
+        fail("--path_steps %d is less than --consistency_steps %d", c.path_steps, c.consistency_steps);
+    if (c.matching_fraction > 0 && !c.path_steps) fail("--matching_fraction %g needs --path_steps", c.matching_fraction);
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
         fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)

@@ -409,11 +409,10 @@ def dropped(seed, sample, step, probability):
 def path_points(config, step):
     """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
 
-    Half of them are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
+    They are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
     """
     turn = np.arange(config.batch_size) + step
-    second = config.path_steps - second_start(config.path_steps) if config.consistency_steps == 2 else 0
-    return np.where(turn % 2, np.where(turn // 2 % 2, second, 0), turn // 2 % config.path_steps)
+    return np.where(turn % config.consistency_steps, config.path_steps - second_start(config.path_steps), 0)
 
 
 def path_starts(config, count, labels):
@@ -681,24 +680,21 @@ def karras_timesteps(levels, sample_steps):
     return np.array(taken[::-1], np.int64)
 
 
-def second_start(known):
-    """The place, from 1, among the timesteps that a model has learned, at which the second of two consistency steps starts."""
-    return -(-3 * known // 10)
+def second_start(count):
+    """The place, from 1, among `count` evenly spaced timesteps at which the second of two consistency steps starts."""
+    return -(-3 * count // 10)
 
 
 def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
-    """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,). Raises UserError.
+    """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,).
 
-    They are some of those that the model has learned: of all, or of the points of its paths. The last is always among them. The
-    second of two steps starts where three tenths of them end; otherwise distances are even.
+    The last is T - 1. The second of two steps starts three tenths of the way up, at a point of the paths if the model learned
+    from paths; otherwise distances are even.
     """
-    known = path_steps or diffusion_steps
-    if sample_steps > known:
-        raise UserError(f"--sample_steps {sample_steps} is more than the model has learned timesteps, {known} of --path_steps")
-    learned = trailing_timesteps(diffusion_steps, known)
-    places = [second_start(known), known] if sample_steps == 2 else [-(-i * known // sample_steps)
-                                                                     for i in range(1, sample_steps + 1)]
-    return learned[np.array(places) - 1]
+    if sample_steps != 2:
+        return trailing_timesteps(diffusion_steps, sample_steps)
+    spaced = path_steps or diffusion_steps
+    return np.array([trailing_timesteps(diffusion_steps, spaced)[second_start(spaced) - 1], diffusion_steps - 1])
 
 
 def spaced_timesteps(spacing, levels, sample_steps):
@@ -927,7 +923,7 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
-    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.35, lr=1e-3, lr_schedule="cosine",
+    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.2, lr=1e-3, lr_schedule="cosine",
                         warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
 }
 

@@ -951,9 +951,9 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         batch.B = B;
         return batch;
     };
-    Floats points(4 * n);  // of paths of three steps
+    Floats points(3 * n);  // noise alone, the start of the second step, and the end
     std::vector<int> of_samples(B);
-    for (int b = 0; b < B; b++) of_samples[b] = (b + 1) % 3;
+    for (int b = 0; b < B; b++) of_samples[b] = (b + 1) % 2;
     Pair<int> chosen(of_samples);
     check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
@@ -962,7 +962,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
                                  .loss = part_of_batch(on),
                                  .points = on(points),
                                  .chosen = on(chosen),
-                                 .path_steps = 3});
+                                 .consistency_steps = 2});
     });
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
     check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
@@ -1083,11 +1083,13 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
               on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.optimiser,
                                on(chain), pairs});
           });
-    Pair<SamplerStep> path(std::vector<SamplerStep>{{}, {.timestep = 999}, {.timestep = 640}, {.timestep = 77}});
     Pair<SampleSpec> specs(std::vector<SampleSpec>((size_t)batch));
     auto paths = [&](auto on) {
         BatchSource with_paths = source(on);
-        with_paths.path = on(path), with_paths.path_steps = 3, with_paths.second_point = 2;
+        with_paths.path_steps = 3;
+        with_paths.consistency_steps = 2;
+        with_paths.starts[0] = 999;
+        with_paths.starts[1] = 77;
         return with_paths;
     };
     outputs.resize(3);
@@ -1111,9 +1113,10 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                              .hyper = config.optimiser,
                              .batch = batch,
                              .diffusion_steps = 1000,
-                             .second = 299,
                              .seed = 99});
     });
+    check("begin second step", shape, {{&timesteps, WRITTEN, "timesteps", EXACT}},
+          [&](auto on) { on.run(BeginSecondStep{on(timesteps), batch, 299}); });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
           [&](auto on) {

@@ -752,9 +752,9 @@ static void test_refusals() {
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "11"}, {"diffusion_steps", "10"}, {"noise_schedule", "cosine"}},
          "--path_steps 11 is more than --diffusion_steps 10"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "4"}, {"sampler", "consistency"}, {"sample_steps", "5"}},
-         "--sample_steps 5 is more than the model has learned timesteps, 4 of --path_steps"},
+         "--sample_steps 5 is more than --consistency_steps 2, in which the model learns to draw"},
         {{{"consistency", "1"}, {"predict", "v"}, {"matching_fraction", "0.5"}}, "--matching_fraction 0.5 needs --path_steps"},
-        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "1"}, {"matching_fraction", "0.5"}}, "needs --path_steps 2"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "1"}}, "--path_steps 1 is less than --consistency_steps 2"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "10"}, {"matching_fraction", "0.95"}}, "between"},
         {{{"consistency", "1"}, {"predict", "v"}, {"min_snr_gamma", "5"}}, "--min_snr_gamma"},
     };

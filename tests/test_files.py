@@ -100,7 +100,7 @@ def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop, threshold
             else:
                 assert abs(loss / theirs[step] - 1) < 1e-5
     refused(TRAIN, "--generate", "--out_dir", tmp_path / "run", "--sample_steps", 5,
-            says=["--sample_steps 5 is more than the model has learned timesteps, 4 of --path_steps"])
+            says=["--sample_steps 5 is more than --consistency_steps 2, in which the model learns to draw"])
     for folder in ("run", "python", "resumed"):
         sections = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / folder, 6))).sections
         assert same_bits(sections["teacher"], averages) and not same_bits(sections["weights"], averages)

@@ -166,22 +166,16 @@ def test_timesteps():
     assert unet_io.spaced_timesteps("trailing", levels, 10).tolist() == list(range(99, 1000, 100))
     assert unet_io.spaced_timesteps("trailing", levels, 3).tolist() == [332, 666, 999]
     assert unet_io.spaced_timesteps("uniform", levels, 5).tolist() == [0, 250, 500, 749, 999]
-    for path_steps, steps, places in ((10, 1, [10]), (10, 2, [3, 10]), (10, 3, [4, 7, 10]), (10, 4, [3, 5, 8, 10]),
-                                      (10, 10, range(1, 11)), (2, 2, [1, 2]), (3, 2, [1, 3])):
+    for path_steps, steps, places in ((10, 1, [10]), (10, 2, [3, 10]), (2, 2, [1, 2]), (3, 2, [1, 3])):
         taken = unet_io.consistency_timesteps(1000, path_steps, steps)
         assert taken.tolist() == [unet_io.trailing_timesteps(1000, path_steps)[place - 1] for place in places]
     assert unet_io.consistency_timesteps(1000, 0, 2).tolist() == [299, 999]
-    for path_steps, steps, second in ((10, 1, 0), (10, 2, 7), (7, 2, 4), (1, 2, 0), (2, 2, 1)):
-        config = Config(consistency=True, path_steps=path_steps, consistency_steps=steps, batch_size=4 * path_steps, predict="v")
-        found = np.bincount(unet_io.path_points(config, 3), minlength=path_steps)
-        wanted = np.full(path_steps, 2)  # half of the samples are at all points alike, the others where steps begin
-        for begin in (0, second):
-            wanted[begin] += path_steps
-        assert found.tolist() == wanted.tolist(), (path_steps, steps)
-        learned = unet_io.trailing_timesteps(1000, path_steps)[::-1]
-        assert learned[second] == unet_io.consistency_timesteps(1000, path_steps, min(steps, path_steps))[0]
-    with pytest.raises(UserError, match="more than the model has learned"):
-        unet_io.consistency_timesteps(1000, 10, 11)
+    assert unet_io.consistency_timesteps(1000, 0, 5).tolist() == [199, 399, 599, 799, 999]
+    for path_steps, steps, second in ((10, 1, 0), (10, 2, 7), (7, 2, 4), (1, 1, 0), (2, 2, 1)):
+        config = Config(consistency=True, path_steps=path_steps, consistency_steps=steps, batch_size=6, predict="v")
+        assert unet_io.path_points(config, 3).tolist() == 3 * [second, 0]
+        points = unet_io.trailing_timesteps(1000, path_steps)[::-1]
+        assert points[second] == unet_io.consistency_timesteps(1000, path_steps, steps)[0]
     karras = unet_io.spaced_timesteps("karras", levels, 18)
     sigmas = (80 ** (1 / 7) + np.arange(17, -1, -1) / 17 * (0.01 ** (1 / 7) - 80 ** (1 / 7))) ** 7
     assert np.abs(np.log(unet_io.noise_ratios(levels)[karras][:-1] / sigmas[:-1])).max() < 0.2
@@ -198,7 +192,7 @@ def test_program(cpp, tmp_path):
                                     ("flow", "flow", False), ("edm", "edm", False)):
         chains = [(sampler, spacing, steps, 0) for sampler in train_unet.SAMPLERS for spacing in unet_io.SPACINGS
                   for steps in (1, 2, 3, 5, 25)]
-        chains += [("consistency", "auto", steps, 12) for steps in (1, 2, 5, 12)]
+        chains += [("consistency", "auto", steps, 12) for steps in (1, 2)]
         for sampler, spacing, steps, path_steps in chains:
             drawn = train_unet.sample(Ideal(schedule, predict, zero, path_steps), seeds, sampler, steps, spacing=spacing)
             name = f"chain ideal {schedule} {predict} {sampler} {spacing} {steps} {path_steps}"

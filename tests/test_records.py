@@ -87,6 +87,12 @@ def test_opponent_without_classes(records, tools, images8, tmp_path):
     assert checkpoint.class_names == () and checkpoint.step == 1
 
 
+def test_timesteps_of_an_opponent(records, tools, images8, tmp_path):
+    """A Config whose timesteps the opponent would draw otherwise is refused."""
+    with pytest.raises(UserError, match="draws timesteps uniformly here, not by --timestep_sampling lognormal"):
+        tools("opponents").PyTorch(toy_config(records, "flow", timestep_sampling="lognormal"), images8, tmp_path)
+
+
 def test_opponent_goes_on(records, tools, images8, tmp_path):
     """A run that was cut goes on with all that it had, on other images; measuring its speed changes nothing."""
     opponents, config = tools("opponents"), toy_config(records, "flow")
@@ -157,8 +163,8 @@ def test_jobs(small, capsys):
             assert [points[minutes, calls]["steps"] for minutes, calls in points if minutes in (1, 2)] == [every, 2 * every]
             assert (folder / "run_2").exists() != records.RECIPES[recipe].one_run
         if recipe == "ours":  # a tuning to one call has steps of its own: other ones, and so many of them as fit its minutes
-            for calls, fraction in ((1, 0.2), (2, unet_io.PRESETS["consistency"]["matching_fraction"])):
-                assert f"matching_fraction = {fraction:g}\n" in (folder / f"tuned_2_{calls}/config.txt").read_text()
+            for calls in (1, 2):
+                assert f"consistency_steps = {calls}\n" in (folder / f"tuned_2_{calls}/config.txt").read_text()
                 more = round(0.4 * int((folder / f"tuning_{calls}_steps_a_minute").read_text()))
                 assert points[2.4, calls]["steps"] == 2 * every + max(1, more)
     _, table = records.render(list(results.values()), "")["smoke"]

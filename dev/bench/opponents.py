@@ -44,9 +44,12 @@ def log_interval(every):
 class PyTorch:
     """A run of train_unet.py's UNet with a Config, on a file of images; it goes on from what its folder (a Path) holds.
 
-    Of a batch each image is drawn from all, independently of the others. Raises UserError where the images don't fit.
+    Of a batch each image is drawn from all, independently of the others, and its timestep uniformly. Raises UserError where the
+    images don't fit or the Config draws timesteps otherwise.
     """
     def __init__(self, config, images, folder):
+        if config.timestep_sampling != "uniform":
+            raise UserError(f"PyTorch draws timesteps uniformly here, not by --timestep_sampling {config.timestep_sampling}")
         self.config, self.folder, self.state_file = config, folder, folder / "state.pt"
         images = unet_io.read_images(images)
         images.check_size(config.image_size, config.in_channels)

@@ -386,8 +386,6 @@ class Job:
     def tuner(self, weights, folder, calls):
         """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
         flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
-        if calls == 1:
-            flags += ["--matching_fraction", "0.2"]
         for name in ("batch_size", "seed", "flip", "lr"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
