@@ -78,7 +78,7 @@ def test_streams_of_formats():
     streams = re.findall(r"STREAM_(\w+)", re.search(r"enum RandomStream \{(.*?)\}", code, re.S)[1])
     table = page.split("## Random numbers")[1].split("Steps count")[0]
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \|", table, re.M)
-    assert len(streams) == 15 and [int(number) for _, number in rows] == list(range(15))
+    assert len(streams) == 16 and [int(number) for _, number in rows] == list(range(16))
     for stream, (name, _) in zip(streams, rows):
         assert name[:3] == stream[:3].lower()
 

@@ -306,15 +306,15 @@ def test_refused(tmp_path):
 
 
 def test_steps_of_paths(tmp_path, browser):
-    """A tuned model's page begins with the steps that it was told, of which the consistency sampler has those of its paths."""
-    config = Config(**FLOW | dict(consistency=True, consistency_steps=1, path_steps=6))
+    """A tuned model's page begins with the steps that it was told, of which the consistency sampler has those that it was tuned for."""
+    config = Config(**FLOW | dict(consistency=True, path_steps=6))
     page = page_of(tmp_path, config, "--sampler", "ddim", "--sample_steps", 60)
     browser.open(page)
     assert is_drawn(browser) and browser.evaluate("[find('steps').value, find('steps').max]") == ["60", "60"]
     change(browser, sampler="consistency")
-    assert browser.evaluate("[find('steps').value, find('steps').max]") == ["6", "6"]
-    assert unet_io.read_checkpoint(tmp_path / "page.bin").config.consistency_steps == 1
-    assert "7 is more than the model has learned" in call(
+    assert browser.evaluate("[find('steps').value, find('steps').max]") == ["2", "2"]
+    assert unet_io.read_checkpoint(tmp_path / "page.bin").config.consistency_steps == 2
+    assert "7 is more than --consistency_steps 2" in call(
         generate, "--model_weights", tmp_path / "w.bin", "--export_page", tmp_path / "x.html", "--sample_steps", 7)
     assert not (tmp_path / "x.html").exists()
 
