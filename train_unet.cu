@@ -3481,14 +3481,16 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .consistency_steps = m->config.consistency_steps});
 }
 
-// Makes the input of the student's last step of drawing, and returns what it was noised from, (B, C, H, W): drafts or, where it
-// draws in one step, the images, of which noise alone leaves next to nothing.
-static const float* load_last_step(Trainer* t, const MicroBatch& part) {
-    Model* m = &t->model;
-    if (!m->matching.drafts) {
-        load_noised_images(t, part);
-        return m->images;
-    }
+// Makes the input of the student's first step of drawing, which is noise alone, and returns the images in it, which are 0.
+static const float* load_first_step(Model* m, const MicroBatch& part) {
+    backend_zero(m->images, (size_t)part.B * m->config.in_channels * pixels_of(m->config) * sizeof(float));
+    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
+    return m->images;
+}
+
+// Makes the input of the student's last step of drawing, and returns the images in it, (B, C, H, W): drafts, if it makes any.
+static const float* load_last_step(Model* m, const MicroBatch& part) {
+    if (!m->matching.drafts) return load_first_step(m, part);
     const float* drafts = images_of(m->matching.drafts, m, part);
     add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
     return drafts;
@@ -3533,7 +3535,7 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
         predict_drawn_pictures(m, m->matching.fake_x0, part);
     } else {
         if (objective == OBJECTIVE_PATHS) load_path_points(m, part);
-        else if (objective == OBJECTIVE_STUDENT) load_last_step(t, part);
+        else if (objective == OBJECTIVE_STUDENT) load_last_step(m, part);
         else load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
     }
@@ -3634,14 +3636,14 @@ static void match_distributions(Trainer* t) {
                       .seed = c.seed});
     if (matching.drafts) {
         for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-            load_noised_images(t, part);
+            const float* images = load_first_step(m, part);
             unet_forward(m, part.B, part.first);
-            predict_x0(m, matching.drafts, m->images, part, clamps_x0(c));
+            predict_x0(m, matching.drafts, images, part, clamps_x0(c));
         }
         run(BeginSecondStep{m->timesteps, c.batch_size, consistency_timesteps(c, 2)[0]});
     }
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-        const float* images = load_last_step(t, part);
+        const float* images = load_last_step(m, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, matching.pictures, images, part, false);
     }

@@ -974,7 +974,8 @@ class Trainer:
         config, step = self.config, self.steps_done
         *second, last = unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, config.consistency_steps)
         t_noised = torch.from_numpy(unet_io.matching_timesteps(config, step)).to(self.device)
-        x0, noise = (torch.from_numpy(array).to(self.device) for array in (x0, noise))
+        noise = torch.from_numpy(noise).to(self.device)
+        x0 = torch.zeros_like(noise)  # the student begins with noise alone
         classes = () if y is None else (torch.from_numpy(y).to(self.device),)
         fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
         t = torch.full_like(t_noised, last)
@@ -1268,24 +1269,23 @@ def image_notes(config, images, validation):
 def idle_flags(config, run, given):
     """What is said of typed flags that do nothing, for want of another flag; ./train_unet says the same. given: {name: value}."""
     is_lognormal = config.timestep_sampling == "lognormal"
-    takes_images = not config.path_steps or config.matching_fraction > 0
-    without_matching = "with --path_steps and without --matching_fraction"
     needs = {  # flag: (what it lacks, whether that is there)
         "timestep_mean": ("without --timestep_sampling lognormal", is_lognormal),
         "timestep_std": ("without --timestep_sampling lognormal", is_lognormal),
         "timestep_sampling": ("with --path_steps", not config.path_steps or run.val_file),
-        "flip": (without_matching, takes_images),
-        "offset_noise": (without_matching, takes_images),
+        "flip": ("with --path_steps", not config.path_steps),
+        "offset_noise": ("with --path_steps and without --matching_fraction", not config.path_steps or config.matching_fraction),
         "cond_drop_prob": ("without --class_cond 1", config.class_cond),
         "num_classes": ("without --class_cond 1", config.class_cond),
         "final_lr_fraction": ("with --lr_schedule constant", config.lr_schedule != "constant"),
         "consistency_steps": ("without --consistency 1", config.consistency),
         "class_names": ("without --class_cond 1", config.class_cond),
         "init_model_filename": ("without --init_model_only 1", run.init_model_only),
+        "init": ("with --model_weights", not run.model_weights),
         "debug_steps": ("without --write_debug_state", run.write_debug_state),
     }
     usual = {field.name: field.default for field in dataclasses.fields(Config)}
-    usual |= {name: default for name, (default, _) in RUN_FLAGS.items()}
+    usual |= {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
     values = vars(config) | vars(run)
     notes = [f"--{name} does nothing {lack}" for name, (lack, is_met) in needs.items()
              if name in given and values[name] != usual[name] and not is_met]
@@ -1373,6 +1373,11 @@ RENAMED = {"--log_dir": "--out_dir, the folder for log, checkpoints and samples"
            "--resume_checkpoint": "--resume PLACE"}
 
 
+# Of the flags that parse_flags declares one by one
+OTHER_DEFAULTS = dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
+                      operators="torch")
+
+
 def parse_flags(argv=None):
     """(dict of the flags that the user gave, Config, namespace of the other flags)."""
     parser = unet_io.Parser(RENAMED, ("--val_file", "--resume"), description=__doc__, argument_default=argparse.SUPPRESS)
@@ -1409,9 +1414,7 @@ def parse_flags(argv=None):
 
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
-    values = {name: default for name, (default, _) in RUN_FLAGS.items()}
-    values |= dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
-                  operators="torch")
+    values = {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
     values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{name: value for name, value in values.items() if name in fields})

@@ -791,8 +791,6 @@ static void choose_sampler(Config* config, const GivenFlags& given) {
 // What is said of typed flags that do nothing, for want of another flag.
 static Strings idle_flags(const Config& c, const GivenFlags& given) {
     bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
-    bool takes_images = !c.path_steps || c.matching_fraction > 0;
-    const char* without_matching = "with --path_steps and without --matching_fraction";
     struct Need {
         const char *flag, *other;
         bool is_met;
@@ -801,8 +799,8 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         {"timestep_mean", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_sampling", "with --path_steps", !c.path_steps || *c.val_file},
-        {"flip", without_matching, takes_images},
-        {"offset_noise", without_matching, takes_images},
+        {"flip", "with --path_steps", !c.path_steps},
+        {"offset_noise", "with --path_steps and without --matching_fraction", !c.path_steps || c.matching_fraction > 0},
         {"cond_drop_prob", "without --class_cond 1", !!c.class_cond},
         {"num_classes", "without --class_cond 1", !!c.class_cond},
         {"final_lr_fraction", "with --lr_schedule constant", c.optimiser.lr_schedule != LR_CONSTANT},

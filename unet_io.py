@@ -2,7 +2,7 @@
 
 Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
 
-1. errors and messages        explain_missing, UserError, printable, say, Parser, import_from_dev, run_script
+1. errors and messages        explain_import, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, noise_levels, variance_range, mean_factors, loss_weights, spaced_timesteps
 4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
@@ -38,8 +38,10 @@ import unicodedata
 import zlib
 
 
-def explain_missing(kind, error, trace):
+def explain_import(kind, error, trace):
     """sys.excepthook of every script that imports this: a sentence in place of the traceback of an import."""
+    if issubclass(kind, KeyboardInterrupt):
+        return print("\nstopped", file=sys.stderr)
     if not issubclass(kind, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
     name = "pillow" if error.name == "PIL" else error.name or error
@@ -49,7 +51,7 @@ def explain_missing(kind, error, trace):
           " makes)", file=sys.stderr)
 
 
-sys.excepthook = explain_missing
+sys.excepthook = explain_import
 
 import numpy as np
 from tqdm import tqdm

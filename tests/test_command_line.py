@@ -441,7 +441,7 @@ IDLE_IN_PYTHON = {
     "--debug_steps 3": "--debug_steps does nothing without --write_debug_state"}
 IDLE_ON_PATHS = {
     "--timestep_sampling lognormal": "--timestep_sampling does nothing with --path_steps",
-    "--flip 1": "--flip does nothing with --path_steps and without --matching_fraction",
+    "--flip 1": "--flip does nothing with --path_steps",
     "--offset_noise 0.1": "--offset_noise does nothing with --path_steps and without --matching_fraction"}
 
 
@@ -478,8 +478,10 @@ def test_what_paths_learn_from(tmp_path, images8, program):
     typed = " ".join(IDLE_ON_PATHS).split()
     assert notes_of(program, *flags, *typed, "--steps", 1, "--out_dir", tmp_path / "paths") == [*IDLE_ON_PATHS.values(), source]
     matching = ("--matching_fraction", 0.5, "--out_dir", tmp_path / "both")
-    assert notes_of(program, *flags, *matching, "--steps", 2) == [
-        source, "up to step 1 it learns paths; then it matches distributions, and its loss is another"]
+    typed = ("--flip", 1) if program == "train_unet" else ("--flip", 1, "--init", "torch")
+    idle = [f"{flag} does nothing with {other}" for flag, other in zip(typed[::2], ("--path_steps", "--model_weights"))]
+    assert notes_of(program, *flags, *matching, *typed, "--steps", 2) == [
+        *idle, source, "up to step 1 it learns paths; then it matches distributions, and its loss is another"]
     assert notes_of(program, "--resume", tmp_path / "both", "--steps", 3) == [source]
     draw = ("--generate", "--out_dir", tmp_path / "both", "--num_samples", 1)
     refused(TRAIN, *draw, "--consistency_steps", 1, says=["--consistency_steps 1 contradicts", "was made with 2"])
