@@ -3620,6 +3620,16 @@ static void update_weights(Model* m, OptimiserMemory memory, floatX* working, co
     run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state});
 }
 
+// The student takes a step of drawing all this rank's pictures: what it predicts from the input that `load` makes goes to
+// `drawn`, an array of DistributionMatching.
+static void draw_as_student(Model* m, float* drawn, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
+    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
+        const float* images = load(m, part);
+        unet_forward(m, part.B, part.first);
+        predict_x0(m, drawn, images, part, clamps);
+    }
+}
+
 // The first part of a step that matches distributions: the student draws, the fake learns, and the teacher predicts.
 static void match_distributions(Trainer* t) {
     Model* m = &t->model;
@@ -3635,18 +3645,10 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .seed = c.seed});
     if (matching.drafts) {
-        for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-            const float* images = load_first_step(m, part);
-            unet_forward(m, part.B, part.first);
-            predict_x0(m, matching.drafts, images, part, clamps_x0(c));
-        }
-        run(BeginSecondStep{m->timesteps, c.batch_size, consistency_timesteps(c, 2)[0]});
+        draw_as_student(m, matching.drafts, load_first_step, clamps_x0(c));
+        run(BeginSecondStep{m->timesteps, c.batch_size, t->source.starts[1]});
     }
-    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-        const float* images = load_last_step(m, part);
-        unet_forward(m, part.B, part.first);
-        predict_x0(m, matching.pictures, images, part, false);
-    }
+    draw_as_student(m, matching.pictures, load_last_step, false);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
@@ -3714,8 +3716,8 @@ static void draw_paths(Trainer* t, int64_t round) {
         float* point = points_of(m, part);
         for (int i = 0; i <= steps; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
-            bool begins_second = i == second && m->config.consistency_steps == 2;
-            if (i > 0 && i < steps && !begins_second) continue;
+            bool is_start = i == 0 || (i == second && m->config.consistency_steps == 2);
+            if (!is_start && i < steps) continue;
             backend_copy(point, batch.x, batch.input.count() * sizeof(float));
             point += batch.input.count();
         }

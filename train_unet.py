@@ -963,9 +963,9 @@ class Trainer:
         alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
         return ends, t, (points[at, np.arange(len(at))] - alpha * ends) / sigma, classes
 
-    def matching_loss(self, x0, t, noise, y=None):
-        """The loss of a step that matches distributions, of a batch of NumPy arrays: a scalar tensor (Yin et al. 2024,
-        "One-step Diffusion with Distribution Matching Distillation", section 3.2).
+    def matching_loss(self, noise, y=None):
+        """The loss of a step that matches distributions, of a batch's noise and classes, NumPy arrays: a scalar tensor (Yin et
+        al. 2024, "One-step Diffusion with Distribution Matching Distillation", section 3.2).
 
         The model, which is the student, draws pictures, in one step or in two, of which the first makes drafts; the fake
         learns to denoise the pictures, in a step of its own; and the pictures are to change as what the teacher sees in them,
@@ -1068,7 +1068,7 @@ class Trainer:
             batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
             self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.matching_loss(*batch) if matches else self.loss(*batch)
+        loss = self.matching_loss(*batch[2:]) if matches else self.loss(*batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
         updates = step - self.history.skipped
@@ -1274,7 +1274,8 @@ def idle_flags(config, run, given):
         "timestep_std": ("without --timestep_sampling lognormal", is_lognormal),
         "timestep_sampling": ("with --path_steps", not config.path_steps or run.val_file),
         "flip": ("with --path_steps", not config.path_steps),
-        "offset_noise": ("with --path_steps and without --matching_fraction", not config.path_steps or config.matching_fraction),
+        "offset_noise": ("with --path_steps and without --matching_fraction",
+                         not config.path_steps or config.matching_fraction),
         "cond_drop_prob": ("without --class_cond 1", config.class_cond),
         "num_classes": ("without --class_cond 1", config.class_cond),
         "final_lr_fraction": ("with --lr_schedule constant", config.lr_schedule != "constant"),

@@ -306,7 +306,7 @@ def test_refused(tmp_path):
 
 
 def test_steps_of_paths(tmp_path, browser):
-    """A tuned model's page begins with the steps that it was told, of which the consistency sampler has those that it was tuned for."""
+    """A tuned model's page begins with the steps that it was told. The consistency sampler has those that it was tuned for."""
     config = Config(**FLOW | dict(consistency=True, path_steps=6))
     page = page_of(tmp_path, config, "--sampler", "ddim", "--sample_steps", 60)
     browser.open(page)

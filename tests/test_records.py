@@ -163,8 +163,10 @@ def test_jobs(small, capsys):
             assert [points[minutes, calls]["steps"] for minutes, calls in points if minutes in (1, 2)] == [every, 2 * every]
             assert (folder / "run_2").exists() != records.RECIPES[recipe].one_run
         if recipe == "ours":  # a tuning to one call has steps of its own: other ones, and so many of them as fit its minutes
+            fraction = unet_io.PRESETS["consistency"]["matching_fraction"]
             for calls in (1, 2):
-                assert f"consistency_steps = {calls}\n" in (folder / f"tuned_2_{calls}/config.txt").read_text()
+                told = (folder / f"tuned_2_{calls}/config.txt").read_text()
+                assert f"consistency_steps = {calls}\n" in told and f"matching_fraction = {fraction:g}\n" in told
                 more = round(0.4 * int((folder / f"tuning_{calls}_steps_a_minute").read_text()))
                 assert points[2.4, calls]["steps"] == 2 * every + max(1, more)
     _, table = records.render(list(results.values()), "")["smoke"]
