@@ -1108,7 +1108,7 @@ struct Model : OptimiserMemory {
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
     const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
-    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of its path
+    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of a path
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;             // of the current step: see section 7
     float* losses;                       // (batch_size, loss_parts)
@@ -1120,7 +1120,7 @@ struct Model : OptimiserMemory {
     float* loss_weights = nullptr;       // (batch_size), with --consistency: the weight of a sample's squared error
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
-    float* points;                       // with --path_steps, for every micro-batch (consistency_steps + 1, B, H, W, PIXEL)
+    float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
@@ -2333,23 +2333,28 @@ struct ConsistencyWeights {
 // The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
 // Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from points of such a
 // path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
-// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end. A path serves
-// path_steps training steps.
+// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end.
+//
+// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network, and in each
+// training step it takes one of its newest PATHS_KEPT at random. So a path is used path_steps times, but seldom in steps that
+// follow each other, which would learn the same twice.
+enum { PATHS_KEPT = 20 };
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
 template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    const float* points;  // (consistency_steps + 1, B, H, W, PIXEL)
-    const int* chosen;    // (B): the point at which each sample is
+    const float* points;  // (PATHS_KEPT, consistency_steps + 1, B, H, W, PIXEL)
+    const int* chosen;    // (B): the point at which each sample is, of those of all its paths
     int consistency_steps;
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        float x = points[chosen[b] * x_t.count() + i];
-        float x0 = points[consistency_steps * x_t.count() + i];
+        size_t point = chosen[b], end = point / (consistency_steps + 1) * (consistency_steps + 1) + consistency_steps;
+        float x = points[point * x_t.count() + i];
+        float x0 = points[end * x_t.count() + i];
 
         const ScheduleRow at = loss.at(b);
         float eps = (x - at.alpha * x0) / at.sigma;
@@ -2950,7 +2955,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.consistency) place(batch, m->loss_weights);
         if (c.path_steps) {
             place(m->shard, m->teacher);
-            place((c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
+            place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -3148,16 +3153,21 @@ struct BatchSource {
     }
 };
 
-// The seed and the class of path number b of a round. A round's paths, one for each sample of the batch, serve steps
-// [round * path_steps, (round + 1) * path_steps). A path's class is that of a random image.
-HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t round) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, round); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, round);
+// The seed and the class of a path of sample b, numbered from 0. The class is that of a random image.
+HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t number) {
+    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, number); };
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, number);
     return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths samples take
-// turns at the points instead, and have the label of their path. It also computes the state's update. An item is a sample.
+// Which of its paths sample b takes in a step: one of the newest PATHS_KEPT, of which the newest is number step / path_steps.
+HOST_DEVICE static inline int64_t path_of(const BatchSource& s, size_t b, int64_t step) {
+    int64_t newest = step / s.path_steps, older = newest < PATHS_KEPT ? newest : PATHS_KEPT - 1;
+    return newest - random_below((int)older + 1, s.seed, STREAM_PATH, 3, b, step);
+}
+
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a path
+// instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3179,12 +3189,13 @@ struct BeginStep {
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
         if (s.path_steps) {
-            sources[b] = (int)((b + step) % s.consistency_steps);
-            timesteps[b] = s.starts[sources[b]];
+            int point = (int)((b + step) % s.consistency_steps);
+            sources[b] = (int)(path_of(s, b, step) % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+            timesteps[b] = s.starts[point];
         }
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
-        labels[b] = s.path_steps ? path_start(s, b, step / s.path_steps).label
+        labels[b] = s.path_steps ? path_start(s, b, path_of(s, b, step)).label
                                  : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
@@ -3337,7 +3348,7 @@ struct Trainer {
     std::map<Objective, Graph> graphs;            // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t round = -1;                           // of the paths that the device has: see path_start
+    int64_t paths = 0;                            // how many each sample has had: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3429,11 +3440,11 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
     return parts;
 }
 
-// A micro-batch's part of an array of all this rank's samples: its points of paths, (consistency_steps + 1, B, H, W, PIXEL),
-// and its images (B, C, H, W) in an array of DistributionMatching.
+// A micro-batch's part of an array of all this rank's samples: its points of paths, as LoadPathPoints has them, and its images
+// (B, C, H, W) in an array of DistributionMatching.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
-    return m->points + part.own * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
+    return m->points + part.own * PATHS_KEPT * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
 }
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
@@ -3693,27 +3704,27 @@ static void enqueue_step(Trainer* t, Objective objective) {
     if (is_sharded(m)) gather_weights(m);
 }
 
-// specs = the seeds and classes of a micro-batch's paths. An item is a path.
+// specs = the seeds and classes of path `number` of a micro-batch's samples. An item is a path.
 struct StartPaths {
     SampleSpec* specs;  // (B)
     BatchSource source;
     int B, first;
-    int64_t round;  // see path_start
+    int64_t number;
 
     size_t items() const { return B; }
-    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, round); }
+    HOST_DEVICE void operator()(size_t b) const { specs[b] = path_start(source, first + b, number); }
 };
 
-// Draws this rank's paths of a round, with the weights that the run started from.
-static void draw_paths(Trainer* t, int64_t round) {
+// Draws path `number` of every sample of this rank, with the weights that the run started from.
+static void draw_paths(Trainer* t, int64_t number) {
     Model* m = &t->model;
     const int steps = m->config.path_steps, second = steps - second_start(steps);
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
-        run(StartPaths{m->specs, t->source, part.B, part.first, round});
+        run(StartPaths{m->specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        float* point = points_of(m, part);
+        float* point = points_of(m, part) + number % PATHS_KEPT * (m->config.consistency_steps + 1) * batch.input.count();
         for (int i = 0; i <= steps; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
             bool is_start = i == 0 || (i == second && m->config.consistency_steps == 2);
@@ -3723,7 +3734,6 @@ static void draw_paths(Trainer* t, int64_t round) {
         }
     }
     use_weights(m, m->master);
-    t->round = round;
 }
 
 // Gives the device its next step. Before that it shuffles the epochs that the step is the first to draw from.
@@ -3731,8 +3741,9 @@ static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     Objective objective = objective_of(t->model.config, t->begun);
     if (objective == OBJECTIVE_PATHS) {
-        int64_t round = t->begun / s.path_steps;
-        if (round != t->round) draw_paths(t, round);
+        int64_t newest = t->begun / s.path_steps;
+        t->paths = std::max(t->paths, newest + 1 - PATHS_KEPT);  // more than it has, where a run is resumed
+        for (; t->paths <= newest; t->paths++) draw_paths(t, t->paths);
     }
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);

@@ -943,25 +943,33 @@ class Trainer:
         if self.fake:
             self.fake_optimizer = self.new_optimizer(
                 self.fake, lr=unet_io.FAKE_RATE * config.lr, betas=(0.0, config.beta2))
-        self.paths, self.paths_drawn = None, None
+        self.paths = {}  # by number: see drawn_paths
 
     def path_batch(self, step):
         """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
         timesteps of the points where the samples are, and the noise that leads from one to the other."""
-        config, count = self.config, step // self.config.path_steps
-        if self.paths_drawn != count:
-            seeds, classes = unet_io.path_starts(config, count, self.images.labels)
-            points = []
-            ends = sample(self.teacher, seeds, "dpmpp", config.path_steps, self.device, threshold=self.threshold,
-                          classes=classes, path=points)
-            self.paths = torch.stack(points).cpu().numpy(), ends.numpy(), classes
-            self.paths_drawn = count
-        points, ends, classes = self.paths
-        at = unet_io.path_points(config, step)
+        config = self.config
+        numbers, at = unet_io.path_numbers(config, step), unet_io.path_points(config, step)
+        paths = [self.drawn_paths(number) for number in numbers]
+        self.paths = {number: kept for number, kept in self.paths.items() if number > numbers.max() - unet_io.PATHS_KEPT}
+        ends = np.stack([path[0][b] for b, path in enumerate(paths)])
+        points = np.stack([path[1][at[b], b] for b, path in enumerate(paths)])
+        classes = np.stack([path[2][b] for b, path in enumerate(paths)]) if config.class_cond else None
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
         alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
-        return ends, t, (points[at, np.arange(len(at))] - alpha * ends) / sigma, classes
+        return ends, t, (points - alpha * ends) / sigma, classes
+
+    def drawn_paths(self, number):
+        """The samples' paths of this number: their ends (batch_size, C, H, W), their points (path_steps + 1, batch_size, C, H,
+        W), and their classes (batch_size,) or None."""
+        if number not in self.paths:
+            seeds, classes = unet_io.path_starts(self.config, number, self.images.labels)
+            points = []
+            ends = sample(self.teacher, seeds, "dpmpp", self.config.path_steps, self.device, threshold=self.threshold,
+                          classes=classes, path=points)
+            self.paths[number] = ends.numpy(), torch.stack(points).cpu().numpy(), classes
+        return self.paths[number]
 
     def matching_loss(self, noise, y=None):
         """The loss of a step that matches distributions, of a batch's noise and classes, NumPy arrays: a scalar tensor (Yin et

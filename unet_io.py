@@ -408,6 +408,17 @@ def dropped(seed, sample, step, probability):
     return uniforms(words(seed, Stream.LABEL, 1, sample, step)[..., 0]) < np.float32(probability)
 
 
+PATHS_KEPT = 20  # of each sample: a step takes one of the newest
+
+
+def path_numbers(config, step):
+    """Which of its paths, numbered from 0, each sample of the batch takes in this step (0-based): int64 (batch_size,)."""
+    newest = step // config.path_steps
+    kept = min(newest + 1, PATHS_KEPT)
+    drawn = words(config.seed, Stream.PATH, 4, np.arange(config.batch_size), step)[:, 3].astype(np.int64)
+    return newest - (drawn * kept >> 32)
+
+
 def path_points(config, step):
     """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
 
@@ -417,10 +428,10 @@ def path_points(config, step):
     return np.where(turn % config.consistency_steps, config.path_steps - second_start(config.path_steps), 0)
 
 
-def path_starts(config, count, labels):
-    """What the paths number `count`, from 0, start from: the seeds, uint32 (batch_size,), and with class_cond the classes of
+def path_starts(config, number, labels):
+    """What the samples' paths of this number start from: the seeds, uint32 (batch_size,), and with class_cond the classes of
     random images, int64 (batch_size,), otherwise None. labels: those of all images."""
-    drawn = words(config.seed, Stream.PATH, 3, np.arange(config.batch_size), count)
+    drawn = words(config.seed, Stream.PATH, 3, np.arange(config.batch_size), number)
     if not config.class_cond:
         return drawn[:, 0], None
     images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> np.uint64(32)

@@ -21,7 +21,7 @@ import train_unet
 import unet_io
 from harness import (
     QUICK, RESUMED, ROOT, SMALL, NETWORK, TOY, TRAIN, call, checkpoint_in, losses_in, perturbed_file, refused,
-    run, same_bits, script, start_flags, write_earlier_version)
+    run, same_bits, script, start_flags, state_in, write_earlier_version)
 from unet_io import Checkpoint, Config, UserError, flags_of
 
 
@@ -104,6 +104,24 @@ def test_tuning_in_pytorch(tmp_path, images8, matching_fraction, stop, threshold
     for folder in ("run", "python", "resumed"):
         sections = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / folder, 6))).sections
         assert same_bits(sections["teacher"], averages) and not same_bits(sections["weights"], averages)
+
+
+def test_newest_paths(tmp_path, images8):
+    """Where each step brings new paths, both programs learn from the newest 20 alone, also where a run goes on after more."""
+    config = dataclasses.replace(RESUMED, learn_sigma=False, ema_rate=0.5)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "base", 3))
+    tuning = ["--consistency", 1, "--consistency_steps", 1, "--path_steps", 1, "--lr", 1e-6, "--batch_size", 3,
+              "--data_file", images8, "--model_weights", checkpoint_in(tmp_path / "base", 3), "--steps", 28, "--log_every", 1]
+    run(TRAIN, *tuning, "--save_every", 25, "--keep", 9, *QUICK, "--out_dir", tmp_path / "run")
+    script("train_unet.py", *tuning, "--device", "cpu", "--sample_every", 0, "--out_dir", tmp_path / "python")
+    theirs, ours = losses_in(tmp_path / "run"), losses_in(tmp_path / "python")
+    assert sorted(ours) == list(range(1, 29))
+    assert all(abs(loss / theirs[step] - 1) < 1e-5 for step, loss in ours.items())
+
+    (tmp_path / "resumed").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "run", 25), tmp_path / "resumed")
+    run(TRAIN, "--resume", tmp_path / "resumed", "--steps", 28, *QUICK)
+    assert state_in(checkpoint_in(tmp_path / "resumed", 28)) == state_in(checkpoint_in(tmp_path / "run", 28))
 
 
 def test_old_weights(cpp, tmp_path):
