@@ -2335,8 +2335,8 @@ struct ConsistencyWeights {
 // path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
 // the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end.
 //
-// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network, and in each
-// training step it takes one of its newest PATHS_KEPT at random. So a path is used path_steps times, but seldom in steps that
+// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network. In each
+// training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps times, but seldom in steps that
 // follow each other, which would learn the same twice.
 enum { PATHS_KEPT = 20 };
 
@@ -3166,8 +3166,8 @@ HOST_DEVICE static inline int64_t path_of(const BatchSource& s, size_t b, int64_
     return newest - random_below((int)older + 1, s.seed, STREAM_PATH, 3, b, step);
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a path
-// instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
+// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
+// path instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
