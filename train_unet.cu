@@ -3188,14 +3188,16 @@ struct BeginStep {
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
 
+        int64_t path = 0;
         if (s.path_steps) {
+            path = path_of(s, b, step);
             int point = (int)((b + step) % s.consistency_steps);
-            sources[b] = (int)(path_of(s, b, step) % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+            sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
             timesteps[b] = s.starts[point];
         }
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
-        labels[b] = s.path_steps ? path_start(s, b, path_of(s, b, step)).label
+        labels[b] = s.path_steps ? path_start(s, b, path).label
                                  : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
@@ -3348,7 +3350,7 @@ struct Trainer {
     std::map<Objective, Graph> graphs;            // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t paths = 0;                            // how many each sample has had: see path_start
+    int64_t paths_drawn = 0;                      // for each sample: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3742,8 +3744,8 @@ static void begin_next_step(Trainer* t) {
     Objective objective = objective_of(t->model.config, t->begun);
     if (objective == OBJECTIVE_PATHS) {
         int64_t newest = t->begun / s.path_steps;
-        t->paths = std::max(t->paths, newest + 1 - PATHS_KEPT);  // more than it has, where a run is resumed
-        for (; t->paths <= newest; t->paths++) draw_paths(t, t->paths);
+        t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);  // a run that is resumed has drawn them before
+        for (; t->paths_drawn <= newest; t->paths_drawn++) draw_paths(t, t->paths_drawn);
     }
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);

@@ -953,7 +953,7 @@ class Trainer:
         paths = [self.drawn_paths(number) for number in numbers]
         self.paths = {number: kept for number, kept in self.paths.items() if number > numbers.max() - unet_io.PATHS_KEPT}
         ends = np.stack([path[0][b] for b, path in enumerate(paths)])
-        points = np.stack([path[1][at[b], b] for b, path in enumerate(paths)])
+        points = np.stack([path[1][at[b]][b] for b, path in enumerate(paths)])
         classes = np.stack([path[2][b] for b, path in enumerate(paths)]) if config.class_cond else None
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
@@ -961,14 +961,15 @@ class Trainer:
         return ends, t, (points - alpha * ends) / sigma, classes
 
     def drawn_paths(self, number):
-        """The samples' paths of this number: their ends (batch_size, C, H, W), their points (path_steps + 1, batch_size, C, H,
-        W), and their classes (batch_size,) or None."""
+        """The samples' paths of this number: their ends (batch_size, C, H, W); by number the points at which the tuned model's
+        steps begin, each (batch_size, C, H, W); and their classes (batch_size,) or None."""
         if number not in self.paths:
             seeds, classes = unet_io.path_starts(self.config, number, self.images.labels)
             points = []
             ends = sample(self.teacher, seeds, "dpmpp", self.config.path_steps, self.device, threshold=self.threshold,
                           classes=classes, path=points)
-            self.paths[number] = ends.numpy(), torch.stack(points).cpu().numpy(), classes
+            kept = {at: points[at].cpu().numpy() for at in unet_io.path_beginnings(self.config)}
+            self.paths[number] = ends.numpy(), kept, classes
         return self.paths[number]
 
     def matching_loss(self, noise, y=None):

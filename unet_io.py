@@ -419,13 +419,18 @@ def path_numbers(config, step):
     return newest - (drawn * kept >> 32)
 
 
+def path_beginnings(config):
+    """The points of a path, from 0, noise, at which the tuned model's steps begin: int64 (consistency_steps,)."""
+    return np.array([0, config.path_steps - second_start(config.path_steps)][:config.consistency_steps])
+
+
 def path_points(config, step):
     """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
 
     They are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
     """
     turn = np.arange(config.batch_size) + step
-    return np.where(turn % config.consistency_steps, config.path_steps - second_start(config.path_steps), 0)
+    return path_beginnings(config)[turn % config.consistency_steps]
 
 
 def path_starts(config, number, labels):
