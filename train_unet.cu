@@ -55,7 +55,7 @@
 //   5  PLAN, FORWARD AND BACKWARD: plan; forward and backward
 //   6  DIFFUSION AND SAMPLERS: schedules; noising; loss; consistency tuning; paths of the sampler;
 //        distribution matching; samplers; samples of a model
-//   7  OPTIMISER
+//   7  OPTIMISER: AdamW and averaged weights; Muon
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
 //  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
@@ -140,12 +140,13 @@ enum LrSchedule { LR_CONSTANT, LR_COSINE, LR_LINEAR };
 enum Sampler { SAMPLER_DDIM, SAMPLER_DDPM, SAMPLER_DPMPP, SAMPLER_HEUN, SAMPLER_CONSISTENCY };
 enum Help { HELP_NONE, HELP_USUAL, HELP_ALL };
 enum Spacing { SPACING_AUTO, SPACING_UNIFORM, SPACING_TRAILING, SPACING_KARRAS };
+enum Optimizer { OPTIMIZER_ADAMW, OPTIMIZER_MUON };
 enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynamic is generate.py's: refused
 
 // The optimiser's settings. They are few enough to be an argument of a kernel.
 struct Hyper {
     float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps;
+    int lr_schedule, warmup_steps, lr_steps, optimizer;
     int ema_warmup;            // 0: the start is a trained model, from which the averages go on at their full rate
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
@@ -606,7 +607,7 @@ template <typename Real> struct ConcatOf {
     // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU. See
     // Norm.half_scale_shift.
     const ScaleShift* half_scale_shift;
-    ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
+    HOST_DEVICE ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
     HOST_DEVICE int C() const { return first.C + second.C; }
     // The tensor that holds channel c, and the channel's number there.
@@ -672,6 +673,22 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};
 };
 
+// A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns). Their
+// numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
+static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
+template <typename Real> struct MatrixProductOf {
+    TensorOf<Real> out, left;
+    const Real* right;  // (left's columns, out's columns), or the transpose of it
+    TensorOf<Real> added = {};  // without data nothing is added, and alpha has to be 1
+    float alpha = 1, beta = 0;
+    int first_tile = 0;  // the number of tiles of the outputs before this one
+    // How many tiles, matrix_tile square, its own output has.
+    int tiles(bool right_is_transposed) const {
+        const int side = matrix_tile(right_is_transposed);
+        return ceil_div(out.rows(), side) * ceil_div(out.C, side);
+    }
+};
+
 #define LAYER_TYPES(device, Real)                                  \
     namespace device {                                             \
     typedef TensorOf<Real> Tensor;                                 \
@@ -681,6 +698,7 @@ template <typename Real> struct BackwardOptionsOf {
     typedef ConvLayer<9> Conv;                                     \
     typedef ConvLayer<1> Linear;                                   \
     typedef NormOf<Real> Norm;                                     \
+    typedef MatrixProductOf<Real> MatrixProduct;                   \
     typedef ForwardOptionsOf<Real> Forward;                        \
     typedef BackwardOptionsOf<Real> Backward;                      \
     }
@@ -716,6 +734,9 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
 static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
 static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
+
+// Does `count` products, of `tiles` tiles in all. None of them reads the output of another.
+static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed);
 
 // Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
@@ -1072,6 +1093,16 @@ struct OptimiserMemory {
     float* gradients = nullptr;
 };
 
+// What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays (num_floats) are laid out as the parameters.
+struct Muon {
+    floatX *x, *next_x;       // (num_floats): the updates, which become orthogonal
+    floatX *A, *B;            // (num_floats): (rows, rows) of each matrix, from where its x begins
+    float* scales;            // (num_floats / CHANNEL_MULTIPLE): of the updates; 0 where the parameters are AdamW's
+    MatrixProduct* products;  // (MUON_STEPS, 3, count)
+    int count = 0;            // of the matrices
+    int square_tiles, tiles;  // of all A, and of all x
+};
+
 // Consistency tuning with pairs: a sample's image is also noised to an earlier timestep. See section 6.
 struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier timestep of each sample
@@ -1122,6 +1153,7 @@ struct Model : OptimiserMemory {
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
+    Muon muon = {};                      // with --optimizer muon
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
     struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
     std::shared_ptr<char[]> memory;
@@ -2734,7 +2766,7 @@ static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const 
 
 #ifndef NETWORK_ONLY
 // ==== 7  OPTIMISER =========================================================================================
-
+// ---- AdamW and averaged weights ---------------------------------------------------------------------------
 // What an update of the weights depends on, besides the gradient.
 struct AdamW {
     float lr, weight_decay, beta1, beta2, eps;
@@ -2786,6 +2818,8 @@ template <typename T> struct UpdateWeights {
     T* working;              // the weights as the layers read them; null where they read master
     size_t n, decayed;       // weight decay is for the first `decayed` of n
     const StepState* state;  // holds the update; a step that is not accepted changes nothing
+    const T* directions = nullptr;  // Muon's, for elements whose scale is more than 0
+    const float* scales = nullptr;  // (n / CHANNEL_MULTIPLE), or null: all elements are AdamW's
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2802,12 +2836,14 @@ template <typename T> struct UpdateWeights {
         Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
         Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
         Vector<T, 4> working_n;
+        float scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
 
         for (int j = 0; j < 4; j++) {
             float g = g_n[j] * a.clip;
-            m_n[j] = a.beta1 * m_n[j] + (1.0f - a.beta1) * g;
-            v_n[j] = a.beta2 * v_n[j] + (1.0f - a.beta2) * g * g;
-            w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            m_n[j] = fmaf(a.beta1, m_n[j], (1.0f - a.beta1) * g);
+            v_n[j] = fmaf(a.beta2, v_n[j], (1.0f - a.beta2) * g * g);
+            if (scale > 0) w_n[j] = fmaf(-a.lr * scale, (float)directions[i + j], w_n[j] * decay);
+            else w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
             working_n[j] = (T)w_n[j];
         }
         store(w + i, w_n);
@@ -2902,6 +2938,102 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
     }
 }
 
+// ---- Muon -------------------------------------------------------------------------------------------------
+// Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The direction in which a matrix of weights
+// changes is its momentum, with singular values that five steps of Newton and Schulz's iteration bring near 1:
+//   A = X X^T,  B = b A + c A A,  X <- a X + B X,  from X / |X|
+// It is scaled as in Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate and weight decay
+// suit it. A convolution's rows are its outputs. A matrix with more rows than columns counts as several.
+enum { MUON_STEPS = 5, MUON_UNIT = 16 };
+static constexpr float MUON_a = 3.4445f, MUON_b = -4.7750f, MUON_c = 2.0315f;
+
+// Where in x, (num_floats), the matrices lie that Muon updates. AdamW has the rest: what is no matrix, the table of the
+// classes, and a layer whose inputs or outputs are the few channels of an image.
+static std::vector<Tensor> muon_matrices(const Plan& plan, floatX* x) {
+    std::vector<Tensor> matrices;
+    for (const Parameter& t : plan.tensors) {
+        if (!is_matrix(t) || t.name == network.label_table || t.shape[0] % MUON_UNIT || t.shape[1] % MUON_UNIT) continue;
+        int rows = t.shape[0], columns = (int)(t.count / rows);
+        for (int row = 0; row < rows; row += columns)
+            matrices.push_back({x + t.offset + (size_t)row * columns, std::min(columns, rows - row), 1, 1, columns});
+    }
+    std::ranges::stable_sort(matrices, std::greater(), &Tensor::C);  // the longest sums begin first
+    return matrices;
+}
+
+// For each step of the iteration the products that are A, those that are B, and those that are the next X.
+static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Tensor>& matrices) {
+    std::vector<MatrixProduct> products;
+    floatX *from = muon->x, *to = muon->next_x;
+    for (int step = 0; step < MUON_STEPS; step++) {
+        std::vector<MatrixProduct> lists[3];
+        muon->square_tiles = muon->tiles = 0;
+        for (const Tensor& matrix : matrices) {
+            size_t offset = matrix.data - muon->x;
+            int rows = matrix.rows();
+            Tensor X = {from + offset, rows, 1, 1, matrix.C}, next = {to + offset, rows, 1, 1, matrix.C};
+            Tensor A = {muon->A + offset, rows, 1, 1, rows}, B = {muon->B + offset, rows, 1, 1, rows};
+            lists[0].push_back({A, X, X.data, {}, 1, 0, muon->square_tiles});
+            lists[1].push_back({B, A, A.data, A, MUON_c, MUON_b, muon->square_tiles});
+            lists[2].push_back({next, B, X.data, X, 1, MUON_a, muon->tiles});
+            muon->square_tiles += lists[0].back().tiles(true);
+            muon->tiles += lists[2].back().tiles(false);
+        }
+        for (const auto& list : lists) products.insert(products.end(), list.begin(), list.end());
+        std::swap(from, to);
+    }
+    return products;
+}
+
+// x = the momentum as it will be after this step, averaged with the gradient once more (Nesterov).
+template <typename T> struct MuonMomentum {
+    T* x;
+    const float *momentum, *gradient;
+    size_t n;
+    const StepState* state;
+
+    size_t items() const { return n; }
+    HOST_DEVICE void operator()(size_t i) const {
+        const AdamW& a = state->update;
+        float new_part = (1 - a.beta1) * (a.clip * gradient[i]);
+        x[i] = (T)fmaf(a.beta1, fmaf(a.beta1, momentum[i], new_part), new_part);
+    }
+};
+
+// The first X is not divided by its norm in memory: the factors of the first B and of the next X do it. The square of the norm
+// is the trace of A. A team does a matrix.
+template <typename T> struct MuonNorms {
+    MatrixProductOf<T> *B, *next_x;
+    int count;
+
+    enum { THREADS = 128, BLOCKS = 4 };
+    size_t items() const { return count; }
+    HOST_DEVICE void operator()(Team team) const {
+        const auto& A = B[team.index].left;
+        Sum trace = 0;
+        for (int i = team.thread; i < A.C; i += team.threads) trace += (float)A.data[(size_t)i * A.C + i];
+        trace = team_sum(trace);
+        float norm = fmaxf(sqrtf((float)trace), 1e-7f);
+        if (team.thread) return;
+        B[team.index].alpha = MUON_c / (norm * norm) / (norm * norm);
+        B[team.index].beta = MUON_b / (norm * norm);
+        next_x[team.index].alpha = 1 / norm;
+        next_x[team.index].beta = MUON_a / norm;
+    }
+};
+
+// Makes the matrices in muon.x orthogonal, and returns where they are then.
+static const floatX* orthogonalise(const Muon& muon) {
+    for (int step = 0; step < MUON_STEPS; step++) {
+        MatrixProduct *A = muon.products + 3 * step * muon.count, *B = A + muon.count, *next_x = B + muon.count;
+        multiply_matrices(A, muon.count, muon.square_tiles, true);
+        if (step == 0) run(MuonNorms<floatX>{B, next_x, muon.count});
+        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A is its own transpose
+        multiply_matrices(next_x, muon.count, muon.tiles, false);
+    }
+    return MUON_STEPS % 2 ? muon.next_x : muon.x;
+}
+
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
 // The number of this rank's micro-batches in a batch: see share_batch. And the number of buffers that it takes to add up their
@@ -2951,6 +3083,12 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
         place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
+        if (c.optimiser.optimizer == OPTIMIZER_MUON) {
+            place(P, m->muon.x, m->muon.next_x, m->muon.A, m->muon.B);
+            m->muon.count = (int)muon_matrices(plan, m->muon.x).size();
+            place(P / CHANNEL_MULTIPLE, m->muon.scales);
+            place((size_t)MUON_STEPS * 3 * m->muon.count, m->muon.products);
+        }
         if (c.learn_sigma) place(losses, m->variance_losses);
         if (c.consistency) place(batch, m->loss_weights);
         if (c.path_steps) {
@@ -3057,6 +3195,14 @@ static void allocate_model(Model* m) {
     lay_out_model(m, m->memory.get());
     upload(m->schedule, make_schedule_rows(m->config));
     upload(m->last_words, make_last_words(m->config));
+    if (!m->muon.count) return;
+
+    std::vector<Tensor> matrices = muon_matrices(m->plan, m->muon.x);
+    std::vector<float> scales(m->plan.num_floats / CHANNEL_MULTIPLE);
+    for (const Tensor& X : matrices)
+        std::fill_n(&scales[(X.data - m->muon.x) / CHANNEL_MULTIPLE], X.count() / CHANNEL_MULTIPLE, 0.2f * sqrtf((float)X.C));
+    upload(m->muon.scales, scales);
+    upload(m->muon.products, muon_products(&m->muon, matrices));
 }
 
 // to = from, (n), rounded.
@@ -3317,8 +3463,8 @@ static Objective objective_of(const Config& c, int64_t step) {
 }
 
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
-// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and Adam does not
-// average gradients.
+// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and gradients are not
+// averaged.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
     if (!is_matching(objective)) return hyper;
@@ -3625,12 +3771,21 @@ static void batch_gradient(Trainer* t, Objective objective) {
     if (is_sharded(m)) reduce_gradient(m);
 }
 
+// Muon's directions of all matrices, on every rank. memory: this rank's shard.
+static const floatX* muon_directions(Model* m, const OptimiserMemory& memory, const StepState* state) {
+    run(MuonMomentum<floatX>{m->muon.x + first_of_shard(m), memory.adam_m, memory.gradients, m->shard, state});
+    if (is_sharded(m)) gather(m->muon.x, m->shard);
+    return orthogonalise(m->muon);
+}
+
 // Updates this rank's shard of the weights. working: the weights as the layers read them, or null.
 static void update_weights(Model* m, OptimiserMemory memory, floatX* working, const StepState* state) {
     size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
     memory.gradients = m->gradients + shard;
     if (working) working += shard;
-    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state});
+    const floatX* directions = m->muon.count ? muon_directions(m, memory, state) + shard : nullptr;
+    const float* scales = m->muon.count ? m->muon.scales + shard / CHANNEL_MULTIPLE : nullptr;
+    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state, directions, scales});
 }
 
 // The student takes a step of drawing all this rank's pictures: what it predicts from the input that `load` makes goes to
@@ -4094,9 +4249,10 @@ static void print_memory(const Model& m) {
     int arrays = 3 + ema_count(c) + gradient_buffers(&m);  // of the weights' size
     if (c.path_steps) arrays++;
     if (c.matching_fraction > 0) arrays += 3;
+    if (m.muon.count) arrays += 4 * sizeof(floatX) / sizeof(float);
     std::string copies;
     if (plan.training && !is_sharded(&m))
-        copies = text(" (%d times: gradients, AdamW%s%s%s)", arrays, ema, teacher, fake);
+        copies = text(" (%d times: gradients, AdamW%s%s%s%s)", arrays, m.muon.count ? ", Muon" : "", ema, teacher, fake);
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
     print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
@@ -4107,7 +4263,8 @@ static void print_memory(const Model& m) {
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
     printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
     print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
-    print("and %s of weights; ", human_bytes(sent * sizeof(floatX)));
+    print("and %s of weights", human_bytes(sent * sizeof(floatX)));
+    printf("%s; ", m.muon.count ? ", and as much of Muon's momentum" : "");
     printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_size(c));
 }
 
@@ -6386,6 +6543,7 @@ struct Gemm {
     int splits = 1;            // how many blocks share a tile's chunks
     int chunks_a_split = 0;    // how many chunks of a tile each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
+    float alpha = 1, beta = 1;  // of multiply_matrices: the factors of the product, and of what is added to it
     __host__ __device__ int M() const { return x.first.rows(); }
     __host__ __device__ int N() const { return out.C(); }
     // A chunk is BK of K's channels, which all lie in one tensor of x; a tensor's last chunk may have fewer.
@@ -6417,7 +6575,7 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
 template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
     await_inputs();
-    block.run();
+    block.run(blockIdx.x);
 }
 
 // out = F.linear(cat(x, 1), w, bias) + residual, or F.conv2d(x, w, bias, padding=1) + emb + residual,
@@ -6576,7 +6734,7 @@ struct GemmBlock : Gemm {
                     gradient.apply(values[i], operand, norm.silu, sum, product);
                 } else {
                     operand += added;
-                    values[i] += operand;
+                    UNROLLED_FOR (int e = 0; e < VEC; e++) values[i][e] = alpha * values[i][e] + beta * operand[e];
                 }
                 if (m[i] >= 0) *(uint4*)rows_from(to, m[i], target.C) = pack(values[i]);
             }
@@ -6613,14 +6771,14 @@ struct GemmBlock : Gemm {
         }
     }
 
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void run(int number) const {
         unsigned char* shared = &shared_memory<unsigned char>();
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
         uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
         static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
         const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
         const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
-        const int n0 = blockIdx.x % n_tiles * BN, tile = blockIdx.x / n_tiles;
+        const int n0 = number % n_tiles * BN, tile = number / n_tiles;
         const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
@@ -7259,6 +7417,31 @@ static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
 }
 static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
     conv1x1_backward_weight(layer, dout, x);
+}
+
+// A block does a tile of the product that has it, the last one whose first tile is no later.
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel(const MatrixProduct* products, int count) {
+    await_inputs();
+    const int tile = blockIdx.x;
+    int k = 0;
+    for (int end = count; end - k > 1;) {
+        int middle = (k + end) / 2;
+        (products[middle].first_tile <= tile ? k : end) = middle;
+    }
+    const MatrixProduct p = products[k];
+    Block block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};
+    block.chunks_a_split = block.chunks();
+    block.run(tile - p.first_tile);
+}
+static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed) {
+    PROFILE("Muon", {});
+    constexpr bool BF16 = sizeof(floatX) == 2;
+    auto launch_blocks = [&]<class Block>(Block, int side) {
+        launch(products_kernel<Block>, tiles, Block::THREADS, Block::shared_bytes(2, side), products, count);
+    };
+    if (right_is_transposed) launch_blocks(GemmBlock<64, 64, 32, 32, 1, false, 3, 4>(), 64);
+    else launch_blocks(GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>(), 128);
 }
 
 }  // namespace gpu

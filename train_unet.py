@@ -912,6 +912,44 @@ def decay_groups(parameters, config):
             dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0)]
 
 
+def orthogonalised(x):
+    """A matrix (rows, columns) with its singular values brought near 1 by five steps of Newton and Schulz's iteration (Jordan
+    et al. 2024, "Muon: An optimizer for hidden layers in neural networks")."""
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+    return x
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the weights of hidden layers, AdamW for all others. A matrix with more rows than columns counts as several.
+
+    The momentum is AdamW's exp_avg. The update is scaled as by Liu et al. 2025, "Muon is Scalable for LLM Training", so that
+    AdamW's learning rate and weight decay suit it.
+    """
+    def __init__(self, groups, rows, table=None, **settings):
+        """rows: of each parameter the order in which a .bin has its rows: see file_order. table: the parameter that has a row
+        for each class, if any."""
+        super().__init__(groups, **settings)
+        self.rows, self.table = rows, table
+
+    def is_hidden(self, p):
+        return p.ndim > 1 and p is not self.table and p.shape[0] % 16 == 0 and p.shape[1] % 16 == 0
+
+    @torch.no_grad()
+    def step(self):
+        """Does one step."""
+        hidden = [(group, p, p.clone()) for group in self.param_groups for p in group["params"] if self.is_hidden(p)]
+        super().step()
+        for group, p, before in hidden:
+            beta, columns = group["betas"][0], p[0].numel()
+            momentum = torch.lerp(p.grad, self.state[p]["exp_avg"], beta)  # Nesterov's
+            pieces = momentum.flatten(1)[self.rows[p]].split(columns)
+            update = torch.cat([orthogonalised(piece) for piece in pieces])[self.rows[p].argsort()].view_as(p)
+            p.copy_(before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * 0.2 * math.sqrt(columns) * update)
+
+
 class Trainer:
     """A model with its optimiser, average and place in the run; step() does one step of training.
 
@@ -933,8 +971,7 @@ class Trainer:
         self.diffusion = Diffusion(config, device)
         self.emas = [[p.detach().clone() for p in self.parameters] for _ in config.ema_rate]
         self.history = unet_io.History()
-        self.new_optimizer = lambda network, **settings: (ops.AdamW if operators == "native" else torch.optim.AdamW)(
-            decay_groups(network.parameters(), config), eps=config.adam_eps, **settings)
+        self.adamw = ops.AdamW if operators == "native" else torch.optim.AdamW
         self.optimizer = self.new_optimizer(self.model, lr=config.lr, betas=(config.beta1, config.beta2))
         self.loader = concurrent.futures.ThreadPoolExecutor(1)  # prepares the next batch meanwhile
         self.next_batch = None
@@ -944,6 +981,16 @@ class Trainer:
             self.fake_optimizer = self.new_optimizer(
                 self.fake, lr=unet_io.FAKE_RATE * config.lr, betas=(0.0, config.beta2))
         self.paths = {}  # by number: see drawn_paths
+
+    def new_optimizer(self, network, **settings):
+        """The optimiser of a network's parameters, with these settings of AdamW."""
+        groups = decay_groups(network.parameters(), self.config)
+        if self.config.optimizer == "muon":
+            parameters = list(network.parameters())
+            rows = dict(zip(parameters, file_order(network, [torch.arange(len(p)) for p in parameters])))
+            table = label_table(network).weight if self.config.class_cond else None
+            return Muon(groups, rows, table, eps=self.config.adam_eps, **settings)
+        return self.adamw(groups, eps=self.config.adam_eps, **settings)
 
     def path_batch(self, step):
         """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
@@ -1062,7 +1109,7 @@ class Trainer:
         return x0_errors[:, None, None, None].to(self.dtype) * (out - target)
 
     def step(self):
-        """One AdamW step and the update of the averages; returns the loss, a float.
+        """One step of the optimiser and the update of the averages; returns the loss, a float.
 
         Both are left out where the loss or the gradient's norm is not finite, or an outlier.
         """
@@ -1321,7 +1368,7 @@ def debug_state(prefix, config, images=None, steps=0):
                         noise; t (B,) int32; with class_cond the classes y (B,) int32; target float32;
                         out float64; loss float64, with learn_sigma the bound's term included;
                         grad.NAME float64 for every parameter, its rows as in a .bin; and, with steps > 0,
-                        losses (steps,) float64, those of AdamW in float32
+                        losses (steps,) float64, those of the optimiser in float32
     Returns the tensors as a dict.
     """
     if images is None:

@@ -1180,6 +1180,22 @@ static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
     conv1x1_backward_weight(layer, dout, x);
 }
 
+static void multiply_matrices(const MatrixProduct* products, int count, int, bool right_is_transposed) {
+    PROFILE("Muon", {});
+    for (const MatrixProduct& p : std::span(products, count)) {
+        const int rows = p.out.rows(), columns = p.out.C, depth = p.left.C;
+        const Matrix right = right_is_transposed ? transposed(p.right, depth) : Matrix{p.right, columns};
+        each_tile(columns, 128, rows, 64, [&](int c0, int c1, int r0, int r1) {
+            matmul({r1 - r0, c1 - c0, depth}, element(p.out, r0, c0), columns, pixels_of(p.left, r0), right.from(0, c0), false);
+            for (int r = r0; r < r1 && p.added; r++) {
+                float* out = element(p.out, r, c0);
+                const float* added = element(p.added, r, c0);
+                for (int c = 0; c < c1 - c0; c++) out[c] = fmaf(p.alpha, out[c], p.beta * added[c]);
+            }
+        });
+    }
+}
+
 // ---- attention --------------------------------------------------------------------------------------------
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS, "two rows of scores fit");
 

@@ -473,6 +473,8 @@ static std::vector<Flag> FLAGS = {
      0, 65536},
     {FIELD(steps), INT, TRAINING, FREE, "20000",
      "optimiser steps in all; 0 trains nothing, and saves the initial weights", 0, 99999999},
+    {OPTIMISER(optimizer), CHOICE, TRAINING, FIXED, "adamw",
+     "muon: Muon for the weights of hidden layers, and AdamW for all others", 0, 0, "adamw|muon"},
     {OPTIMISER(lr), FLOAT, TRAINING, FREE, "1e-4", "learning rate", 0, 1e3},
     {OPTIMISER(lr_schedule), CHOICE, TRAINING, FREE, "constant",
      "how the learning rate falls, over the --steps of the first start, also when resumed with others",
@@ -481,7 +483,7 @@ static std::vector<Flag> FLAGS = {
     {OPTIMISER(warmup_steps), INT, TRAINING, FREE, "0", "steps over which --lr is reached", 0, 1e9},
     {OPTIMISER(weight_decay), FLOAT, TRAINING, FREE, "0",
      "decoupled, as in AdamW; of matrices and convolutions only, not of biases and norms", 0, 1e3},
-    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment", 0, 0.99999},
+    {OPTIMISER(beta1), FLOAT, TRAINING, FREE, "0.9", "AdamW's first moment, and Muon's momentum", 0, 0.99999},
     {OPTIMISER(beta2), FLOAT, TRAINING, FREE, "0.999", "AdamW's second moment", 0, 0.9999999},
     {OPTIMISER(adam_eps), FLOAT, TRAINING, FREE, "1e-8", "AdamW's epsilon", 1e-20, 1},
     {OPTIMISER(grad_clip), FLOAT, TRAINING, FREE, "0",
@@ -587,8 +589,8 @@ static std::vector<Preset> PRESETS = {
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict flow --noise_schedule flow "
-     "--timestep_sampling lognormal --batch_size 8 --lr 1e-3 --lr_schedule cosine --warmup_steps 100 "
-     "--ema_rate 0.995 --steps 4000 --sample_every 500"},
+     "--timestep_sampling lognormal --batch_size 8 --optimizer muon --lr 1e-3 --lr_schedule cosine "
+     "--warmup_steps 100 --ema_rate 0.995 --steps 4000 --sample_every 500"},
     {"small32", OF_RECORDS "--image_size 32 --channel_mult 1,2,2 --batch_size 64 --lr 3e-4"},
     {"fashion32", OF_RECORDS "--image_size 32 --in_channels 1 --channel_mult 1,2,2 --class_cond 1 --num_classes 10 "
                              "--cond_drop_prob 0.1 --batch_size 128 --lr 1e-3"},

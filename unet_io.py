@@ -835,6 +835,8 @@ class Config(Settings):
                                   " pairs of timesteps", low=0, high=1000)
     matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"
                                              " pictures instead of paths", low=0, high=0.9)
+    optimizer: str = _setting("adamw", "muon: Muon for the weights of hidden layers, and AdamW for all others",
+                              choices=("adamw", "muon"))
     lr: float = _setting(1e-4, "learning rate", low=0, high=1000)
     lr_schedule: str = _setting("constant", "learning rate after warm-up",
                                 choices=("constant", "cosine", "linear"))
@@ -843,7 +845,7 @@ class Config(Settings):
     lr_steps: int = _setting(20000, low=0, high=2**31 - 1)
     weight_decay: float = _setting(0.0, "AdamW's weight decay, of matrices and convolutions", low=0,
                                    high=1000)
-    beta1: float = _setting(0.9, "AdamW's first moment", low=0, high=0.99999)
+    beta1: float = _setting(0.9, "AdamW's first moment, and Muon's momentum", low=0, high=0.99999)
     beta2: float = _setting(0.999, "AdamW's second moment", low=0, high=0.9999999)
     adam_eps: float = _setting(1e-8, "AdamW's epsilon", low=1e-20, high=1)
     grad_clip: float = _setting(0.0, "longest gradient, a longer one is scaled to it; 0 for any", low=0,
@@ -923,8 +925,8 @@ RECORDS = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",
-                 timestep_sampling="lognormal", batch_size=8, lr=1e-3, lr_schedule="cosine", warmup_steps=100, ema_rate=0.995,
-                 steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
+                 timestep_sampling="lognormal", batch_size=8, optimizer="muon", lr=1e-3, lr_schedule="cosine", warmup_steps=100,
+                 ema_rate=0.995, steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
                     attention_resolutions=(16, 8), batch_size=64, lr=3e-4, steps=20000, **RECORDS),
     "fashion32": dict(image_size=32, in_channels=1, num_classes=10, channel_mult=(1, 2, 2), class_cond=True,

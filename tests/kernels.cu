@@ -214,6 +214,7 @@ typedef Pair<float> Floats;
     static constexpr auto groupnorm_backward = side::groupnorm_backward;                         \
     static constexpr auto attention_forward = side::attention_forward;                           \
     static constexpr auto attention_backward = side::attention_backward;                         \
+    static constexpr auto multiply_matrices = side::multiply_matrices;                           \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
 // A GEMM is done by the kernel that the program chooses, unless a test names a portable one (0 to 2), or how many
@@ -1074,6 +1075,12 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                          .source = source(on),
                          .hyper = config.optimiser});
     });
+    sources.upload();
+    check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
+          [&](auto on) {
+              on.run(
+                  LoadImages{.images = on(images), .sources = on(sources), .source = source(on), .B = batch});
+          });
     Pair<ScheduleRow> chain(make_schedule_rows(config));
     Pair<int> earlier(std::vector<int>(batch, 0));
     Floats gaps(batch);
@@ -1117,12 +1124,6 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     });
     check("begin second step", shape, {{&timesteps, WRITTEN, "timesteps", EXACT}},
           [&](auto on) { on.run(BeginSecondStep{on(timesteps), batch, 299}); });
-    sources.upload();
-    check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
-          [&](auto on) {
-              on.run(
-                  LoadImages{.images = on(images), .sources = on(sources), .source = source(on), .B = batch});
-          });
 }
 
 // `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a
@@ -1220,10 +1221,69 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     bool same = true;
     for (size_t i = 0; accepted && i < n; i++) same &= (float)device_working[i] == rounded(device_w[i]);
     if (!same) fault("AdamW", shape + ": the working copy is not w, rounded");
+    Layer x(n), directions(n);
+    Floats scales(n / CHANNEL_MULTIPLE + 1);
+    for (size_t i = 0; i < scales.host.size(); i++) scales.host[i] = i % 3 ? 0.2f * i : 0;
+    scales.upload();
+    check("Muon's update", shape, {{&w, KEPT, "w", limit}, {&m, KEPT, "m", limit}, {&v, KEPT, "v", limit}}, [&](auto on) {
+        OptimiserMemory p = {.master = on(w), .adam_m = on(m), .adam_v = on(v), .gradients = on(gradient)};
+        on.run(UpdateWeights<typename decltype(on)::T>{p, nullptr, n, n / 12 * 4, on(state), on(directions), on(scales)});
+    });
+    check("Muon's momentum", shape, {{&x, WRITTEN, "x", LIMIT}}, [&](auto on) {
+        on.run(MuonMomentum<typename decltype(on)::T>{on(x), on(m), on(gradient), n, on(state)});
+    });
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
           [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
     check("sum of gradients", shape, {{&m, KEPT, "sum", EXACT}},
           [&](auto on) { on.run(AddFloats{.sum = on(m), .a = on(m), .b = on(gradient), .n = n}); });
+}
+
+// Products of matrices at once, some of which are no whole tiles. With norms their factors are as MuonNorms makes them.
+static void test_products(bool right_is_transposed, bool has_norms) {
+    struct Size {
+        int rows, columns;
+    };
+    const std::vector<Size> sizes = {{64, 144}, {16, 16}, {200, 48}, {128, 1152}, {16, 272}};
+    size_t squares = 0, wholes = 0;
+    for (Size s : sizes) squares += s.rows * s.rows, wholes += s.rows * s.columns;
+    Layer out(wholes), left(squares, 0.2f, 0.3f), right(wholes), added(wholes);
+
+    check("products of matrices", text("%s%s", right_is_transposed ? "transposed" : "plain", has_norms ? ", norms" : ""),
+          {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
+              typedef MatrixProductOf<typename decltype(on)::T> Product;
+              std::vector<Product> products;
+              size_t square = 0, whole = 0;
+              int tiles = 0;
+              for (Size s : sizes) {
+                  Product product = {.out = {on(out) + whole, s.rows, 1, 1, s.columns},
+                                     .left = {on(left) + square, s.rows, 1, 1, s.rows},
+                                     .right = on(right) + whole,
+                                     .first_tile = tiles};
+                  if (has_norms || tiles) {
+                      product.added = {on(added) + whole, s.rows, 1, 1, s.columns};
+                      product.alpha = 0.5f, product.beta = 0.25f;
+                  }
+                  tiles += product.tiles(right_is_transposed);
+                  products.push_back(product);
+                  square += s.rows * s.rows, whole += s.rows * s.columns;
+              }
+              size_t count = products.size(), bytes = count * sizeof(Product);
+              std::vector<Product> others = products;
+              Product *list = products.data(), *other_list = others.data();
+              if (!on.here) {
+                  list = (Product*)backend_allocate(2 * bytes), other_list = list + count;
+                  backend_upload(list, products.data(), bytes);
+                  backend_upload(other_list, others.data(), bytes);
+              }
+              if (has_norms) on.run(MuonNorms<typename decltype(on)::T>{other_list, list, (int)count});
+              on.multiply_matrices(list, (int)count, tiles, right_is_transposed);
+              if (has_norms) on.multiply_matrices(other_list, 1, products[0].tiles(right_is_transposed), right_is_transposed);
+              if (!on.here) {
+                  wait_for(newest_event);
+                  CUDA_CHECK(cudaDeviceSynchronize());
+                  backend_free(list);
+              }
+          });
 }
 
 // ---- what is checked --------------------------------------------------------------------------------------
@@ -1258,6 +1318,7 @@ static void check_tiny() {
     test_step(5, 7, 6, 3, LR_COSINE, true);
     test_finish(1, 10000, 200000, 0), test_finish(3, 10000, 200000, 3);
     test_optimiser(70004, 2, true), test_optimiser(4, 0, true);
+    for (bool transposed : {false, true}) test_products(transposed, false), test_products(transposed, true);
     test_philox(1000);
     // Hopper's tiles of two parts, of which there are enough with many channels
     test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .O = 1024}, 9);
@@ -1422,6 +1483,7 @@ static void check_all(const Plan& plan) {
     for (int emas = 0; emas <= MAX_EMAS; emas++)
         test_optimiser(4, emas, true), test_optimiser(70004, emas, true);
     test_optimiser(70004, 2, false);
+    for (bool transposed : {false, true}) test_products(transposed, false), test_products(transposed, true);
     test_philox(2000000);
     // Hopper's tiles of two parts: weights stay or don't; x is normed on the way or not; the second outside.
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .on_the_way = true}, 9);

@@ -48,6 +48,8 @@ TRAINING = {
     "everything": Config(**TOY | dict(
         in_channels=4, class_cond=True, num_classes=3, cond_drop_prob=0.3, learn_sigma=True, batch_size=5, seed=6,
         diffusion_steps=21, lr=1e-3, offset_noise=0.1, rescale_timesteps=True, patch_size=4, mlp_ratio=2.5)),
+    "muon": Config(**TOY | dict(image_size=16, patch_size=4, hidden_size=64, optimizer="muon", weight_decay=0.1, batch_size=4,
+                                seed=12, lr=1e-3, predict="v", class_cond=True, num_classes=16)),
 }
 RESUMED = Config(**TOY | dict(flip=True, lr_schedule="cosine", warmup_steps=3, lr=1e-3, weight_decay=0.01, predict="v",
                               ema_rate=(0.9, 0.99), batch_size=16, class_cond=True, num_classes=3, cond_drop_prob=0.3,
@@ -200,7 +202,7 @@ def test_gradients(tmp_path, toy_images, name):
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(tmp_path, toy_images, name):
-    """20 AdamW steps from the same seed: the same losses to 1e-5, the same weights, the same averages."""
+    """20 optimiser steps from the same seed: the same losses to 1e-5, the same weights, the same averages."""
     config, steps = TRAINING[name], 20
     data = toy_images(config)
     model = perturbed_file(tmp_path / "start.bin", config)

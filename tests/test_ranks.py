@@ -71,6 +71,22 @@ def test_same_bits_of_consistency(tmp_path, images8, path_steps, matching_fracti
     assert checkpoint_in(tmp_path / "parts", 16).read_bytes() == found[1][checkpoint_in(tmp_path / "1/run", 16).name]
 
 
+def test_same_bits_of_muon(tmp_path, images8):
+    """Muon on 1, 2 and 4 ranks, and stopped half-way: the same checkpoint, bit for bit."""
+    config = dataclasses.replace(EVERYTHING, batch_size=8, optimizer="muon", num_channels=64)
+    flags = start_flags(config, images8, "run", 12, microbatch=2, save_every=6)
+    found = {}
+    for ranks in (1, 2, 4):
+        (tmp_path / str(ranks)).mkdir()
+        run(TRAIN, *flags, "--processes", ranks, cwd=tmp_path / str(ranks))
+        found[ranks] = files_of(tmp_path / str(ranks) / "run")
+    assert found[1] == found[2] == found[4]
+    (tmp_path / "parts").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "1/run", 6), tmp_path / "parts")
+    run(TRAIN, "--resume", tmp_path / "parts")
+    assert checkpoint_in(tmp_path / "parts", 12).read_bytes() == found[1][checkpoint_in(tmp_path / "1/run", 12).name]
+
+
 @pytest.mark.parametrize("batch, microbatch", SHAPES.values(), ids=SHAPES)
 def test_same_bits(tmp_path, images8, batch, microbatch):
     """20 steps with everything on 1, 2 and 4 ranks: checkpoints, grids, configuration; and the log's losses."""

@@ -125,7 +125,7 @@ class Means(torch.nn.Module):
 def small(records, monkeypatch, tmp_path):
     """(Options of small jobs, the records.py that runs them); two of its recipes, and the judge's network, are replaced."""
     monkeypatch.setattr(generate, "feature_network", lambda: (Means(), ""))
-    for name in ("ours", "flow"):
+    for name in ("ours", "ours_muon", "flow"):
         recipe = records.RECIPES[name]
         monkeypatch.setitem(records.RECIPES, name, dataclasses.replace(recipe, samplers=(f"{records.HEUN} 2",)))
     options = records.Options(tmp_path, (1, 2), math.inf, minute=0.05, probe=0.01, pictures=8,
@@ -150,7 +150,8 @@ def test_jobs(small, capsys):
     assert list(results) == sorted(records.RECIPES)
     for recipe, result in results.items():
         points = {(point["minutes"], point["calls"]): point for point in result["points"]}
-        wanted = {"real": {(0, 0)}, "ours": {(1, 3), (1.2, 1), (1.2, 2), (2, 3), (2.4, 1), (2.4, 2)}, "flow": {(1, 3), (2, 3)}}
+        wanted = {"real": {(0, 0)}, "ours": {(1, 3), (1.2, 1), (1.2, 2), (2, 3), (2.4, 1), (2.4, 2)},
+                  "ours_muon": {(1, 3), (2, 3)}, "flow": {(1, 3), (2, 3)}}
         assert set(points) == wanted.get(recipe, {(1, 50), (2, 50)})
         if recipe == "ours":
             ours = points

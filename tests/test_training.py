@@ -18,7 +18,7 @@ from unet_io import Config, flags_of
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(tmp_path, name):
-    """20 AdamW steps from the same seed: the same losses to 1e-5, the same weights, the same average."""
+    """20 optimiser steps from the same seed: the same losses to 1e-5, the same weights, the same average."""
     config, steps = TRAINING[name], 20
     data = str(ROOT / "data/faces.bin")
     if config.class_cond or config.in_channels != 3:

@@ -85,7 +85,7 @@ def time_program(case, threads):
                                      str(case.batch_size), OMP_NUM_THREADS=str(threads))
         return [float(re.search(r": ([\d.]+) ms$", lines[-1])[1]), memory]
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(preset=case.preset, data_file=DATA, batch_size=case.batch_size, ema_rate=0, log_every=1,
+        flags = dict(preset=case.preset, data_file=DATA, batch_size=case.batch_size, ema_rate=0, log_every=1, optimizer="adamw",
                      steps=WARMUP + case.timed, num_samples=1, sample_steps=1, out_dir=folder)
         _, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
                                  OMP_NUM_THREADS=str(threads))

@@ -139,6 +139,8 @@ def compare_quality(config, run, path):
     device, steps = train_unet.pick_device(run.device), run.steps
     if config.skip_outliers:
         raise UserError("dev/bench/compare_quality.py replays every step: leave out --skip_outliers")
+    if config.optimizer != "adamw":
+        raise UserError("dev/bench/compare_quality.py replays AdamW: leave out --optimizer muon")
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,8 @@ RECIPES = {
     "ours": Recipe("`./train_unet`, EDM", "train_unet", {},  # the data set's preset
                    ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20"),
                    one_run=False, tuned=(1, 2)),
+    "ours_muon": Recipe("`./train_unet`, EDM, Muon", "train_unet", dict(optimizer="muon"),
+                        ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20"), one_run=False),
     "ours_v": Recipe("`./train_unet`, v", "train_unet", UNIFORM | dict(
         noise_schedule="cosine", predict="v"), ("--sampler ddim --sample_steps 50",), one_run=False),
     # as examples/unconditional_image_generation of diffusers
