@@ -46,6 +46,23 @@ def nothing_is_left(folder):
     return True
 
 
+def check_ranks_and_resume(tmp_path, flags, steps):
+    """A run on 1, 2 and 4 ranks, and the first one stopped half-way: the same checkpoint, bit for bit. flags: those of a run of
+    so many steps in the folder run."""
+    found = {}
+    for ranks in (1, 2, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        run(TRAIN, *flags, "--processes", ranks, cwd=folder)
+        found[ranks] = files_of(folder / "run")
+    assert found[1] == found[2] == found[4]
+    (tmp_path / "parts").mkdir()
+    shutil.copy(checkpoint_in(tmp_path / "1/run", steps // 2), tmp_path / "parts")
+    run(TRAIN, "--resume", tmp_path / "parts")
+    name = checkpoint_in(tmp_path / "1/run", steps).name
+    assert checkpoint_in(tmp_path / "parts", steps).read_bytes() == found[1][name]
+
+
 @pytest.mark.parametrize("path_steps, matching_fraction", ((0, 0.0), (5, 0.0), (5, 0.5), (5, 0.8)))
 def test_same_bits_of_consistency(tmp_path, images8, path_steps, matching_fraction):
     """Tuning on 1, 2 and 4 ranks, and stopped half-way, on a path, before distributions are matched or meanwhile: the same
@@ -55,36 +72,16 @@ def test_same_bits_of_consistency(tmp_path, images8, path_steps, matching_fracti
     perturbed_file(tmp_path / "start.bin", config)
     flags = start_flags(config, images8, "run", 16, microbatch=2, save_every=8, log_every=1, num_samples=7,
                         model_weights=tmp_path / "start.bin")
-    found = {}
-    for ranks in (1, 2, 4):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        run(TRAIN, *flags, "--processes", ranks, cwd=folder)
-        found[ranks] = files_of(folder / "run")
-    assert found[1] == found[2] == found[4]
+    check_ranks_and_resume(tmp_path, flags, 16)
     run(TRAIN, *flags, "--microbatch", 0, "--out_dir", tmp_path / "whole")
     losses, whole = ([line["loss"] for line in metrics_in(folder)] for folder in (tmp_path / "1/run", tmp_path / "whole"))
     assert len(losses) == 16 and np.allclose(losses, whole, rtol=1e-4, atol=1e-5)
-    (tmp_path / "parts").mkdir()
-    shutil.copy(checkpoint_in(tmp_path / "1/run", 8), tmp_path / "parts")
-    run(TRAIN, "--resume", tmp_path / "parts")
-    assert checkpoint_in(tmp_path / "parts", 16).read_bytes() == found[1][checkpoint_in(tmp_path / "1/run", 16).name]
 
 
 def test_same_bits_of_muon(tmp_path, images8):
     """Muon on 1, 2 and 4 ranks, and stopped half-way: the same checkpoint, bit for bit."""
     config = dataclasses.replace(EVERYTHING, batch_size=8, optimizer="muon", num_channels=64)
-    flags = start_flags(config, images8, "run", 12, microbatch=2, save_every=6)
-    found = {}
-    for ranks in (1, 2, 4):
-        (tmp_path / str(ranks)).mkdir()
-        run(TRAIN, *flags, "--processes", ranks, cwd=tmp_path / str(ranks))
-        found[ranks] = files_of(tmp_path / str(ranks) / "run")
-    assert found[1] == found[2] == found[4]
-    (tmp_path / "parts").mkdir()
-    shutil.copy(checkpoint_in(tmp_path / "1/run", 6), tmp_path / "parts")
-    run(TRAIN, "--resume", tmp_path / "parts")
-    assert checkpoint_in(tmp_path / "parts", 12).read_bytes() == found[1][checkpoint_in(tmp_path / "1/run", 12).name]
+    check_ranks_and_resume(tmp_path, start_flags(config, images8, "run", 12, microbatch=2, save_every=6), 12)
 
 
 @pytest.mark.parametrize("batch, microbatch", SHAPES.values(), ids=SHAPES)
