@@ -679,7 +679,7 @@ static constexpr int matrix_tile(bool right_is_transposed) { return right_is_tra
 template <typename Real> struct MatrixProductOf {
     TensorOf<Real> out, left;
     const Real* right;  // (left's columns, out's columns), or the transpose of it
-    TensorOf<Real> added = {};  // without data nothing is added, and alpha has to be 1
+    TensorOf<Real> added = {};  // without data nothing is added
     float alpha = 1, beta = 0;
     int first_tile = 0;  // the number of tiles of the outputs before this one
     // How many tiles, matrix_tile square, its own output has.

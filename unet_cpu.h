@@ -1187,10 +1187,10 @@ static void multiply_matrices(const MatrixProduct* products, int count, int, boo
         const Matrix right = right_is_transposed ? transposed(p.right, depth) : Matrix{p.right, columns};
         each_tile(columns, 128, rows, 64, [&](int c0, int c1, int r0, int r1) {
             matmul({r1 - r0, c1 - c0, depth}, element(p.out, r0, c0), columns, pixels_of(p.left, r0), right.from(0, c0), false);
-            for (int r = r0; r < r1 && p.added; r++) {
+            for (int r = r0; r < r1; r++) {
                 float* out = element(p.out, r, c0);
-                const float* added = element(p.added, r, c0);
-                for (int c = 0; c < c1 - c0; c++) out[c] = fmaf(p.alpha, out[c], p.beta * added[c]);
+                const float* added = p.added ? element(p.added, r, c0) : nullptr;
+                for (int c = 0; c < c1 - c0; c++) out[c] = fmaf(p.alpha, out[c], added ? p.beta * added[c] : 0.0f);
             }
         });
     }

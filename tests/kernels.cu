@@ -1258,11 +1258,10 @@ static void test_products(bool right_is_transposed, bool has_norms) {
                   Product product = {.out = {on(out) + whole, s.rows, 1, 1, s.columns},
                                      .left = {on(left) + square, s.rows, 1, 1, s.rows},
                                      .right = on(right) + whole,
+                                     .alpha = 0.5f,
+                                     .beta = 0.25f,
                                      .first_tile = tiles};
-                  if (has_norms || tiles) {
-                      product.added = {on(added) + whole, s.rows, 1, 1, s.columns};
-                      product.alpha = 0.5f, product.beta = 0.25f;
-                  }
+                  if (has_norms || tiles) product.added = {on(added) + whole, s.rows, 1, 1, s.columns};
                   tiles += product.tiles(right_is_transposed);
                   products.push_back(product);
                   square += s.rows * s.rows, whole += s.rows * s.columns;
