@@ -579,7 +579,7 @@ static std::vector<Flag> FLAGS = {
 // The recipe of docs/records.md: EDM (Karras et al. 2022) with a learning rate that falls to 0 within minutes.
 #define OF_RECORDS                                                                                              \
     "--noise_schedule edm --predict edm --timestep_sampling lognormal --timestep_mean -1.2 --timestep_std 1.2 " \
-    "--lr_schedule cosine --warmup_steps 500 --grad_clip 1 --sampler dpmpp --sample_steps 20 "
+    "--optimizer muon --lr_schedule cosine --warmup_steps 500 --grad_clip 1 --sampler dpmpp --sample_steps 20 "
 // A preset is a text of flags that come before those of --config and those the user types.
 struct Preset {
     const char *name, *flags;

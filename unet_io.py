@@ -921,7 +921,7 @@ def check_range(name, value, least=None, flag=None):
 ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000, learn_sigma=True,
            resblock_updown=True, use_scale_shift_norm=True, ema_rate=0.9999)
 RECORDS = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal", timestep_mean=-1.2, timestep_std=1.2,
-               lr_schedule="cosine", warmup_steps=500, grad_clip=1.0)  # the recipe of docs/records.md
+               optimizer="muon", lr_schedule="cosine", warmup_steps=500, grad_clip=1.0)  # the recipe of docs/records.md
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",

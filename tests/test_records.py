@@ -125,7 +125,7 @@ class Means(torch.nn.Module):
 def small(records, monkeypatch, tmp_path):
     """(Options of small jobs, the records.py that runs them); two of its recipes, and the judge's network, are replaced."""
     monkeypatch.setattr(generate, "feature_network", lambda: (Means(), ""))
-    for name in ("ours", "ours_muon", "flow"):
+    for name in ("ours", "ours_adamw", "flow"):
         recipe = records.RECIPES[name]
         monkeypatch.setitem(records.RECIPES, name, dataclasses.replace(recipe, samplers=(f"{records.HEUN} 2",)))
     options = records.Options(tmp_path, (1, 2), math.inf, minute=0.05, probe=0.01, pictures=8,
@@ -151,7 +151,7 @@ def test_jobs(small, capsys):
     for recipe, result in results.items():
         points = {(point["minutes"], point["calls"]): point for point in result["points"]}
         wanted = {"real": {(0, 0)}, "ours": {(1, 3), (1.2, 1), (1.2, 2), (2, 3), (2.4, 1), (2.4, 2)},
-                  "ours_muon": {(1, 3), (2, 3)}, "flow": {(1, 3), (2, 3)}}
+                  "ours_adamw": {(1, 3), (2, 3)}, "flow": {(1, 3), (2, 3)}}
         assert set(points) == wanted.get(recipe, {(1, 50), (2, 50)})
         if recipe == "ours":
             ours = points
@@ -262,7 +262,7 @@ def test_tables(records, tmp_path, monkeypatch):
         ["", "training images, as a yardstick", "", "", "8.00", "70.00", "1"],
         ["1", "`./train_unet`, v, ddim", "1,010", "50", "13.00 ± 1.00", "70.00 ± 0.00", "3"],
         ["1", "PyTorch, DDPM as diffusers, ddim", "1,000", "50", "19.00", "70.00", "1"],
-        ["2", "`./train_unet`, EDM, dpmpp", "1,000", "20", "6.00", "70.00", "1"],
+        ["2", "`./train_unet`, EDM, Muon, dpmpp", "1,000", "20", "6.00", "70.00", "1"],
         ["2", "`./train_unet`, v, ddim", "1,000", "50", "11.50", "70.00", "1"]]
     overview = records.rows_in(records.text_between(records.README.read_text(), "records:summary"))
     assert overview[1:] == [["2", "8.00", "", "6.00", "", ""]]

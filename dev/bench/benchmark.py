@@ -58,6 +58,7 @@ CASES = (Case("step", "unet64", 4, 2), Case("step", "tiny", 8, 10),
          Case("step", "tiny", 8, 10, "one"), Case("step", "tiny", 8, 10, "each"),
          Case("call", "unet64", 1, 8), Case("call", "unet64", 16, 2))
 KINDS = ("eager", "eager, channels_last", "torch.compile", "torch.compile, channels_last")  # of PyTorch
+OPTIMIZER = "adamw"  # of all steps, because that is PyTorch's
 ROUNDS = 5  # of a case: the program, then each kind of PyTorch
 WARMUP = 2  # steps or calls, before the timed ones
 PICTURES = dict(pictures=16, steps=20, runs=3)  # drawn by the program alone
@@ -85,8 +86,8 @@ def time_program(case, threads):
                                      str(case.batch_size), OMP_NUM_THREADS=str(threads))
         return [float(re.search(r": ([\d.]+) ms$", lines[-1])[1]), memory]
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(preset=case.preset, data_file=DATA, batch_size=case.batch_size, ema_rate=0, log_every=1, optimizer="adamw",
-                     steps=WARMUP + case.timed, num_samples=1, sample_steps=1, out_dir=folder)
+        flags = dict(preset=case.preset, data_file=DATA, batch_size=case.batch_size, optimizer=OPTIMIZER, ema_rate=0,
+                     log_every=1, steps=WARMUP + case.timed, num_samples=1, sample_steps=1, out_dir=folder)
         _, memory = run_measured("./train_unet", *(f"--{name}={value}" for name, value in flags.items()),
                                  OMP_NUM_THREADS=str(threads))
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
@@ -266,7 +267,8 @@ def launched(command, first_line, **environment):
 def measure_program(preset, precision, batch_size):
     """A dict of measurements of ./train_unet, without EMA: what profile.cu prints, and a short training run; and
     the time of a step with the preset's flags, which have one EMA, and with EVERYTHING."""
-    of, batch = "dit" if preset in DITS else precision, ["--preset", preset, "--batch_size", str(batch_size)]
+    of = "dit" if preset in DITS else precision
+    batch = ["--preset", preset, "--batch_size", str(batch_size), "--optimizer", OPTIMIZER]
     if preset in DITS:
         batch += [f"--{name}={value}" for name, value in OF_DITS.items()]
     no_ema = ["--ema_rate", "0"]
@@ -630,8 +632,8 @@ def images_per_second(batch, gpus, library, visible=None):
     with tempfile.TemporaryDirectory() as folder:
         launched([PROGRAMS["bf16"], "--preset", RANKS["preset"], "--data_file", DATA, "--out_dir", folder,
                   "--batch_size", str(batch * gpus), "--microbatch", str(batch), "--gpus", str(gpus),
-                  "--ema_rate", "0", "--lr", "1e-9", "--steps", str(steps), "--log_every", str(steps // 10),
-                  "--save_every", "0", "--num_samples", "0"], "train_unet on ", **environment)
+                  "--optimizer", OPTIMIZER, "--ema_rate", "0", "--lr", "1e-9", "--steps", str(steps),
+                  "--log_every", str(steps // 10), "--save_every", "0", "--num_samples", "0"], "train_unet on ", **environment)
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
             rates = [json.loads(line)["images_per_s"] for line in metrics]
     return float(np.median(rates[4:]))

@@ -76,14 +76,15 @@ SMOKE = DataSet("fashion32", dict(
     image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
     num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
 
-UNIFORM = dict(timestep_sampling="uniform")
+UNIFORM = dict(timestep_sampling="uniform", optimizer="adamw")
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
 DPMPP = ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20")
 EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
 RECIPES = {
     "real": Recipe("training images, as a yardstick", "", {}, ()),
-    "ours": Recipe("`./train_unet`, EDM", "train_unet", {}, DPMPP, one_run=False, tuned=(1, 2)),  # the data set's preset
-    "ours_muon": Recipe("`./train_unet`, EDM, Muon", "train_unet", dict(optimizer="muon"), DPMPP, one_run=False),
+    # the data set's preset
+    "ours": Recipe("`./train_unet`, EDM, Muon", "train_unet", {}, DPMPP, one_run=False, tuned=(1, 2)),
+    "ours_adamw": Recipe("`./train_unet`, EDM, AdamW", "train_unet", dict(optimizer="adamw"), DPMPP, one_run=False),
     "ours_v": Recipe("`./train_unet`, v", "train_unet", UNIFORM | dict(
         noise_schedule="cosine", predict="v"), ("--sampler ddim --sample_steps 50",), one_run=False),
     # as examples/unconditional_image_generation of diffusers
