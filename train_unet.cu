@@ -1148,8 +1148,8 @@ struct Model : OptimiserMemory {
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;        // (diffusion_steps)
-    float* loss_weights = nullptr;       // (batch_size), with --consistency: the weight of a sample's squared error
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
+    float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
@@ -2181,15 +2181,17 @@ template <typename T> struct AddNoise {
 enum { LOSS_CHUNK = 4096 };
 HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// The loss of a batch: sums of squared errors, and what their weights follow from. A layer that has a BatchLoss works on B of
+// The loss of a batch: sums over its elements, and what their weights follow from. A layer that has a BatchLoss works on B of
 // the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
-    float* parts;                           // (batch_size, loss_parts(pixels)): each chunk's sum of squares, not weighted
+    float* parts;                           // (batch_size, loss_parts(pixels)): each chunk's sum, not weighted
     const int* timesteps = nullptr;         // (batch_size)
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     int batch_size, pixels, channels, diffusion_steps;
     float* variance_parts = nullptr;  // the same of the term that --learn_sigma adds; null: there is none
     const float* weights = nullptr;   // (batch_size); null: those of the schedule
+    bool on_paths = false;            // the loss is path_loss instead of the squared error,
+    int width = 0;                    // which needs the width of the images
     int first = 0, B = batch_size;
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
@@ -2201,7 +2203,7 @@ struct BatchLoss {
 // sample has the bound's term of its timestep, in bits for each number of the image, times T, because the bound is a sum over
 // timesteps and the loss is a mean. The functions below are named as in guided-diffusion.
 
-// A function's value, and its derivative by the logarithm of the variance, or by z.
+// A function's value, and its derivative by the logarithm of the variance, by z, or by an error.
 struct ValueAndSlope {
     float value, slope;
 };
@@ -2240,16 +2242,46 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
+// The pseudo-Huber loss of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023), who apply it to
+// whole images: 2 c (sqrt(error^2 + c^2) - c). Beyond c it grows like |error|, so that what a network cannot know becomes one
+// of the possible values, a sharp one, instead of their mean.
+HOST_DEVICE static inline ValueAndSlope pseudo_huber(float error) {
+    const float c = 0.1f;
+    float root = sqrtf(fmaf(error, error, c * c));
+    return {2 * c * error * error / (root + c), 2 * c * error / root};
+}
+
 // The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts divided by
 // its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction, from -1 to 1, say where
 // the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
 // a gradient from it. A team does a chunk of a sample.
+//
+// On paths an element has a pseudo-Huber loss of its error instead, and others of how much this differs from the errors of the
+// pixels beside, above and below it: so edges count more than areas that are too bright or too dark as a whole.
 template <typename T> struct PredictionLoss {
     BatchLoss batch;
     const T* out;                   // (B, H, W, PIXEL)
     const float* target;            // (B, H, W, PIXEL)
     T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W), with --learn_sigma; otherwise null
+
+    // That of an element whose error is this one; a difference between two pixels counts half for each.
+    HOST_DEVICE ValueAndSlope path_loss(size_t at, int pixel, float error) const {
+        ValueAndSlope loss = pseudo_huber(error);
+        int x = pixel % batch.width, y = pixel / batch.width, height = batch.pixels / batch.width;
+        auto add_neighbour = [&](bool is_inside, int steps) {
+            if (!is_inside) return;
+            size_t there = at + (ptrdiff_t)steps * PIXEL;
+            ValueAndSlope between = pseudo_huber(error - ((float)out[there] - target[there]));
+            loss.value += 0.5f * between.value;
+            loss.slope += between.slope;
+        };
+        add_neighbour(x > 0, -1);
+        add_neighbour(x + 1 < batch.width, 1);
+        add_neighbour(y > 0, -batch.width);
+        add_neighbour(y + 1 < height, batch.width);
+        return loss;
+    }
 
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
@@ -2260,13 +2292,19 @@ template <typename T> struct PredictionLoss {
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
         float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
-        Sum squares = 0, bound = 0;
+        Sum sum = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
             size_t at = (size_t)b * n + i;
             int c = i % PIXEL;
             float difference = c < C ? (float)out[at] - target[at] : 0;
             float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
-            squares += (Sum)difference * difference;
+            Sum loss = (Sum)difference * difference;
+            if (batch.on_paths && c < C) {
+                ValueAndSlope of_path = path_loss(at, i / PIXEL, difference);
+                loss = of_path.value;
+                gradient = 0.5f * scale * of_path.slope;
+            }
+            sum += loss;
             if (images && c >= C && c < 2 * C) {
                 const ScheduleRow row = batch.schedule[t];
                 float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
@@ -2285,8 +2323,8 @@ template <typename T> struct PredictionLoss {
             }
             if (dout) dout[at] = (T)gradient;
         }
-        squares = team_sum(squares);
-        if (team.thread == 0) batch.parts[sum_at] = (float)squares;
+        sum = team_sum(sum);
+        if (team.thread == 0) batch.parts[sum_at] = (float)sum;
         if (!images) return;
         bound = team_sum(bound);
         if (team.thread == 0) batch.variance_parts[sum_at] = (float)bound;
@@ -2336,28 +2374,21 @@ template <typename T> struct EarlierErrors {
     }
 };
 
-// The weights of the samples' squared errors, which have been added up; they keep any sample from outweighing the others. An
-// item is a sample. With pairs, the squared error of x0 is divided by its own root, held constant (the paper's adaptive weight,
-// with c = 0), and by the gap. On paths (see below) the gradient is that of the pseudo-Huber loss
-// 2 c (sqrt(error + c^2) - c) of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023).
-struct ConsistencyWeights {
+// The weights of the samples' squared errors, which have been added up; they keep any sample from outweighing the others. The
+// squared error of x0 is divided by its own root, held constant (the paper's adaptive weight, with c = 0), and by the gap. An
+// item is a sample.
+struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
     float* weights;  // (batch_size)
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
-        const float c = 0.1f;
         int sample = loss.first + (int)b, parts = loss_parts(loss.pixels);
         float squares = 0;
         for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
-        float error = squares / (float)(loss.pixels * loss.channels);
-        if (pairs.gaps) {
-            float root = fmaxf(sqrtf(error), 1e-6f);
-            weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
-        } else {
-            weights[sample] = c / sqrtf(error + c * c);
-        }
+        float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
+        weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
 };
 
@@ -3090,12 +3121,11 @@ static size_t lay_out_model(Model* m, char* memory) {
             place((size_t)MUON_STEPS * 3 * m->muon.count, m->muon.products);
         }
         if (c.learn_sigma) place(losses, m->variance_losses);
-        if (c.consistency) place(batch, m->loss_weights);
         if (c.path_steps) {
             place(m->shard, m->teacher);
             place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
-            place(batch, m->pairs.timesteps, m->pairs.gaps);
+            place(batch, m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
             place(B * pixels * PIXEL, m->pairs.errors);
         }
         if (c.matching_fraction > 0) {
@@ -3557,7 +3587,7 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / data.count;
 }
 
-// The loss of a batch. While distributions are matched, the weights are the schedule's.
+// The loss of a batch. Only pairs have weights other than the schedule's.
 static BatchLoss batch_loss(const Model* m, Objective objective) {
     const Config& c = m->config;
     return {.parts = m->losses,
@@ -3568,7 +3598,9 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
-            .weights = is_matching(objective) ? nullptr : m->loss_weights};
+            .weights = m->pair_weights,
+            .on_paths = objective == OBJECTIVE_PATHS,
+            .width = c.image_size};
 }
 
 // Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
@@ -3701,7 +3733,7 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     if (m->pairs.errors) run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     if (part.weights) {
         run(PredictionLoss<floatX>{part, unet_output(m), m->target});
-        run(ConsistencyWeights{m->pairs, part, m->loss_weights});
+        run(PairWeights{m->pairs, part, m->pair_weights});
     }
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
@@ -3746,7 +3778,7 @@ static void gather_results(Model* m, const int* stop) {
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
             if (losses) gather(losses, images * parts);
-        if (m->loss_weights) gather(m->loss_weights, images);
+        if (m->pair_weights) gather(m->pair_weights, images);
         gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });

@@ -558,7 +558,7 @@ def unet_without_memory(config, path):
 # ----------------------------------------------------------------------------------------------------
 # diffusion
 
-HUBER = 0.1  # of consistency tuning on paths: see Diffusion.consistency_loss
+HUBER = 0.1  # of consistency tuning on paths: see Diffusion.path_loss
 
 
 class Diffusion:
@@ -610,21 +610,26 @@ class Diffusion:
             losses = losses + len(self.signal) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
         return losses.mean()
 
-    def consistency_loss(self, out, target, t, gaps=None):
+    def pair_loss(self, out, target, t, gaps):
         """The squared errors of samples with weights that are held constant, so that none outweighs the others: a scalar tensor.
 
-        Of pairs the error in x0 is divided by its own root and by the gap. target: the prediction that sees the same image as
-        the earlier one; gaps: as unet_io.earlier_timesteps has them. On paths there are no gaps, and gradients are those of the
-        pseudo-Huber loss 2c (sqrt(error + c^2) - c) (Song and Dhariwal 2023, "Improved Techniques for Training Consistency
-        Models").
+        The error in x0 is divided by its own root and by the gap. target: the prediction that sees the same image as the
+        earlier one; gaps: as unet_io.earlier_timesteps has them.
         """
         losses = (out - target).square().mean((1, 2, 3))
-        errors = losses.detach()
-        if gaps is None:
-            weights = HUBER / (errors + HUBER**2).sqrt()
-        else:
-            weights = self.x0_errors[t].abs() / (gaps * errors.sqrt().clamp(min=1e-6))
+        weights = self.x0_errors[t].abs() / (gaps * losses.detach().sqrt().clamp(min=1e-6))
         return (weights * losses).mean()
+
+    @staticmethod
+    def path_loss(out, target):
+        """The losses of the errors, and of their differences between neighbouring pixels, an element: a scalar tensor.
+
+        It is the pseudo-Huber loss 2c (sqrt(error^2 + c^2) - c) of Song and Dhariwal 2023, "Improved Techniques for Training
+        Consistency Models", who apply it to whole images.
+        """
+        errors = out - target
+        squares = [e.square() for e in (errors, errors.diff(dim=2), errors.diff(dim=3))]
+        return sum((2 * HUBER * square / ((square + HUBER**2).sqrt() + HUBER)).sum() for square in squares) / errors.numel()
 
     def bound(self, errors, v, t, x0):
         """Each sample's term of the variational bound, in bits a dimension: (B,).
@@ -1080,9 +1085,9 @@ class Trainer:
         out, target = self.answer(x0, t, noise, classes)
         if pairs:
             target = target + self.seen_earlier(x0, t, earlier, noise, classes)
-            return self.diffusion.consistency_loss(out, target, t, gaps)
+            return self.diffusion.pair_loss(out, target, t, gaps)
         if self.config.path_steps and weighted:
-            return self.diffusion.consistency_loss(out, target, t)
+            return self.diffusion.path_loss(out, target)
         return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
             out[:, :target.shape[1]], target)
 

@@ -939,12 +939,17 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, on(out), on(target)});
     });
-    for (bool of_pairs : {true, false})
-        check("consistency weights", shape + (of_pairs ? " of pairs" : " on paths"),
-              {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
-                  BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-                  on.run(ConsistencyWeights{of_pairs ? pairs(on) : ConsistencyPairs(), batch, on(weights)});
-              });
+    check("weights of pairs", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
+        BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
+        on.run(PairWeights{pairs(on), batch, on(weights)});
+    });
+    check("pseudo-Huber loss", shape, {{&losses, WRITTEN, "losses", FLOAT_LIMIT}, {&dout, WRITTEN, "dout", LIMIT}},
+          [&](auto on) {
+              BatchLoss batch = {on(losses), on(t), on(chain), B, H * W, channels, 1000};
+              batch.on_paths = true;
+              batch.width = W;
+              on.run(PredictionLoss<typename decltype(on)::T>{batch, on(out), on(target), on(dout)});
+          });
     Pair<int> of_batch(some_timesteps(3 * B + 1));
     auto part_of_batch = [&](auto on) {
         BatchLoss batch = {on(losses), on(of_batch), on(chain), 3 * B + 1, H * W, channels, 1000};

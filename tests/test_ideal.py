@@ -228,13 +228,12 @@ def test_one_step_of_the_programs(tmp_path):
 
 
 def test_loss_on_paths():
-    """Its gradient is that of the pseudo-Huber loss of Song and Dhariwal 2023, of each image's mean squared error, c = 0.1."""
-    diffusion = train_unet.Diffusion(Config(predict="v", consistency=True, path_steps=4))
+    """The pseudo-Huber loss of Song and Dhariwal 2023 of each element and of its differences from two others; its gradient."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor([0.01, 0.1, 1.0, 10.0], dtype=torch.float64)[:, None, None, None]
     out = (scale * torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)).requires_grad_()
     target = torch.zeros_like(out)
-    found, = torch.autograd.grad(diffusion.consistency_loss(out, target, torch.zeros(4, dtype=torch.int64)), out)
-    errors = out.square().mean((1, 2, 3))
-    wanted, = torch.autograd.grad((2 * 0.1 * ((errors + 0.1**2).sqrt() - 0.1)).mean(), out)
+    steps = torch.cat([out.flatten(), (out[..., 1:] - out[..., :-1]).flatten(), (out[..., 1:, :] - out[..., :-1, :]).flatten()])
+    found, wanted = train_unet.Diffusion.path_loss(out, target), 0.2 * ((steps**2 + 0.01).sqrt() - 0.1).sum() / out.numel()
     assert torch.allclose(found, wanted, rtol=1e-12, atol=0)
+    assert torch.allclose(*(torch.autograd.grad(loss, out)[0] for loss in (found, wanted)), rtol=1e-12, atol=0)
