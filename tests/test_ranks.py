@@ -294,7 +294,7 @@ def test_refusals(tmp_path, images8):
 
 def test_dry_run(images8):
     """Memory of a rank, which shrinks with their number, and what travels."""
-    toy = ("--preset", "unet64", "--dry_run", "--microbatch", 4, "--batch_size", 16)
+    toy = ("--preset", "unet64", "--optimizer", "adamw", "--dry_run", "--microbatch", 4, "--batch_size", 16)
     sizes = []
     for ranks in (1, 4):
         output = run(TRAIN, *toy, "--processes", ranks).stdout
