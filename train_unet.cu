@@ -3483,7 +3483,6 @@ static std::atomic<int> stop_agreed = 0;
 // What a network learns from: images; points of paths; or, in distribution matching, the student's pictures (the fake), and
 // the difference between what the fake and the teacher predict from these (the student).
 enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
-static bool is_matching(Objective objective) { return objective == OBJECTIVE_FAKE || objective == OBJECTIVE_STUDENT; }
 
 // What the network that is trained, or tuned, learns from in this step of the run.
 static Objective objective_of(const Config& c, int64_t step) {
@@ -3497,7 +3496,7 @@ static Objective objective_of(const Config& c, int64_t step) {
 // averaged.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
-    if (!is_matching(objective)) return hyper;
+    if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
     hyper.lr *= objective == OBJECTIVE_FAKE ? 0.1f : 0.03f;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;

@@ -938,6 +938,7 @@ class Muon(torch.optim.AdamW):
         for each class, if any."""
         super().__init__(groups, **settings)
         self.rows, self.table = rows, table
+        self.places = {p: order.argsort() for p, order in rows.items()}  # of a parameter's rows in a .bin
 
     def is_hidden(self, p):
         return p.ndim > 1 and p is not self.table and p.shape[0] % 16 == 0 and p.shape[1] % 16 == 0
@@ -951,7 +952,7 @@ class Muon(torch.optim.AdamW):
             beta, columns = group["betas"][0], p[0].numel()
             momentum = torch.lerp(p.grad, self.state[p]["exp_avg"], beta)  # Nesterov's
             pieces = momentum.flatten(1)[self.rows[p]].split(columns)
-            update = torch.cat([orthogonalised(piece) for piece in pieces])[self.rows[p].argsort()].view_as(p)
+            update = torch.cat([orthogonalised(piece) for piece in pieces])[self.places[p]].view_as(p)
             p.copy_(before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * 0.2 * math.sqrt(columns) * update)
 
 

@@ -140,7 +140,7 @@ def compare_quality(config, run, path):
     if config.skip_outliers:
         raise UserError("dev/bench/compare_quality.py replays every step: leave out --skip_outliers")
     if config.optimizer != "adamw":
-        raise UserError("dev/bench/compare_quality.py replays AdamW: leave out --optimizer muon")
+        raise UserError("dev/bench/compare_quality.py replays AdamW: give --optimizer adamw")
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
