@@ -387,7 +387,7 @@ class Job:
     def tuner(self, weights, folder, calls):
         """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
         flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
-        for name in ("batch_size", "seed", "flip", "lr"):
+        for name in ("batch_size", "seed", "flip"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
 
