@@ -608,8 +608,8 @@ static std::vector<Preset> PRESETS = {
     {"adm256",
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
-    {"consistency", "--consistency 1 --second_step 0.2 --path_steps 10 --matching_fraction 0.2 --optimizer muon "
-                    "--lr 3e-4 --lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 8000"},
+    {"consistency", "--consistency 1 --path_steps 10 --matching_fraction 0.2 --optimizer muon --lr 3e-4 "
+                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 8000"},
 };
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }

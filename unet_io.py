@@ -931,8 +931,8 @@ PRESETS = {
                    num_heads=4, use_new_attention_order=False, **ADM),
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
-    "consistency": dict(consistency=True, second_step=0.2, path_steps=10, matching_fraction=0.2, optimizer="muon",
-                        lr=3e-4, lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
+    "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.2, optimizer="muon", lr=3e-4,
+                        lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
 }
 
 
