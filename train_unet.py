@@ -1012,7 +1012,7 @@ class Trainer:
         second, t = unet_io.consistency_timesteps(config.diffusion_steps, 2, config.second_step)
         if unet_io.learns_from_drafts(config, step):
             noise = torch.from_numpy(x / np.float32(levels.sigma[t])).to(self.device)
-            drafts, t = self.drafts(noise, () if classes is None else (torch.from_numpy(classes).to(self.device),)), second
+            drafts, t = self.drafts(noise, self.class_inputs(classes)), second
             noise = self.step_noise(Stream.SECOND_NOISE, drafts)
             x = (levels.alpha[t] * drafts + levels.sigma[t] * noise).cpu().numpy()
         alpha, sigma = (np.float32(level[t]) for level in levels)
@@ -1053,7 +1053,7 @@ class Trainer:
         begin = unet_io.consistency_timesteps(config.diffusion_steps, config.consistency_steps, config.second_step)[0]
         t_noised = torch.from_numpy(unet_io.matching_timesteps(config, step)).to(self.device)
         noise = torch.from_numpy(noise).to(self.device)
-        classes = () if y is None else (torch.from_numpy(y).to(self.device),)
+        classes = self.class_inputs(y)
         fresh = self.step_noise(Stream.MATCHING_NOISE, noise)
         t = torch.full_like(t_noised, begin)
 
@@ -1080,6 +1080,10 @@ class Trainer:
         out, _ = self.answer(x0, t, noise, classes)
         return self.diffusion.loss(out, out.detach() + change, t, x0)
 
+    def class_inputs(self, y):
+        """What the network is given besides images and timesteps: classes (B,), a NumPy array, as a tensor, or nothing for None."""
+        return () if y is None else (torch.from_numpy(y).to(self.device),)
+
     def step_noise(self, stream, images):
         """The noise that this step of training draws from a stream for images: (B, C, H, W)."""
         config, step, rows = self.config, self.steps_done, np.arange(len(images))
@@ -1093,7 +1097,7 @@ class Trainer:
         earlier, gaps = unet_io.earlier_timesteps(
             self.diffusion.fractions, t, self.steps_done, self.config.lr_steps) if pairs else (t, t)
         x0, t, noise, earlier, gaps = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise, earlier, gaps))
-        classes = () if y is None else (torch.from_numpy(y).to(self.device),)
+        classes = self.class_inputs(y)
         out, target = self.answer(x0, t, noise, classes)
         if pairs:
             target = target + self.seen_earlier(x0, t, earlier, noise, classes)
