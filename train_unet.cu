@@ -173,7 +173,7 @@ struct Config {
     float timestep_mean, timestep_std;
     unsigned seed;
     Hyper optimiser;
-    float min_snr_gamma, offset_noise, second_step, matching_fraction;
+    float min_snr_gamma, offset_noise, matching_fraction;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
     Path seeds, classes, class_names;
@@ -1116,6 +1116,7 @@ struct DistributionMatching {
     struct StepState* state;      // of the fake's update
     int* timesteps;               // (batch_size): to which the student's pictures are noised
     float* pictures;              // (images of this rank, C, H, W): what the student draws
+    float* drafts;                // the same: where it draws in two steps, what it draws in the first; otherwise null
     float *fake_x0, *teacher_x0;  // the same: the x0 that the fake and the teacher predict from these pictures, noised
 };
 
@@ -1138,7 +1139,7 @@ struct Model : OptimiserMemory {
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
     const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
-    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its path
+    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of a path
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;             // of the current step: see section 7
     float* losses;                       // (batch_size, loss_parts)
@@ -1150,8 +1151,7 @@ struct Model : OptimiserMemory {
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
-    float* paths;                        // with --path_steps, of every micro-batch: see LoadPathNoise
-    float* drafts = nullptr;             // with two steps, (images of this rank, C, H, W): what the first of them draws
+    float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
     Muon muon = {};                      // with --optimizer muon
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
@@ -2394,49 +2394,34 @@ struct PairWeights {
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
 // The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
-// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and the network that is tuned
-// learns to predict the picture at the end of such a path from the noise at its beginning, which is its own first step of
-// drawing. If it is to draw in two steps, it learns the second in every other training step: from the noise of a path it makes
-// a draft, with the weights as they are, and from this draft, noised, it learns to predict the end of the same path.
+// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from points of such a
+// path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
+// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end.
 //
 // Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network. In each
 // training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps times, but seldom in steps that
 // follow each other, which would learn the same twice.
 enum { PATHS_KEPT = 20 };
 
-// x_t and target from the noise at the beginning of paths, as AddNoise has them from images that are 0. An item is an element.
-template <typename T> struct LoadPathNoise {
+// x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
+template <typename T> struct LoadPathPoints {
     TensorOf<T> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    const float* paths;  // (PATHS_KEPT, 2, B, H, W, PIXEL): the beginning and the end of each
-    const int* chosen;   // (B): the path of each sample
+    const float* points;  // (PATHS_KEPT, consistency_steps + 1, B, H, W, PIXEL)
+    const int* chosen;    // (B): the point at which each sample is, of those of all its paths
+    int consistency_steps;
 
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        float x = paths[(size_t)chosen[b] * 2 * x_t.count() + i];
+        size_t point = chosen[b], end = point / (consistency_steps + 1) * (consistency_steps + 1) + consistency_steps;
+        float x = points[point * x_t.count() + i];
+        float x0 = points[end * x_t.count() + i];
+
         const ScheduleRow at = loss.at(b);
+        float eps = (x - at.alpha * x0) / at.sigma;
         x_t.data[i] = (T)x;
-        target[i] = at.target_eps * (x / at.sigma);
-    }
-};
-
-// target = what the network should predict from x_t to see the end of the sample's path in it. An item is an element.
-template <typename T> struct AimAtPathEnd {
-    float* target;  // (B, H, W, PIXEL)
-    TensorOf<T> x_t;
-    BatchLoss loss;
-    const float* paths;  // as LoadPathNoise has them
-    const int* chosen;
-
-    size_t items() const { return x_t.count(); }
-    HOST_DEVICE void operator()(size_t i) const {
-        size_t b = i / ((size_t)x_t.T() * PIXEL);
-        float x0 = paths[((size_t)chosen[b] * 2 + 1) * x_t.count() + i];
-
-        const ScheduleRow at = loss.at(b);
-        float eps = fmaf(-at.alpha, x0, (float)x_t.data[i]) / at.sigma;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
     }
 };
@@ -2573,15 +2558,15 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The timestep at which the second of two consistency steps begins.
-static int second_start(const Config& c) {
-    return std::clamp((int)llround((double)c.second_step * c.diffusion_steps) - 1, 0, c.diffusion_steps - 2);
-}
+// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced, three
+// tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
+static int second_start(int count) { return ceil_div(3 * count, 10); }
 
-// The timesteps of `count` consistency steps, rising. The last is T - 1. If they are not two, they are evenly spaced.
+// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts at a point of the paths
+// that the model learned from, if it did; from paths it has learned no other steps. Else they are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
-    int T = c.diffusion_steps;
-    if (count == 2) return {second_start(c), T - 1};
+    int T = c.diffusion_steps, spaced = c.path_steps ? c.path_steps : T;
+    if (count == 2) return {trailing_timesteps(T, spaced)[second_start(spaced) - 1], T - 1};
     return trailing_timesteps(T, count);
 }
 
@@ -3138,8 +3123,7 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.learn_sigma) place(losses, m->variance_losses);
         if (c.path_steps) {
             place(m->shard, m->teacher);
-            place(PATHS_KEPT * 2 * own * pixels * PIXEL, m->paths);
-            if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->drafts);
+            place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
         } else if (c.consistency) {
             place(batch, m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
             place(B * pixels * PIXEL, m->pairs.errors);
@@ -3149,6 +3133,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             place(1, m->matching.state);
             place(batch, m->matching.timesteps);
             place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
+            if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->matching.drafts);
         }
     }
     place(plan.arena_bytes, m->arena);
@@ -3335,6 +3320,8 @@ struct BatchSource {
     float drop = 0;               // the probability that it is
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     int path_steps = 0;                    // 0: the samples are images
+    int consistency_steps = 0;
+    int starts[2] = {};  // the timesteps at which the consistency_steps begin, the first at T - 1
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
@@ -3356,7 +3343,7 @@ HOST_DEVICE static inline int64_t path_of(const BatchSource& s, size_t b, int64_
 }
 
 // Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
-// path instead, at whose beginning each sample is. It also computes the state's update. An item is a sample.
+// path instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3380,8 +3367,9 @@ struct BeginStep {
         int64_t path = 0;
         if (s.path_steps) {
             path = path_of(s, b, step);
-            sources[b] = (int)(path % PATHS_KEPT);
-            timesteps[b] = s.diffusion_steps - 1;
+            int point = (int)((b + step) % s.consistency_steps);
+            sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+            timesteps[b] = s.starts[point];
         }
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
         if (!s.labels) return;
@@ -3492,16 +3480,15 @@ struct FinishStep {
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
-// What a network learns from: images; the beginnings of paths; drafts of their ends; or, in distribution matching, the
-// student's pictures (the fake), and the difference between what the fake and the teacher predict from these (the student).
-enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_DRAFTS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
-static bool is_on_paths(Objective objective) { return objective == OBJECTIVE_PATHS || objective == OBJECTIVE_DRAFTS; }
+// What a network learns from: images; points of paths; or, in distribution matching, the student's pictures (the fake), and
+// the difference between what the fake and the teacher predict from these (the student).
+enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
 
 // What the network that is trained, or tuned, learns from in this step of the run.
 static Objective objective_of(const Config& c, int64_t step) {
     if (!c.path_steps) return OBJECTIVE_IMAGES;
-    if (c.matching_fraction > 0 && step >= steps_on_paths(c)) return OBJECTIVE_STUDENT;
-    return c.consistency_steps == 2 && step % 2 ? OBJECTIVE_DRAFTS : OBJECTIVE_PATHS;
+    bool matches = c.matching_fraction > 0 && step >= steps_on_paths(c);
+    return matches ? OBJECTIVE_STUDENT : OBJECTIVE_PATHS;
 }
 
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
@@ -3509,7 +3496,7 @@ static Objective objective_of(const Config& c, int64_t step) {
 // averaged.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
-    if (objective == OBJECTIVE_IMAGES || is_on_paths(objective)) return hyper;
+    if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
     hyper.lr *= objective == OBJECTIVE_FAKE ? 0.1f : 0.03f;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
@@ -3586,7 +3573,9 @@ static void prepare_steps(Trainer* t) {
                  .no_class = c.num_classes,
                  .drop = c.cond_drop_prob,
                  .last_words = m->last_words,
-                 .path_steps = c.path_steps};
+                 .path_steps = c.path_steps,
+                 .consistency_steps = c.consistency_steps};
+    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
     if (m->labels) t->source.labels = for_device(data.labels);
 
     StepState state = StepState();
@@ -3609,7 +3598,7 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .diffusion_steps = c.diffusion_steps,
             .variance_parts = m->variance_losses,
             .weights = m->pair_weights,
-            .on_paths = is_on_paths(objective),
+            .on_paths = objective == OBJECTIVE_PATHS,
             .width = c.image_size};
 }
 
@@ -3630,10 +3619,11 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
     return parts;
 }
 
-// A micro-batch's part of an array of all this rank's samples: its paths, as LoadPathNoise has them, and its images
-// (B, C, H, W) among drafts, or in an array of DistributionMatching.
-static float* paths_of(const Model* m, const MicroBatch& part) {
-    return m->paths + part.own * PATHS_KEPT * 2 * pixels_of(m->config) * PIXEL;
+// A micro-batch's part of an array of all this rank's samples: its points of paths, as LoadPathPoints has them, and its images
+// (B, C, H, W) in an array of DistributionMatching.
+static float* points_of(const Model* m, const MicroBatch& part) {
+    const Config& c = m->config;
+    return m->points + part.own * PATHS_KEPT * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
 }
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
@@ -3665,58 +3655,39 @@ static void predict_earlier(Model* m, const MicroBatch& part) {
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// Makes the network's input and m->target from training images, noised.
+// Make the network's input and m->target: from training images, noised; or from points of paths.
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (m->pairs.gaps) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
+static void load_path_points(Model* m, const MicroBatch& part) {
+    run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
+                               .target = m->target,
+                               .loss = part,
+                               .points = points_of(m, part),
+                               .chosen = m->sources + part.first,
+                               .consistency_steps = m->config.consistency_steps});
+}
 
-// Below, the student is the network that is tuned, and its steps are those of drawing. Each of these functions makes the input
-// of one of its steps and m->target, and returns the images (B, C, H, W) that were noised.
-
-// The first step, from noise alone: the images are 0.
+// Makes the input of the student's first step of drawing, which is noise alone, and returns the images in it, which are 0.
 static const float* load_first_step(Model* m, const MicroBatch& part) {
     backend_zero(m->images, (size_t)part.B * m->config.in_channels * pixels_of(m->config) * sizeof(float));
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     return m->images;
 }
 
-// The first step, from the noise of paths.
-static const float* load_path_noise(Model* m, const MicroBatch& part) {
-    backend_zero(m->images, (size_t)part.B * m->config.in_channels * pixels_of(m->config) * sizeof(float));
-    run(LoadPathNoise<floatX>{.x_t = unet_input(m, part.B),
-                              .target = m->target,
-                              .loss = part,
-                              .paths = paths_of(m, part),
-                              .chosen = m->sources + part.first});
-    return m->images;
-}
-
-// The second step, from drafts.
-static const float* load_drafts(Model* m, const MicroBatch& part) {
-    const float* drafts = images_of(m->drafts, m, part);
+// Makes the input of the student's last step of drawing, and returns the images in it, (B, C, H, W): drafts, if it makes any.
+static const float* load_last_step(Model* m, const MicroBatch& part) {
+    if (!m->matching.drafts) return load_first_step(m, part);
+    const float* drafts = images_of(m->matching.drafts, m, part);
     add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
     return drafts;
 }
 
-// The last step: the second, if there is one.
-static const float* load_last_step(Model* m, const MicroBatch& part) {
-    return m->drafts ? load_drafts(m, part) : load_first_step(m, part);
-}
-
-// Makes m->target what leads from the network's input to the ends of the samples' paths.
-static void aim_at_path_ends(Model* m, const MicroBatch& part) {
-    run(AimAtPathEnd<floatX>{.target = m->target,
-                             .x_t = unet_input(m, part.B),
-                             .loss = part,
-                             .paths = paths_of(m, part),
-                             .chosen = m->sources + part.first});
-}
-
 // Writes the x0 that the network has predicted from a micro-batch's images (B, C, H, W), noised, to `predicted`, an array of
-// all this rank's images.
+// DistributionMatching.
 static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = part,
@@ -3753,10 +3724,9 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     if (objective == OBJECTIVE_FAKE) {
         predict_drawn_pictures(m, m->matching.fake_x0, part);
     } else {
-        if (objective == OBJECTIVE_IMAGES) load_noised_images(t, part);
-        else if (objective == OBJECTIVE_PATHS) load_path_noise(m, part);
-        else load_last_step(m, part);
-        if (is_on_paths(objective)) aim_at_path_ends(m, part);
+        if (objective == OBJECTIVE_PATHS) load_path_points(m, part);
+        else if (objective == OBJECTIVE_STUDENT) load_last_step(m, part);
+        else load_noised_images(t, part);
         unet_forward(m, part.B, part.first);
     }
     if (m->pairs.errors) run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
@@ -3850,19 +3820,13 @@ static void update_weights(Model* m, OptimiserMemory memory, floatX* working, co
 }
 
 // The student takes a step of drawing all this rank's pictures: what it predicts from the input that `load` makes goes to
-// `drawn`, an array of all this rank's images.
+// `drawn`, an array of DistributionMatching.
 static void draw_as_student(Model* m, float* drawn, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         const float* images = load(m, part);
         unet_forward(m, part.B, part.first);
         predict_x0(m, drawn, images, part, clamps);
     }
-}
-
-// The student takes its first step from noise that `load` gives, to m->drafts, and all samples go to the second.
-static void make_drafts(Model* m, const float* (*load)(Model*, const MicroBatch&)) {
-    draw_as_student(m, m->drafts, load, clamps_x0(m->config));
-    run(BeginSecondStep{m->timesteps, m->config.batch_size, second_start(m->config)});
 }
 
 // The first part of a step that matches distributions: the student draws, the fake learns, and the teacher predicts.
@@ -3879,7 +3843,10 @@ static void match_distributions(Trainer* t) {
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
                       .seed = c.seed});
-    if (m->drafts) make_drafts(m, load_first_step);
+    if (matching.drafts) {
+        draw_as_student(m, matching.drafts, load_first_step, clamps_x0(c));
+        run(BeginSecondStep{m->timesteps, c.batch_size, t->source.starts[1]});
+    }
     draw_as_student(m, matching.pictures, load_last_step, false);
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, matching.fake.master);
@@ -3899,7 +3866,7 @@ static void enqueue_step(Trainer* t, Objective objective) {
     Hyper hyper = hyper_of(m->config, objective);
 
     BatchSource source = t->source;
-    if (!is_on_paths(objective)) source.path_steps = 0;
+    if (objective != OBJECTIVE_PATHS) source.path_steps = 0;
     run(BeginStep{.state = m->state,
                   .timesteps = m->timesteps,
                   .sources = m->sources,
@@ -3908,7 +3875,6 @@ static void enqueue_step(Trainer* t, Objective objective) {
                   .hyper = hyper,
                   .schedule = m->schedule,
                   .pairs = m->pairs});
-    if (objective == OBJECTIVE_DRAFTS) make_drafts(m, load_path_noise);
     if (objective == OBJECTIVE_STUDENT) match_distributions(t);
     batch_gradient(t, objective);
 
@@ -3940,19 +3906,20 @@ struct StartPaths {
 // Draws path `number` of every sample of this rank, with the weights that the run started from.
 static void draw_paths(Trainer* t, int64_t number) {
     Model* m = &t->model;
-    const int steps = m->config.path_steps;
+    const int steps = m->config.path_steps, second = steps - second_start(steps);
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        size_t count = batch.input.count();
-        float* path = paths_of(m, part) + number % PATHS_KEPT * 2 * count;
+        float* point = points_of(m, part) + number % PATHS_KEPT * (m->config.consistency_steps + 1) * batch.input.count();
         for (int i = 0; i <= steps; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
-            if (i == 0) backend_copy(path, batch.x, count * sizeof(float));
+            bool is_start = i == 0 || (i == second && m->config.consistency_steps == 2);
+            if (!is_start && i < steps) continue;
+            backend_copy(point, batch.x, batch.input.count() * sizeof(float));
+            point += batch.input.count();
         }
-        backend_copy(path + count, batch.x, count * sizeof(float));
     }
     use_weights(m, m->master);
 }
@@ -3961,7 +3928,7 @@ static void draw_paths(Trainer* t, int64_t number) {
 static void begin_next_step(Trainer* t) {
     const BatchSource& s = t->source;
     Objective objective = objective_of(t->model.config, t->begun);
-    if (is_on_paths(objective)) {
+    if (objective == OBJECTIVE_PATHS) {
         int64_t newest = t->begun / s.path_steps;
         t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);  // a run that is resumed has drawn them before
         for (; t->paths_drawn <= newest; t->paths_drawn++) draw_paths(t, t->paths_drawn);
@@ -4376,8 +4343,8 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     prepare_trial_run(&t, config, first);
 
     double start = 0;
-    int n = -2 * STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step of a kind is captured, of which a tuning has two
-    for (; n < 2 * STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
+    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
+    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
         if (n <= 0) start = seconds_now();
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
         if (!await_step(&t).finite) fail("a step on grey images became NaN or infinite: its time can't be told");
@@ -5107,7 +5074,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
     // the time that is left, where steps go on like this: those that match distributions take longer than those before
-    bool is_followed = c.matching_fraction > 0 && is_on_paths(objective_of(c, t->step - 1));
+    bool is_followed = c.matching_fraction > 0 && objective_of(c, t->step - 1) == OBJECTIVE_PATHS;
     long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
     print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
     if (end < c.steps) printf(" to step %ld", end);

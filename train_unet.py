@@ -681,7 +681,7 @@ def sampler_timesteps(config, sampler, steps, spacing):
         if config.path_steps and steps > config.consistency_steps:
             raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which the"
                             " model learns to draw")
-        return unet_io.consistency_timesteps(config.diffusion_steps, steps, config.second_step)
+        return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
     chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
     return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)
 
@@ -756,7 +756,7 @@ def seed_noise(seeds, shape, call=0):
 @torch.no_grad()
 def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
            eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
-           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto"):
+           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto", path=None):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
     model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
@@ -765,7 +765,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
     each picture. guidance_scale: what is drawn differs so many times as much from a picture without a class
     (Ho and Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide
     (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
-    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING.
+    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING. path: a list, which gets the tensors
+    (len(seeds), C, H, W) that the steps start from.
     Raises UserError where a strength above 0 leaves no timestep.
     Each sampler stands here as its paper has it, for x = alpha x0 + sigma eps: step i goes from the levels alpha[i], near
     0, and sigma[i] to those of i + 1; the last are 1 and 0.
@@ -840,6 +841,8 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
         x = noised(0, x)
     for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
         x = with_known(x, i, k - 1)
+        if path is not None:
+            path.append(x)
         a, s, a_next, s_next = alpha[i], sigma[i], alpha[j], sigma[j]
         if j < i:  # back to more noise
             x = a_next / a * x + math.sqrt(s_next**2 - (a_next / a * s) ** 2) * noise(k)
@@ -997,49 +1000,30 @@ class Trainer:
 
     def path_batch(self, step):
         """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
-        timestep at which the tuned model's first or second step begins, and the noise that leads from one to the other.
-
-        The first begins with the noise at the beginning of the path, the second with a draft, noised, that the model makes of
-        that noise.
-        """
+        timesteps of the points where the samples are, and the noise that leads from one to the other."""
         config = self.config
-        numbers = unet_io.path_numbers(config, step)
+        numbers, at = unet_io.path_numbers(config, step), unet_io.path_points(config, step)
         paths = [self.drawn_paths(number) for number in numbers]
         self.paths = {number: kept for number, kept in self.paths.items() if number > numbers.max() - unet_io.PATHS_KEPT}
-        ends, x = (np.stack([path[k][b] for b, path in enumerate(paths)]) for k in range(2))
+        ends = np.stack([path[0][b] for b, path in enumerate(paths)])
+        points = np.stack([path[1][at[b]][b] for b, path in enumerate(paths)])
         classes = np.stack([path[2][b] for b, path in enumerate(paths)]) if config.class_cond else None
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
-        second, t = unet_io.consistency_timesteps(config.diffusion_steps, 2, config.second_step)
-        if unet_io.learns_from_drafts(config, step):
-            noise = torch.from_numpy(x / np.float32(levels.sigma[t])).to(self.device)
-            drafts, t = self.drafts(noise, self.class_inputs(classes)), second
-            noise = self.step_noise(Stream.SECOND_NOISE, drafts)
-            x = (levels.alpha[t] * drafts + levels.sigma[t] * noise).cpu().numpy()
-        alpha, sigma = (np.float32(level[t]) for level in levels)
-        return ends, np.full(len(ends), t), (x - alpha * ends) / sigma, classes
+        t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
+        alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
+        return ends, t, (points - alpha * ends) / sigma, classes
 
     def drawn_paths(self, number):
-        """The samples' paths of this number: their ends and the noise where they begin, each (batch_size, C, H, W), and their
-        classes (batch_size,) or None."""
+        """The samples' paths of this number: their ends (batch_size, C, H, W); by number the points at which the tuned model's
+        steps begin, each (batch_size, C, H, W); and their classes (batch_size,) or None."""
         if number not in self.paths:
             seeds, classes = unet_io.path_starts(self.config, number, self.images.labels)
+            points = []
             ends = sample(self.teacher, seeds, "dpmpp", self.config.path_steps, self.device, threshold=self.threshold,
-                          classes=classes)
-            self.paths[number] = ends.numpy(), seed_noise(seeds, ends.shape[1:]).numpy(), classes
+                          classes=classes, path=points)
+            kept = {at: points[at].cpu().numpy() for at in unet_io.path_beginnings(self.config)}
+            self.paths[number] = ends.numpy(), kept, classes
         return self.paths[number]
-
-    @torch.no_grad()
-    def drawn(self, x0, t, noise, classes):
-        """What the model draws in a step that begins with images x0, noised: float32 (B, C, H, W). It drops nothing."""
-        self.model.eval()
-        pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
-        self.model.train()
-        return pictures
-
-    def drafts(self, noise, classes):
-        """What the model draws in its first step, which begins with noise (B, C, H, W) alone: the same shape."""
-        last = torch.full((len(noise),), self.config.diffusion_steps - 1, device=self.device)
-        return limited(self.drawn(torch.zeros_like(noise), last, noise, classes), self.threshold)
 
     def matching_loss(self, noise, y=None):
         """The loss of a step that matches distributions, of a batch's noise and classes, NumPy arrays: a scalar tensor (Yin et
@@ -1050,17 +1034,22 @@ class Trainer:
         noised, differs from what the fake sees, divided by their mean distance from the former (equation 8).
         """
         config, step = self.config, self.steps_done
-        begin = unet_io.consistency_timesteps(config.diffusion_steps, config.consistency_steps, config.second_step)[0]
+        *second, last = unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, config.consistency_steps)
         t_noised = torch.from_numpy(unet_io.matching_timesteps(config, step)).to(self.device)
         noise = torch.from_numpy(noise).to(self.device)
-        classes = self.class_inputs(y)
-        fresh = self.step_noise(Stream.MATCHING_NOISE, noise)
-        t = torch.full_like(t_noised, begin)
-
         x0 = torch.zeros_like(noise)  # the student begins with noise alone
-        if config.consistency_steps == 2:
-            x0, noise = self.drafts(noise, classes), self.step_noise(Stream.SECOND_NOISE, noise)
-        pictures = self.drawn(x0, t, noise, classes)
+        classes = self.class_inputs(y)
+        fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
+        t = torch.full_like(t_noised, last)
+
+        with torch.no_grad():
+            self.model.eval()  # which drops nothing
+            pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+            if second:
+                x0, noise = limited(pictures, self.threshold), self.step_noise(Stream.SECOND_NOISE, x0)
+                t = torch.full_like(t_noised, second[0])
+                pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+            self.model.train()
 
         if config.dropout:
             self.fake.replay_dropout(config.seed, step)
@@ -1357,8 +1346,6 @@ def idle_flags(config, run, given):
         "num_classes": ("without --class_cond 1", config.class_cond),
         "final_lr_fraction": ("with --lr_schedule constant", config.lr_schedule != "constant"),
         "consistency_steps": ("without --consistency 1", config.consistency),
-        "second_step": ("without --consistency 1, or for one step",
-                        config.consistency and (config.consistency_steps == 2 or not config.path_steps)),
         "class_names": ("without --class_cond 1", config.class_cond),
         "init_model_filename": ("without --init_model_only 1", run.init_model_only),
         "init": ("with --model_weights", not run.model_weights),

@@ -505,8 +505,6 @@ static std::vector<Flag> FLAGS = {
      "tune --model_weights to draw in one or two steps; --preset consistency says how"},
     {FIELD(consistency_steps), INT, TRAINING, FIXED, "2",
      "with --consistency: the number of steps, 1 or 2, in which the tuned model is to draw best", 1, 2},
-    {FIELD(second_step), FLOAT, TRAINING, FIXED, "0.3",
-     "with --consistency: the second of two steps begins at this part of the timesteps", 0.01, 0.99},
     {FIELD(path_steps), INT, TRAINING, FIXED, "0",
      "with --consistency: learn from pictures that --model_weights draws in so many steps; 0: from pairs of timesteps",
      0, 1000},
@@ -609,7 +607,7 @@ static std::vector<Preset> PRESETS = {
      OF_IMAGENET "--image_size 256 --num_channels 256 --channel_mult 1,1,2,2,4,4 --num_head_channels 64 "
                  "--use_new_attention_order 0"},
     {"consistency", "--consistency 1 --path_steps 10 --matching_fraction 0.2 --optimizer muon --lr 3e-4 "
-                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 128 --steps 8000"},
+                    "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 32 --steps 16000"},
 };
 
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
@@ -809,8 +807,6 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         {"num_classes", "without --class_cond 1", !!c.class_cond},
         {"final_lr_fraction", "with --lr_schedule constant", c.optimiser.lr_schedule != LR_CONSTANT},
         {"consistency_steps", "without --consistency 1", !!c.consistency},
-        {"second_step", "without --consistency 1, or for one step",
-         c.consistency && (c.consistency_steps == 2 || !c.path_steps)},
         {"output_name", "without --generate", false},
     };
     Strings notes;
@@ -1755,7 +1751,7 @@ enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
         bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
-        bool of_timesteps = index_of({"consistency", "consistency_steps", "second_step", "path_steps"}, flag.name) >= 0;
+        bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
         if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
         if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
         if (!of_model) continue;

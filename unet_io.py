@@ -419,9 +419,18 @@ def path_numbers(config, step):
     return newest - (drawn * kept >> 32)
 
 
-def learns_from_drafts(config, step):
-    """Whether a tuning on paths learns the second of two steps of drawing in this step (0-based), else the first."""
-    return config.consistency_steps == 2 and step % 2 == 1
+def path_beginnings(config):
+    """The points of a path, from 0, noise, at which the tuned model's steps begin: int64 (consistency_steps,)."""
+    return np.array([0, config.path_steps - second_start(config.path_steps)][:config.consistency_steps])
+
+
+def path_points(config, step):
+    """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
+
+    They are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
+    """
+    turn = np.arange(config.batch_size) + step
+    return path_beginnings(config)[turn % config.consistency_steps]
 
 
 def path_starts(config, number, labels):
@@ -689,16 +698,21 @@ def karras_timesteps(levels, sample_steps):
     return np.array(taken[::-1], np.int64)
 
 
-def consistency_timesteps(diffusion_steps, sample_steps, second_step):
+def second_start(count):
+    """The place, from 1, among `count` evenly spaced timesteps at which the second of two consistency steps starts."""
+    return -(-3 * count // 10)
+
+
+def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
     """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,).
 
-    The last is T - 1. second_step: at which part of the timesteps the second of two steps begins. Other numbers of steps are
-    evenly spaced.
+    The last is T - 1. The second of two steps starts three tenths of the way up, at a point of the paths if the model learned
+    from paths; otherwise distances are even.
     """
-    T = diffusion_steps
     if sample_steps != 2:
-        return trailing_timesteps(T, sample_steps)
-    return np.array([np.clip(math.floor(float(np.float32(second_step)) * T + 0.5) - 1, 0, T - 2), T - 1])
+        return trailing_timesteps(diffusion_steps, sample_steps)
+    spaced = path_steps or diffusion_steps
+    return np.array([trailing_timesteps(diffusion_steps, spaced)[second_start(spaced) - 1], diffusion_steps - 1])
 
 
 def spaced_timesteps(spacing, levels, sample_steps):
@@ -817,8 +831,6 @@ class Config(Settings):
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
     consistency_steps: int = _setting(2, "with --consistency: the number of steps, 1 or 2, in which the tuned model is to draw best",
                                       low=1, high=2)
-    second_step: float = _setting(0.3, "with --consistency: the second of two steps begins at this part of the timesteps",
-                                  low=0.01, high=0.99)
     path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
                                   " pairs of timesteps", low=0, high=1000)
     matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"
@@ -932,7 +944,7 @@ PRESETS = {
     "adm256": dict(image_size=256, num_channels=256, num_res_blocks=2, channel_mult=(1, 1, 2, 2, 4, 4),
                    num_head_channels=64, use_new_attention_order=False, **ADM),
     "consistency": dict(consistency=True, path_steps=10, matching_fraction=0.2, optimizer="muon", lr=3e-4,
-                        lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=128, steps=8000),
+                        lr_schedule="cosine", warmup_steps=100, grad_clip=1.0, batch_size=32, steps=16000),
 }
 
 

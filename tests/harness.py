@@ -142,7 +142,7 @@ TRAINING = {
     "muon": Config(**TOY | dict(batch_size=3, lr=1e-3, lr_steps=20, seed=38, optimizer="muon", weight_decay=0.1, grad_clip=1.0,
                                 class_cond=True, num_classes=3, predict="v", use_new_attention_order=False)),
     "muon, matching": Config(**TOY | dict(batch_size=3, lr=1e-3, lr_steps=20, seed=39, noise_schedule="edm", predict="edm",
-                                          optimizer="muon", consistency=True, second_step=0.5, path_steps=4,
+                                          optimizer="muon", consistency=True, consistency_steps=2, path_steps=4,
                                           matching_fraction=0.5)),
     "no average": Config(**TOY | dict(image_size=64, norm_groups=4, batch_size=2, ema_rate=0.0, seed=5,
                                       num_head_channels=32)),

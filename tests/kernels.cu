@@ -957,25 +957,18 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
         batch.B = B;
         return batch;
     };
-    Floats paths(2 * 2 * n);  // two of each sample, each its beginning and its end
+    Floats points(3 * n);  // noise alone, the start of the second step, and the end
     std::vector<int> of_samples(B);
     for (int b = 0; b < B; b++) of_samples[b] = (b + 1) % 2;
     Pair<int> chosen(of_samples);
-    check("load noise of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
+    check("load points of paths", shape, {input_output, {&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::T T;
-        on.run(LoadPathNoise<T>{.x_t = {on(x_t), B, H, W, PIXEL},
-                                .target = on(target),
-                                .loss = part_of_batch(on),
-                                .paths = on(paths),
-                                .chosen = on(chosen)});
-    });
-    check("aim at the ends of paths", shape, {{&target, WRITTEN, "target", FLOAT_LIMIT}}, [&](auto on) {
-        typedef typename decltype(on)::T T;
-        on.run(AimAtPathEnd<T>{.target = on(target),
-                               .x_t = {on(out), B, H, W, PIXEL},
-                               .loss = part_of_batch(on),
-                               .paths = on(paths),
-                               .chosen = on(chosen)});
+        on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
+                                 .target = on(target),
+                                 .loss = part_of_batch(on),
+                                 .points = on(points),
+                                 .chosen = on(chosen),
+                                 .consistency_steps = 2});
     });
     Floats pictures(images.host.size()), teacher(images.host.size()), fake(images.host.size());
     check("predicted x0", shape, {{&pictures, WRITTEN, "x0", FLOAT_LIMIT}}, [&](auto on) {
@@ -1106,6 +1099,9 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     auto paths = [&](auto on) {
         BatchSource with_paths = source(on);
         with_paths.path_steps = 3;
+        with_paths.consistency_steps = 2;
+        with_paths.starts[0] = 999;
+        with_paths.starts[1] = 77;
         return with_paths;
     };
     outputs.resize(3);

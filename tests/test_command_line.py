@@ -432,7 +432,6 @@ IDLE = {  # what is typed: what is said of it
     "--num_classes 7": "--num_classes does nothing without --class_cond 1",
     "--final_lr_fraction 0.5": "--final_lr_fraction does nothing with --lr_schedule constant",
     "--consistency_steps 1": "--consistency_steps does nothing without --consistency 1",
-    "--second_step 0.5": "--second_step does nothing without --consistency 1, or for one step",
     "--warmup_steps 9": "the learning rate does not reach --lr: --warmup_steps 9 are more than --steps 1"}
 IDLE_IN_C = {"--output_name x.png": "--output_name does nothing without --generate"}
 IDLE_IN_PYTHON = {

@@ -166,10 +166,16 @@ def test_timesteps():
     assert unet_io.spaced_timesteps("trailing", levels, 10).tolist() == list(range(99, 1000, 100))
     assert unet_io.spaced_timesteps("trailing", levels, 3).tolist() == [332, 666, 999]
     assert unet_io.spaced_timesteps("uniform", levels, 5).tolist() == [0, 250, 500, 749, 999]
-    for T, steps, second_step, wanted in (
-            (1000, 1, 0.3, [999]), (1000, 2, 0.3, [299, 999]), (1000, 2, 0.2, [199, 999]), (21, 2, 0.3, [5, 20]),
-            (2, 2, 0.01, [0, 1]), (2, 2, 0.99, [0, 1]), (1000, 5, 0.3, [199, 399, 599, 799, 999])):
-        assert unet_io.consistency_timesteps(T, steps, second_step).tolist() == wanted
+    for path_steps, steps, places in ((10, 1, [10]), (10, 2, [3, 10]), (2, 2, [1, 2]), (3, 2, [1, 3])):
+        taken = unet_io.consistency_timesteps(1000, path_steps, steps)
+        assert taken.tolist() == [unet_io.trailing_timesteps(1000, path_steps)[place - 1] for place in places]
+    assert unet_io.consistency_timesteps(1000, 0, 2).tolist() == [299, 999]
+    assert unet_io.consistency_timesteps(1000, 0, 5).tolist() == [199, 399, 599, 799, 999]
+    for path_steps, steps, second in ((10, 1, 0), (10, 2, 7), (7, 2, 4), (1, 1, 0), (2, 2, 1)):
+        config = Config(consistency=True, path_steps=path_steps, consistency_steps=steps, batch_size=6, predict="v")
+        assert unet_io.path_points(config, 3).tolist() == 3 * [second, 0]
+        points = unet_io.trailing_timesteps(1000, path_steps)[::-1]
+        assert points[second] == unet_io.consistency_timesteps(1000, path_steps, steps)[0]
     karras = unet_io.spaced_timesteps("karras", levels, 18)
     sigmas = (80 ** (1 / 7) + np.arange(17, -1, -1) / 17 * (0.01 ** (1 / 7) - 80 ** (1 / 7))) ** 7
     assert np.abs(np.log(unet_io.noise_ratios(levels)[karras][:-1] / sigmas[:-1])).max() < 0.2

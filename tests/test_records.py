@@ -1,5 +1,6 @@
 """dev/bench/records.py and the opponents that it trains in PyTorch."""
 import dataclasses
+import fcntl
 import json
 import math
 
@@ -132,6 +133,19 @@ def small(records, monkeypatch, tmp_path):
                               data_sets={"smoke": records.SMOKE})
     records.prepare(options, "", "")
     return options, records
+
+
+def test_one_job_twice(small):
+    """A job that another process is at is refused, and its results stay."""
+    options, records = small
+    job = records.Job("smoke-real-3", options)
+    with open(job.folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is at --job smoke-real-3"):
+            job.run()
+        assert not job.path.exists()
+    job.run()
+    assert job.path.exists()
 
 
 def test_jobs(small, capsys):

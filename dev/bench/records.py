@@ -6,12 +6,13 @@ writes the tables of docs/records.md.
     python3 dev/bench/records.py --write                 the tables, and the README's, from the results of all jobs
     python3 dev/bench/records.py --smoke                 everything in miniature, also without a GPU
 
-A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Jobs may run at the same
-time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: starting, compiling, saving,
+A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Different jobs may run at the
+same time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: starting, compiling, saving,
 drawing and judging are not counted on either side.
 """
 import copy
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -356,7 +357,16 @@ class Job:
         return checkpoint_in(folder, steps), 1e-3 * steps * statistics.mean(milliseconds_in(folder, log_interval(every)))
 
     def run(self):
-        """Train and judge for each length what is not known yet. Raises Unfinished."""
+        """Train and judge for each length what is not known yet. Raises Unfinished, or UserError if another process does so."""
+        with open(self.folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another process is at --job {self.name} in {self.options.folder}") from None
+            self.find_points()
+
+    def find_points(self):
+        """What run does when the job is its own."""
         if not self.recipe.trainer:
             if not self.is_known(0, ""):
                 self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
@@ -387,7 +397,7 @@ class Job:
     def tuner(self, weights, folder, calls):
         """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
         flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
-        for name in ("batch_size", "seed", "flip"):
+        for name in ("seed", "flip"):
             flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
         return Program(flags, self.images, folder)
 

@@ -77,7 +77,7 @@ def write_page(path, model, sampling, class_names=(), step=0):
         raise UserError(f"a page with {size / 1e6:.0f} MB of weights is more than browsers take: {MOST_BYTES / 1e6:.0f} MB are"
                         f" the most")
     weights = b"".join(map(pack, tensors))
-    told = (*ARCHITECTURE, *DIFFUSION, "consistency", "consistency_steps", "second_step", "path_steps")
+    told = (*ARCHITECTURE, *DIFFUSION, "consistency", "consistency_steps", "path_steps")
     settings = {name: getattr(model.config, name) for name in told} | sampling
     with open(os.path.join(FOLDER, "page.wasm"), "rb") as file:
         network = file.read()
