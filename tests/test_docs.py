@@ -30,6 +30,16 @@ def test_links(name):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_tables(name):
+    """Every table has a head and a line below it, and as many cells in each row: a blank line would end it."""
+    for table in re.findall(r"(?:^\|.*\n?)+", (ROOT / name).read_text(), re.M):
+        head, line, *rows = table.splitlines()
+        assert re.fullmatch(r"\|(?:[ :]*-+[ :]*\|)+", line), table
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in (head, line, *rows)]
+        assert set(cells) == {cells[0]}, table
+
+
 def test_names():
     """README.md's functions, layers and files are there, and its table of sections is train_unet.cu's."""
     page, code = (ROOT / "README.md").read_text(), source_of_the_program()
