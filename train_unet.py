@@ -16,7 +16,6 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -1578,22 +1577,12 @@ def locked(folder, steps):
     """
     unet_io.check_folder(folder)
     os.makedirs(folder, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process is training in {folder}; name another folder with --out_dir") from None
-        except OSError as error:
-            print(f"note: {unet_io.printable(folder)} can't be locked ({error.strerror}): see that no other run is started",
-                  file=sys.stderr)
+    with unet_io.locked(folder, f"another process is training in {folder}; name another folder with --out_dir"):
         there = checkpoints_in(folder)
         if there != steps:
             raise UserError(f"{folder} already holds a run, at step {max(there, default=0)}; continue it with --resume, or"
                             f" name another folder with --out_dir")
         yield
-    finally:
-        os.close(lock)
 
 
 def open_images(config, run):

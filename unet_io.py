@@ -1111,6 +1111,23 @@ def check_folder(path):
         raise UserError(f"{path} can't be written: the folder {place or '.'} may not be written into")
 
 
+@contextlib.contextmanager
+def locked(folder, refusal):
+    """Hold the lock of a folder. Raises UserError with this refusal where another process holds it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(refusal) from None
+        except OSError as error:
+            print(f"note: {printable(folder)} can't be locked ({error.strerror}): see that no other run is started",
+                  file=sys.stderr)
+        yield
+    finally:
+        os.close(lock)
+
+
 @functools.lru_cache(maxsize=None)  # once a folder
 def _remove_stale_temporaries(folder):
     """Remove the temporary files that killed processes left. Who writes one holds a lock on it."""

@@ -1,6 +1,5 @@
 """dev/bench/records.py and the opponents that it trains in PyTorch."""
 import dataclasses
-import fcntl
 import json
 import math
 
@@ -139,8 +138,7 @@ def test_one_job_twice(small):
     """A job that another process is at is refused, and its results stay."""
     options, records = small
     job = records.Job("smoke-real-3", options)
-    with open(job.folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with unet_io.locked(job.folder, "not held by another"):
         with pytest.raises(UserError, match="another process is at --job smoke-real-3"):
             job.run()
         assert not job.path.exists()

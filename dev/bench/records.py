@@ -12,7 +12,6 @@ drawing and judging are not counted on either side.
 """
 import copy
 import dataclasses
-import fcntl
 import functools
 import json
 import os
@@ -358,15 +357,11 @@ class Job:
 
     def run(self):
         """Train and judge for each length what is not known yet. Raises Unfinished, or UserError if another process does so."""
-        with open(self.folder / "lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another process is at --job {self.name} in {self.options.folder}") from None
+        with unet_io.locked(self.folder, f"another process is at --job {self.name} in {self.options.folder}"):
             self.find_points()
 
     def find_points(self):
-        """What run does when the job is its own."""
+        """run, of a job that is locked."""
         if not self.recipe.trainer:
             if not self.is_known(0, ""):
                 self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
