@@ -1551,6 +1551,10 @@ def start_model(config, run, given):
     if not (checkpoint.config.class_cond or given.get("class_cond")):
         free = ()
     adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free)
+    told = unet_io.PRESETS.get(run.preset, {}) | given
+    for name in ("timestep_sampling", "timestep_mean", "timestep_std"):  # as the model was trained
+        if "timestep_sampling" not in told and name not in told:
+            setattr(config, name, getattr(checkpoint.config, name))
     return model, checkpoint, run.model_weights
 
 

@@ -419,7 +419,7 @@ static std::vector<Flag> FLAGS = {
     {FIELD(data_file), PATH, FILES, FREE, "data/emoji.bin", "training images of prepare_data.py"},
     {FIELD(val_file), PATH, FILES, FREE, "", "validation images, for a loss every --val_every"},
     {FIELD(model_weights), PATH, FILES, FIXED, "", "start from or draw with this .bin's weights"},
-    {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, samples and the log"},
+    {FIELD(out_dir), PATH, FILES, FORGOTTEN, "out", "folder for checkpoints, grids while training and the log"},
     {FIELD(output_name), PATH, FILES, FORGOTTEN, "samples.png",
      "PNG grid that --generate writes, or X.npy: an array"},
     {FIELD(output_dir), PATH, FILES, FORGOTTEN, "",
@@ -1746,7 +1746,7 @@ static void show_grid(const std::string& path, const Raster& grid) {
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------
 // The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
-// starts from a file's weights may have other classes.
+// starts from a file's weights may have other classes, and may draw its timesteps in another way.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
@@ -1754,6 +1754,9 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
         bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
         if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
         if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
+        bool draws_timesteps = index_of({"timestep_sampling", "timestep_mean", "timestep_std"}, flag.name) >= 0;
+        bool is_told = was_given(given, "timestep_sampling") || was_given(given, flag.name);
+        if (taking == TO_START && draws_timesteps && !is_told) set_flag(config, flag, flag_text(file.config, flag));
         if (!of_model) continue;
         const GivenFlag* g = was_given(given, flag.name);
         bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;

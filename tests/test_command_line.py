@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, checkpoint_in, effective, losses_in, perturbed_file, refused,
+    QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, effective, losses_in, perturbed_file, refused,
     run, script, settings, start_flags, stored_flags, write_toy_images)
 from unet_io import Config, flags_of
 
@@ -387,6 +388,23 @@ def test_config_of_new_run_from_weights(tmp_path, images8):
     assert f"model_weights = {tmp_path}/w.bin\n" in (tmp_path / "run/config.txt").read_text()
     refused(TRAIN, "--resume", tmp_path / "run", "--model_weights", "other.bin",
             says=["--model_weights other.bin contradicts", f"made with {tmp_path}/w.bin;"])
+
+
+@pytest.mark.parametrize("words, expected", [
+    ((), ("lognormal", -1.25, 1.5)), (("--timestep_std", 2), ("lognormal", -1.25, 2)),
+    (("--timestep_sampling", "uniform"), ("uniform", 0, 1)), (("--timestep_sampling", "lognormal"), ("lognormal", 0, 1)),
+    (("--preset", "consistency"), ("lognormal", -1.25, 1.5))])
+def test_timesteps_of_new_run_from_weights(tmp_path, images8, words, expected):
+    """A run that starts from weights draws timesteps as they were trained, if it is not told otherwise."""
+    config = Config(**TOY | dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal", timestep_mean=-1.25,
+                                 timestep_std=1.5))
+    perturbed_file(tmp_path / "w.bin", config)
+    flags = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1, "--batch_size", 2, *words)
+    run(TRAIN, *flags, *QUICK, "--out_dir", tmp_path / "ours")
+    assert call(train_unet, *flags, "--sample_every", 0, "--device", "cpu", "--out_dir", tmp_path / "theirs") == ""
+    for name in ("ours", "theirs"):
+        found = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 1))).config
+        assert (found.timestep_sampling, found.timestep_mean, found.timestep_std) == expected
 
 
 def test_summary():
