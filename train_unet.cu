@@ -2420,7 +2420,7 @@ template <typename T> struct LoadPathPoints {
         float x0 = points[end * x_t.count() + i];
 
         const ScheduleRow at = loss.at(b);
-        float eps = (x - at.alpha * x0) / at.sigma;
+        float eps = fmaf(-at.alpha, x0, x) / at.sigma;
         x_t.data[i] = (T)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
     }
@@ -4749,6 +4749,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     } else if (*config.model_weights) {
         t->start = open_weights(config.model_weights);
         take_from_file(&config, given, t->start, TO_START);
+        take_timestep_sampling(&config, given, t->start.config);
     } else if (config.consistency) {
         fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }

@@ -1041,13 +1041,16 @@ class Trainer:
         fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
         t = torch.full_like(t_noised, last)
 
+        def drawn():
+            return self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+
         with torch.no_grad():
             self.model.eval()  # which drops nothing
-            pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+            pictures = drawn()
             if second:
                 x0, noise = limited(pictures, self.threshold), self.step_noise(Stream.SECOND_NOISE, x0)
                 t = torch.full_like(t_noised, second[0])
-                pictures = self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+                pictures = drawn()
             self.model.train()
 
         if config.dropout:
@@ -1543,18 +1546,17 @@ def start_model(config, run, given):
     if not run.model_weights:
         return None, None, ""
     import convert  # which imports this file
-    told = {} if convert.tells_all(run.model_weights) else unet_io.PRESETS.get(run.preset, {}) | given
-    told = {name: value for name, value in told.items() if name in ARCHITECTURE + DIFFUSION}
+    told = unet_io.PRESETS.get(run.preset, {}) | given
+    assumed = {} if convert.tells_all(run.model_weights) else told
+    assumed = {name: value for name, value in assumed.items() if name in ARCHITECTURE + DIFFUSION}
     free = OF_CLASSES if given.get("class_cond", True) else ()
     tunes = config.consistency  # from the averages, where there are any: the model that draws better
-    model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=told, free=free)
+    model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=assumed, free=free)
     if not (checkpoint.config.class_cond or given.get("class_cond")):
         free = ()
     adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free)
-    told = unet_io.PRESETS.get(run.preset, {}) | given
-    for name in ("timestep_sampling", "timestep_mean", "timestep_std"):  # as the model was trained
-        if "timestep_sampling" not in told and name not in told:
-            setattr(config, name, getattr(checkpoint.config, name))
+    if "timestep_sampling" not in told:  # as the model was trained
+        adopt(config, told, checkpoint.config, run.model_weights, ("timestep_sampling", "timestep_mean", "timestep_std"))
     return model, checkpoint, run.model_weights
 
 

@@ -1746,7 +1746,7 @@ static void show_grid(const std::string& path, const Raster& grid) {
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------
 // The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
-// starts from a file's weights may have other classes, and may draw its timesteps in another way.
+// starts from a file's weights may have other classes.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
@@ -1754,9 +1754,6 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
         bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
         if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
         if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
-        bool draws_timesteps = index_of({"timestep_sampling", "timestep_mean", "timestep_std"}, flag.name) >= 0;
-        bool is_told = was_given(given, "timestep_sampling") || was_given(given, flag.name);
-        if (taking == TO_START && draws_timesteps && !is_told) set_flag(config, flag, flag_text(file.config, flag));
         if (!of_model) continue;
         const GivenFlag* g = was_given(given, flag.name);
         bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
@@ -1768,6 +1765,14 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
                  file.path, stored.empty() ? "none" : stored);
         set_flag(config, flag, stored);
     }
+}
+
+// A run that starts from a file's weights draws timesteps as the file's run did, where the flags say nothing else. A given
+// --timestep_sampling takes no mean and deviation of it.
+static void take_timestep_sampling(Config* config, const GivenFlags& given, const Config& run) {
+    if (was_given(given, "timestep_sampling")) return;
+    for (const char* name : {"timestep_sampling", "timestep_mean", "timestep_std"})
+        if (!was_given(given, name)) set_flag(config, flag_named(name), flag_text(run, flag_named(name)));
 }
 
 // Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
