@@ -193,6 +193,8 @@ static int list_length(const auto& list) { return (int)(std::find(list, std::end
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
 static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
+// Whether each image is noised twice: consistency tuning by pairs.
+static bool has_pairs(const Config& c) { return c.consistency && !c.path_steps; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
@@ -716,7 +718,7 @@ namespace DEVICE {
 // A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
 // is a tensor, or one that is still to be normed: see groupnorm_for_product.
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options = {});
-// dx = [+=] F.conv_transpose2d(dout, w, padding=1)
+// dx = [dx +] F.conv_transpose2d(dout, w, padding=1); dx is added to with options.accumulate
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
 // layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
 // wanted, is dout.sum((1, 2)).
@@ -725,7 +727,7 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 // A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
 // side.
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options = {});
-// dx = [+=] dout @ w
+// dx = [dx +] dout @ w
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
@@ -812,7 +814,7 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
 }
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
-// item is an angle. It is computed in double: t reaches 999, and a float product would be off by 3e-5.
+// item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
 template <typename T> struct TimestepEmbedding {
     TensorOf<T> out;
     const int* timesteps;
@@ -837,7 +839,8 @@ union FloatBits {
     float value;
     uint32_t bits;
 };
-// e^x to 2 units in the last place, a polynomial, so that loops over it become vector code. NaN stays NaN.
+// e^x to 2 units in the last place, with x held within [-87, 88]: a polynomial, so that loops over it become vector code. NaN
+// stays NaN.
 static inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     FloatBits shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
@@ -1134,8 +1137,8 @@ struct Model : OptimiserMemory {
     Arena scratch, late;                 // what the current block may take from: its buffers scratch_... and late
     Event embedding_ready = 0;           // block 0's output is there
     floatX* input;                       // (B, H, W, PIXEL): the noised images
-    float* target;                       // (B, H, W, PIXEL)
-    float* images;                       // (B, C, H, W): clean, planar, as in the files
+    float* target;                       // (B, H, W, PIXEL): what the network should predict; while sampling x
+    float* images;                       // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
     int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
     int first;                           // the sample of the batch that this micro-batch begins with
     const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
@@ -1235,7 +1238,6 @@ static Tensor unet_input(const Model* m, int B) {
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
 //   - Backward does not read the block's own output, which lives only until other blocks have read it.
-//   - norm_of adds SiLU to the norms of every block without heads.
 //   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
 //     where its backward reads the projection again.
 struct Module {
@@ -1272,7 +1274,7 @@ struct Module {
         size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
-        norm.silu = !block.heads;  // of all norms only attention's has none
+        norm.silu = true;
         norm.statistics = take<GroupStatistics>(&kept_stats, count);
         norm.half_scale_shift = take<ScaleShift>(&kept_stats, count);
         return norm;
@@ -1397,15 +1399,15 @@ struct ResBlock : Module {
         if (C != O) add_layer(plan, *block, "skip_connection.", {O, C, 1, 1});
     }
 
-    bool widens = x.C() != block.O, resizes = block.H != block.out_H;
+    bool changes_width = x.C() != block.O, resizes = block.H != block.out_H;
     bool modulates = m->config.use_scale_shift_norm;
     bool drops = m->dropout_step && m->config.dropout > 0;
-    bool adds_x = !widens && !resizes;  // the residual is x itself
+    bool adds_x = !changes_width && !resizes;  // the residual is x itself
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
     Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
     Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
-    Linear skip = widens ? layer<Linear>(RES_SKIP) : Linear();
+    Linear skip = changes_width ? layer<Linear>(RES_SKIP) : Linear();
     Rows embedding = own_channels(output_of(m, m->plan.blocks[0], B));
 
     // The block's channels of block 0's output, or of its gradient.
@@ -1431,7 +1433,7 @@ struct ResBlock : Module {
         Tensor residual = adds_x ? x.first : out.without_moments();
 
         Event skip_done = 0;
-        if (widens) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
+        if (changes_width) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
         Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
         if (resizes) resample_forward(residual, x.first);
@@ -1483,7 +1485,7 @@ struct ResBlock : Module {
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
-        if (widens) {
+        if (changes_width) {
             beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
@@ -1520,9 +1522,14 @@ struct AttentionBlock : Module {
         plan->flops += 3.0 * 4 * T * T * C;  // q k^T and P v, each 2 T T C; backward takes twice as many
     }
 
+    static Norm without_silu(Norm norm) {
+        norm.silu = false;
+        return norm;
+    }
+
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
     Tensor attended = take_from(&kept_hidden, block.H, block.C);  // the heads' outputs, side by side
-    Norm norm = norm_of(ATT_NORM, x);
+    Norm norm = without_silu(norm_of(ATT_NORM, x));  // the only norm without
     float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
     Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
     Tensor normed = {};
@@ -1994,7 +2001,7 @@ static Target edm_target(NoiseLevel level) {
 static Target target_at(int predict, NoiseLevel level) {
     switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
-        case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho (2022), appendix D
+        case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho, "Progressive Distillation" (2022), appendix D
         case PREDICT_FLOW: return {1, -1};                   // the velocity of Liu et al. (2022)
         case PREDICT_EDM: return edm_target(level);
         case PREDICT_X0: return {0, 1};
@@ -2283,11 +2290,29 @@ template <typename T> struct PredictionLoss {
         return loss;
     }
 
+    // The bound's term for channel c of the answer, behind the prediction, and its derivative by that channel.
+    HOST_DEVICE ValueAndSlope variance_loss(size_t at, int b, int pixel, int c) const {
+        const int t = batch.timestep(b), C = batch.channels;
+        const ScheduleRow row = batch.schedule[t];
+        float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
+        float log_variance = row.posterior_log_variance_clipped + above;
+        float error = row.mean_error * ((float)out[at - C] - target[at - C]);
+        ValueAndSlope term;
+        if (t) {
+            term = normal_kl(error, log_variance, above);
+        } else {
+            float x0 = images[((size_t)b * C + c - C) * batch.pixels + pixel];
+            term = discretized_gaussian_log_likelihood(x0, error, log_variance);
+            term = {-term.value, -term.slope};
+        }
+        return {term.value, 0.5f * row.log_variance_range * term.slope};
+    }
+
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
         int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
-        int b = team.index / parts, part = team.index % parts, t = batch.timestep(b);
+        int b = team.index / parts, part = team.index % parts;
         size_t sum_at = (size_t)batch.first * parts + team.index;
         int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
         float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
@@ -2306,20 +2331,9 @@ template <typename T> struct PredictionLoss {
             }
             sum += loss;
             if (images && c >= C && c < 2 * C) {
-                const ScheduleRow row = batch.schedule[t];
-                float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
-                float log_variance = row.posterior_log_variance_clipped + above;
-                float error = row.mean_error * ((float)out[at - C] - target[at - C]);
-                ValueAndSlope term;
-                if (t) {
-                    term = normal_kl(error, log_variance, above);
-                } else {
-                    size_t pixel = ((size_t)b * C + c - C) * batch.pixels + i / PIXEL;
-                    term = discretized_gaussian_log_likelihood(images[pixel], error, log_variance);
-                    term = {-term.value, -term.slope};
-                }
+                ValueAndSlope term = variance_loss(at, b, i / PIXEL, c);
                 bound += (Sum)(bits * term.value);
-                gradient = 0.5f * row.log_variance_range * term.slope * (float)(bits / batch.elements());
+                gradient = term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (T)gradient;
         }
@@ -2356,8 +2370,8 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// pairs.errors is added to a sample's target, so that the target means the x0 that the network has predicted at the earlier
-// timestep: that x0's error, as the prediction's error at the sample's own timestep. An item is an element.
+// pairs.errors: by how much the prediction at the sample's own timestep would miss its target if it meant the x0 that the
+// network predicts at the earlier timestep. Added to the target, it makes that x0 the target. An item is an element.
 template <typename T> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2368,7 +2382,7 @@ template <typename T> struct EarlierErrors {
     HOST_DEVICE void operator()(size_t i) const {
         int b = (int)(i / ((size_t)loss.pixels * PIXEL));
         int sample = loss.first + b;
-        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;
+        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;  // choose_earlier found none
         float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[sample]].x0_error;
         pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / loss.at(b).x0_error;
     }
@@ -2581,17 +2595,17 @@ static std::vector<int> sampler_timesteps(const Config& c, const std::vector<Noi
     }
 }
 
-// DDIM, Song et al. (2021): equation 12 with the noise derived again from the clamped x0, and equation 16. With
-// eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
+// DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again from the clamped
+// x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
 static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
-    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // as a part of all noise
+    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // the part of from's that `to` has not
     double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
     return {.x0 = (float)(to.alpha - direction * from.alpha),
             .x = (float)direction,
             .noise = (float)(eta * to.sigma * sqrt(fresh))};
 }
 
-// Song et al., "Consistency Models" (2023), algorithm 1: what is seen becomes the picture, and is noised again.
+// Song et al., "Consistency Models" (2023), algorithm 1: the predicted x0 is noised again, to the next level.
 static SampleUpdate consistency_step(NoiseLevel to) {
     return {.x0 = (float)to.alpha, .noise = (float)to.sigma};
 }
@@ -2666,6 +2680,7 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
 // The steps of a path; the first makes the noise that it begins with.
 static std::vector<SamplerStep> make_path(Config c) {
     c.sampler = SAMPLER_DPMPP;
+    c.eta = 0;  // the noise alone decides where a path ends
     c.spacing = SPACING_TRAILING;
     c.sample_steps = c.path_steps;
     return make_sampler(c);
@@ -2917,7 +2932,8 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 }
 
 // The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
-// among them.
+// among them. With --ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the first weights
+// are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
     AdamW a = {.lr = (float)learning_rate(c, s),
@@ -3268,8 +3284,8 @@ static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    for (float* network : {m->teacher, m->matching.fake.master})
-        if (network) backend_copy(network, m->master, m->shard * sizeof(float));
+    for (float* copy : {m->teacher, m->matching.fake.master})
+        if (copy) backend_copy(copy, m->master, m->shard * sizeof(float));
 }
 
 // Writes a tensor's values, which are in a file's order, to an array of parameters: as many as this rank's shard has.
@@ -3378,14 +3394,14 @@ struct BeginStep {
     }
 };
 
-// Begins a step that matches distributions; `first` is the run's first. The student draws from noise alone, at the last of the
+// Begins a step that matches distributions. The student draws from noise alone, at the last of the
 // timesteps. `noised` are those to which its pictures are noised then, not among the first or last fiftieth. It also computes
 // the fake's update. An item is a sample.
 struct BeginMatching {
-    StepState* fake;
+    StepState* fake_state;
     int *timesteps, *noised;  // (batch)
     const int64_t* step;      // of the run
-    int64_t first;
+    int64_t first;            // the first step of the run that matches distributions
     Hyper hyper;  // the fake's
     int batch, diffusion_steps;
     uint32_t seed;
@@ -3393,8 +3409,8 @@ struct BeginMatching {
     size_t items() const { return batch; }
     HOST_DEVICE void operator()(size_t b) const {
         if (b == 0) {
-            fake->update = adamw_at(hyper, *step, *step - first);
-            fake->accepted = 1;
+            fake_state->update = adamw_at(hyper, *step, *step - first);
+            fake_state->accepted = 1;
         }
         timesteps[b] = diffusion_steps - 1;
 
@@ -3491,13 +3507,16 @@ static Objective objective_of(const Config& c, int64_t step) {
     return matches ? OBJECTIVE_STUDENT : OBJECTIVE_PATHS;
 }
 
+// Parts of --lr; docs/experiments.md compares them with others.
+static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
+
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
-// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and gradients are not
-// averaged.
+// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is 0. Neither
+// --grad_clip nor --skip_outliers applies to the fake.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.optimiser;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
-    hyper.lr *= objective == OBJECTIVE_FAKE ? 0.1f : 0.03f;
+    hyper.lr *= objective == OBJECTIVE_FAKE ? FAKE_RATE : STUDENT_RATE;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
     hyper.beta1 = 0;
@@ -3641,14 +3660,14 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
                          .step = step,
                          .first = part.first,
                          .channels = c.in_channels,
-                         .offset_noise = c.offset_noise,
+                         .offset_noise = c.path_steps ? 0 : c.offset_noise,  // a path begins with a sampler's noise
                          .seed = c.seed,
                          .stream = stream});
 }
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
 static void predict_earlier(Model* m, const MicroBatch& part) {
-    std::swap(m->timesteps, m->pairs.timesteps);
+    std::swap(m->timesteps, m->pairs.timesteps);  // which the network reads; `part` keeps the samples' own
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
@@ -3659,7 +3678,7 @@ static void predict_earlier(Model* m, const MicroBatch& part) {
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
-    if (m->pairs.gaps) predict_earlier(m, part);
+    if (has_pairs(m->config)) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
 static void load_path_points(Model* m, const MicroBatch& part) {
@@ -3697,13 +3716,11 @@ static void predict_x0(Model* m, float* predicted, const float* images, const Mi
                           .clamps = clamps});
 }
 
-// Noises the pictures that the student drew, calls the network, and writes the x0 that it predicts to `x0`, an array of
-// DistributionMatching. The x0 is clamped if drawing clamps it.
-static void predict_drawn_pictures(Model* m, float* x0, const MicroBatch& part) {
+// Makes the input of the fake and of the teacher, and returns the images in it: the pictures that the student drew.
+static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
     const float* pictures = images_of(m->matching.pictures, m, part);
     add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-    unet_forward(m, part.B, part.first);
-    predict_x0(m, x0, pictures, part, clamps_x0(m->config));
+    return pictures;
 }
 
 // Makes m->target the student's, from its prediction.
@@ -3716,24 +3733,29 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
                                .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
+// Makes m->target the x0 that the network predicted at the earlier timesteps, and the samples' weights, for which their squared
+// errors are added up once before.
+static void load_pair_target(Model* m, const MicroBatch& part) {
+    run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
+    run(PredictionLoss<floatX>{part, unet_output(m), m->target});
+    run(PairWeights{m->pairs, part, m->pair_weights});
+}
+
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
 static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
     m->dropout_step = &m->state->step;
-    if (objective == OBJECTIVE_FAKE) {
-        predict_drawn_pictures(m, m->matching.fake_x0, part);
-    } else {
-        if (objective == OBJECTIVE_PATHS) load_path_points(m, part);
-        else if (objective == OBJECTIVE_STUDENT) load_last_step(m, part);
-        else load_noised_images(t, part);
-        unet_forward(m, part.B, part.first);
+    switch (objective) {
+        case OBJECTIVE_IMAGES: load_noised_images(t, part); break;
+        case OBJECTIVE_PATHS: load_path_points(m, part); break;
+        case OBJECTIVE_FAKE: load_drawn_pictures(m, part); break;
+        case OBJECTIVE_STUDENT: load_last_step(m, part); break;
     }
-    if (m->pairs.errors) run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
-    if (part.weights) {
-        run(PredictionLoss<floatX>{part, unet_output(m), m->target});
-        run(PairWeights{m->pairs, part, m->pair_weights});
-    }
+    unet_forward(m, part.B, part.first);
+    if (has_pairs(c)) load_pair_target(m, part);
+    if (objective == OBJECTIVE_FAKE)
+        predict_x0(m, m->matching.fake_x0, images_of(m->matching.pictures, m, part), part, clamps_x0(c));
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
@@ -3819,13 +3841,13 @@ static void update_weights(Model* m, OptimiserMemory memory, floatX* working, co
     run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state, directions, scales});
 }
 
-// The student takes a step of drawing all this rank's pictures: what it predicts from the input that `load` makes goes to
-// `drawn`, an array of DistributionMatching.
-static void draw_as_student(Model* m, float* drawn, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
+// The x0 that the network predicts for all this rank's samples, from the input that `load` makes, goes to `predicted`, an array
+// of DistributionMatching.
+static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         const float* images = load(m, part);
         unet_forward(m, part.B, part.first);
-        predict_x0(m, drawn, images, part, clamps);
+        predict_x0(m, predicted, images, part, clamps);
     }
 }
 
@@ -3834,7 +3856,7 @@ static void match_distributions(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     DistributionMatching& matching = m->matching;
-    run(BeginMatching{.fake = matching.state,
+    run(BeginMatching{.fake_state = matching.state,
                       .timesteps = m->timesteps,
                       .noised = matching.timesteps,
                       .step = &m->state->step,
@@ -3844,17 +3866,17 @@ static void match_distributions(Trainer* t) {
                       .diffusion_steps = c.diffusion_steps,
                       .seed = c.seed});
     if (matching.drafts) {
-        draw_as_student(m, matching.drafts, load_first_step, clamps_x0(c));
+        predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
         run(BeginSecondStep{m->timesteps, c.batch_size, t->source.starts[1]});
     }
-    draw_as_student(m, matching.pictures, load_last_step, false);
-    std::swap(m->timesteps, matching.timesteps);
+    predict_all(m, matching.pictures, load_last_step, false);
+    std::swap(m->timesteps, matching.timesteps);  // which the network and the losses read
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) predict_drawn_pictures(m, matching.teacher_x0, part);
+    predict_all(m, matching.teacher_x0, load_drawn_pictures, clamps_x0(c));
     std::swap(m->timesteps, matching.timesteps);
     use_weights(m, m->master);
 }
@@ -3924,17 +3946,25 @@ static void draw_paths(Trainer* t, int64_t number) {
     use_weights(m, m->master);
 }
 
-// Gives the device its next step. Before that it shuffles the epochs that the step is the first to draw from.
-static void begin_next_step(Trainer* t) {
+// Draws the paths that the next step is the first to choose from. A resumed run draws the newest again, and no older ones.
+static void draw_due_paths(Trainer* t) {
+    int64_t newest = t->begun / t->source.path_steps;
+    t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);
+    for (; t->paths_drawn <= newest; t->paths_drawn++) draw_paths(t, t->paths_drawn);
+}
+
+// Shuffles the epochs that the next step is the first to draw from.
+static void shuffle_due_epochs(Trainer* t) {
     const BatchSource& s = t->source;
-    Objective objective = objective_of(t->model.config, t->begun);
-    if (objective == OBJECTIVE_PATHS) {
-        int64_t newest = t->begun / s.path_steps;
-        t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);  // a run that is resumed has drawn them before
-        for (; t->paths_drawn <= newest; t->paths_drawn++) draw_paths(t, t->paths_drawn);
-    }
     for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
         random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
+}
+
+// Gives the device its next step.
+static void begin_next_step(Trainer* t) {
+    Objective objective = objective_of(t->model.config, t->begun);
+    if (objective == OBJECTIVE_PATHS) draw_due_paths(t);
+    shuffle_due_epochs(t);
     t->stop[0] = stop_asked;
 
     int slot = (int)(t->begun % STEPS_IN_FLIGHT);
@@ -3989,7 +4019,7 @@ static bool agree_to_stop(Model* m) {
 // Computes `values` with the chosen weights: each rank its share of them, by work(first, count) for `unit` of them at a
 // time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
 // the ranks were asked to stop.
-template <typename T> static bool share_work(Model* m, std::vector<T>* values, size_t unit, auto work) {
+template <typename T> static bool share_among_ranks(Model* m, std::vector<T>* values, size_t unit, auto work) {
     use_weights(m, chosen_weights(m));
     auto [begin, end] = share_of(values->size(), world.rank, unit);
     for (size_t first = begin; first < end && !stop_asked; first += unit) work(first, std::min(unit, end - first));
@@ -4042,18 +4072,19 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
 }
 
-// The mean loss over the validation images. It is complete on rank 0 alone, and only if the run was not stopped meanwhile.
-// Each rank has some of the batches; their losses are added up in the order in which a single rank adds them.
-static double validation_loss(Trainer* t) {
+// Computes the mean loss over the validation images, which is complete on rank 0 alone. Returns false if the run was stopped
+// meanwhile. Each rank has some of the batches; their losses are added up in the order in which a single rank adds them.
+static bool validation_loss(Trainer* t, double* loss) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
     std::vector<uint32_t> last_words = make_last_words(m->config);
     std::vector<double> sums(ceil_div(count, batch));
-    share_work(m, &sums, 1, [&](size_t i, size_t) {
+    bool is_complete = share_among_ranks(m, &sums, 1, [&](size_t i, size_t) {
         int first = (int)i * batch;
         sums[i] = validation_batch_loss(t, last_words, first, std::min(batch, count - first));
     });
-    return std::accumulate(sums.begin(), sums.end(), 0.0) / count;
+    *loss = std::accumulate(sums.begin(), sums.end(), 0.0) / count;
+    return is_complete;
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
@@ -4129,7 +4160,7 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
     auto [begin, end] = share_of(specs.size(), world.rank, most);
     Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
     CallGraphs graphs;
-    return share_work(m, samples, most * elements, [&](size_t first, size_t count) {
+    return share_among_ranks(m, samples, most * elements, [&](size_t first, size_t count) {
         int B = (int)(count / elements);
         backend_upload(m->specs, &specs[first / elements], B * sizeof(SampleSpec));
         SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
@@ -4292,7 +4323,8 @@ static void print_memory(const Model& m) {
     if (!is_sharded(&m)) return;
 
     double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
-    printf("each of %d ranks has this memory and %d images of a step, ", world.size, c.batch_size / world.size);
+    int images = std::min(microbatch_count(&m) * plan.batch, c.batch_size);
+    printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
     print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
     print("and %s of weights", human_bytes(sent * sizeof(floatX)));
     printf("%s; ", m.muon.count ? ", and as much of Muon's momentum" : "");
@@ -4342,13 +4374,15 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     config.optimiser.lr = 0;  // so that no weight becomes infinite
     prepare_trial_run(&t, config, first);
 
-    double start = 0;
-    int n = -STEPS_IN_FLIGHT;  // to warm up; on a GPU the second step is captured
-    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) {
-        if (n <= 0) start = seconds_now();
+    auto take_step = [&] {
         while (t.begun < t.step + STEPS_IN_FLIGHT) begin_next_step(&t);
         if (!await_step(&t).finite) fail("a step on grey images became NaN or infinite: its time can't be told");
-    }
+    };
+    for (int i = 0; i < STEPS_IN_FLIGHT; i++) take_step();  // to warm up; on a GPU the second step is captured
+
+    double start = seconds_now();
+    int n = 0;
+    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) take_step();
     double taken = seconds_now() - start;
     backend_wait();  // for what is still under way
     return 1e3 * taken / n;
@@ -4425,8 +4459,8 @@ static bool first_to_report() {
 
 // Ends this process from a handler of signals, which may not call printf.
 [[noreturn]] static void end_at_signal(const char* sentence) {
-    bool written = write(STDERR_FILENO, sentence, strlen(sentence)) > 0;
-    _exit(written ? 1 : 2);
+    [[maybe_unused]] ssize_t written = write(STDERR_FILENO, sentence, strlen(sentence));  // if not, nobody can be told
+    _exit(EXIT_FAILURE);
 }
 
 // When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
@@ -4588,6 +4622,10 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
 static void run_generate(const GivenFlags& given) {
     auto [config, file, taken] = sampling_config(given);
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
+    std::set<uint32_t> distinct(wanted.begin(), wanted.end());
+    if (*config.output_dir && distinct.size() < wanted.size())
+        fail_usage("--seeds %s names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts",
+                   config.seeds);
     SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
     int count = (int)wanted.size();
     int rows = rows_a_sample(config);
@@ -4625,9 +4663,10 @@ static void run_generate(const GivenFlags& given) {
 
 // Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
+    std::string parent = fs::path(config->out_dir).parent_path().string();
     if (file_exists(config->out_dir) && !is_folder(config->out_dir))
         fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
-             shell_word(fs::path(config->out_dir).parent_path().string()));
+             shell_word(parent.empty() ? "." : parent));
     const GivenFlag* out_dir = was_typed(given, "out_dir");
     std::error_code missing;
     if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
@@ -4987,8 +5026,8 @@ static void clear_line() {
 }
 
 static void validate(Trainer* t) {
-    double loss = validation_loss(t);
-    if (stop_agreed) return;
+    double loss;
+    if (!validation_loss(t, &loss)) return;
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
     print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
@@ -5102,7 +5141,8 @@ static void catch_up(Trainer* t) {
     bool ended = t->step == t->start.config.steps;
     bool validates = is_validated(*t, ended), draws = ended || is_due(t->step, c.sample_every);
     if (validates && !on_rank_0(t, t->validated.contains(t->step))) validate(t);
-    if (draws && !on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)))) save_samples(t);
+    if (on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)))) t->sampled = t->step;  // nor does the run's end draw it
+    if (draws && t->sampled != t->step) save_samples(t);
     fflush(stdout);
 }
 
@@ -5170,6 +5210,8 @@ static int guarded(auto program) {
         failure = thrown;
     } catch (const std::bad_alloc&) {
     } catch (const std::length_error&) {
+    } catch (const std::system_error& thrown) {
+        failure.sentence = text("the system did not give what was asked of it, such as a thread: %s", thrown.what());
     }
     fflush(stdout);
     if (world.size > 1) end_ranks(failure.status, failure.sentence);  // the device may wait for other ranks
@@ -5178,11 +5220,9 @@ static int guarded(auto program) {
 }
 
 #ifndef TESTING
-static void run_training(const GivenFlags& given) {
-    Trainer trainer;
+// Says what is to be known of a run before it starts.
+static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     const Config& config = trainer.model.config;
-    plan_run(&trainer, given);
-    if (!config.dry_run) prepare_run(&trainer);
     for (const std::string& change : trainer.changes) say("changed on resume: %s", change);
     for (const std::string& line : trainer.notes) say("note: %s", line);
     note_attention(config, given);
@@ -5193,12 +5233,11 @@ static void run_training(const GivenFlags& given) {
     else if (is_schedule_over(config, trainer.step))
         print("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
               flag_text(config, flag_named("lr_schedule")));
-    print_run(trainer.model);
-    if (config.dry_run) {
-        check_memory(trainer.model);
-        check_samples(trainer.model, config.num_samples, "lower --num_samples");
-        return print_time(config, trainer.step);
-    }
+}
+
+// Says what a run learns from, and where it starts.
+static void print_start(const Trainer& trainer) {
+    const Config& config = trainer.model.config;
     if (config.path_steps)
         say("note: the network learns from what %s draws; the images are no examples", config.model_weights);
     long last = (long)steps_on_paths(config);
@@ -5207,6 +5246,21 @@ static void run_training(const GivenFlags& given) {
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
+}
+
+static void run_training(const GivenFlags& given) {
+    Trainer trainer;
+    const Config& config = trainer.model.config;
+    plan_run(&trainer, given);
+    if (!config.dry_run) prepare_run(&trainer);
+    print_notes(trainer, given);
+    print_run(trainer.model);
+    if (config.dry_run) {
+        check_memory(trainer.model);
+        check_samples(trainer.model, config.num_samples, "lower --num_samples");
+        return print_time(config, trainer.step);
+    }
+    print_start(trainer);
     train(&trainer);
 }
 
@@ -5312,7 +5366,7 @@ static void backend_init() {
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
     CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
     for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreate(&event));
+    for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
 }
 static std::string backend_name() {
     const char* in = gpu_properties.major > 9 ? "bf16, with portable kernels: newer than Hopper" : "bf16";
@@ -5486,21 +5540,24 @@ static void mark_step_end(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slo
 static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
 
 // Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture, times
-// multiprocessors and clock rate. An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s:
-// the data sheet's rate is taken.
+// multiprocessors and clock rate. GeForce cards do half of the tensor cores' operations where these add up in fp32. An H100 can
+// clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s: the data sheet's rate is taken.
 static double backend_peak() {
     static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
-        {80, {128, 2048}}, {86, {256, 512}}, {89, {256, 512}}, {90, {256, 4096}}};
+        {80, {128, 2048}}, {86, {256, 1024}}, {89, {256, 1024}}, {90, {256, 4096}}};
     const int capability = 10 * gpu_properties.major + gpu_properties.minor;
     auto rate = RATES.find(capability);
     if (rate == RATES.end()) return 0;
 
     const auto [fp32, bf16] = rate->second;
     const bool is_bf16 = sizeof(floatX) == 2;
-    int khz = 0;
-    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
-    if (is_bf16 && capability == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * (is_bf16 ? bf16 : fp32);
+    int device, khz = 0;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device));
+    if (!is_bf16) return 1e-9 * khz * gpu_multiprocessors * fp32;
+    if (capability == 90) khz = std::min(khz, 1830000);
+    const bool is_halved = strstr(gpu_properties.name, "GeForce");
+    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? bf16 / 2 : bf16);
 }
 
 enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
@@ -5651,7 +5708,7 @@ template <typename Layer> static void run(Layer layer) {
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x_hat.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
-// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_config, so 16 bytes
+// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_levels, so 16 bytes
 // lie in one tensor of x.
 enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
@@ -6265,7 +6322,8 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
-    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator (Dao et al., algorithm 1).
+    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao,
+    // "FlashAttention-2" (2023), algorithm 1.
     // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
@@ -8207,7 +8265,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         // taps.
         const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
         const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
-        const int dy = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // of the block's first taps
+        const int tap_line = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // the first of the block's lines of taps: 0, 1 or 2
         const int C = x.first.C, O = dout.C, c_tiles = ceil_div(C, 64);
         const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
         const int first = first_tile(split), last = first_tile(split + 1);
@@ -8229,7 +8287,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 Barrier& full = shared.ring.full[stage.slot];
                 shared.ring.empty[stage.slot].wait(stage.parity);
                 full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + dy - 1, at.x - 1});
+                tma_load(to.x, x_map, full, c0, {at.b, at.y + tap_line - 1, at.x - 1});
                 tma_load(to.dout, dout_map, full, o0, at);
                 // The next tile. Divisions instead would take this one thread longer than a product takes the others.
                 at.x += 8;
@@ -8295,13 +8353,13 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         };
 
         // All warpgroups read dout; the first also sums it.
-        if (bias_partials && c0 == 0 && dy == 0 && warpgroup == 0) multiply(std::true_type());
+        if (bias_partials && c0 == 0 && tap_line == 0 && warpgroup == 0) multiply(std::true_type());
         else multiply(std::false_type());
 
         float* to = partial ? partial + split * count() : dw;
         UNROLLED_FOR (int e = 0; e < 96; e += 2) {  // columns: 64 input channels at each of the line's three taps
             const int o = o0 + row + Fragment::row(e);
-            const int tap = (dy + warpgroup) * 3 + Fragment::column(e) / 64;
+            const int tap = (tap_line + warpgroup) * 3 + Fragment::column(e) / 64;
             const int channel = c0 + Fragment::column(e) % 64 + column;
             if (o >= O || channel >= C) continue;
             *(float2*)(to + ((size_t)o * 9 + tap) * C + channel) = make_float2(c[e], c[e + 1]);

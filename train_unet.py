@@ -901,12 +901,14 @@ def make_batch(images, config, step):
         x0[mirrored] = x0[mirrored][..., ::-1]
     t = unet_io.timesteps(config, rows, step)
     noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
-    shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
+    if not config.path_steps:  # a path begins with a sampler's noise
+        shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
+        noise += np.float32(config.offset_noise) * shift[..., None, None]
     y = None
     if config.class_cond:
         hidden = unet_io.dropped(config.seed, rows, step, config.cond_drop_prob)
         y = np.where(hidden, config.num_classes, images.labels[places]).astype(np.int64)
-    return x0, t, noise + np.float32(config.offset_noise) * shift[..., None, None], y
+    return x0, t, noise, y
 
 
 def decay_groups(parameters, config):
@@ -1078,9 +1080,8 @@ class Trainer:
     def step_noise(self, stream, images):
         """The noise that this step of training draws from a stream for images: (B, C, H, W)."""
         config, step, rows = self.config, self.steps_done, np.arange(len(images))
-        noise = unet_io.normals(config.seed, stream, images[0].numel(), rows, step).reshape(images.shape)
-        shift = unet_io.normals(config.seed, Stream.OFFSET, images.shape[1], rows, step)
-        return torch.from_numpy(noise + np.float32(config.offset_noise) * shift[..., None, None]).to(self.device)
+        noise = unet_io.normals(config.seed, stream, images[0].numel(), rows, step)
+        return torch.from_numpy(noise.reshape(images.shape)).to(self.device)
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
@@ -1342,8 +1343,7 @@ def idle_flags(config, run, given):
         "timestep_std": ("without --timestep_sampling lognormal", is_lognormal),
         "timestep_sampling": ("with --path_steps", not config.path_steps or run.val_file),
         "flip": ("with --path_steps", not config.path_steps),
-        "offset_noise": ("with --path_steps and without --matching_fraction",
-                         not config.path_steps or config.matching_fraction),
+        "offset_noise": ("with --path_steps", not config.path_steps),
         "cond_drop_prob": ("without --class_cond 1", config.class_cond),
         "num_classes": ("without --class_cond 1", config.class_cond),
         "final_lr_fraction": ("with --lr_schedule constant", config.lr_schedule != "constant"),

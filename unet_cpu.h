@@ -10,7 +10,8 @@
 namespace cpu {
 
 // ---- the specification ------------------------------------------------------------------------------------
-// Sums are doubles. Sizes, and what accumulates, are as the declarations in train_unet.cu say.
+// Sums are doubles, but for gradients to which several images or queries add. Sizes, and what accumulates, are as the
+// declarations in train_unet.cu say.
 namespace plain {
 
 inline void each_pixel(Tensor x, auto work) {
@@ -242,7 +243,8 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }  // namespace plain
 
 // ---- threads ----------------------------------------------------------------------------------------------
-// Loops whose rounds are registers of vectors, and loops that become vectors.
+// REGISTER_FOR unrolls a loop over an array of vectors, so that these stay in registers. SIMD_FOR lets the compiler do several
+// rounds at once, as the elements of a vector.
 #define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
 
@@ -307,8 +309,8 @@ static int thread_count() {
 }
 
 // Waits while a number is `old`: up to a millisecond at full speed, because the next piece often comes at once, and
-// then asleep, so that another program may have the core. A tenth of that time costs a step of the preset tiny 10%
-// with 16 threads of a Xeon, and makes it no faster where another program has a core.
+// then asleep, so that another program may have the core. With a tenth of these SPINS a step of the preset tiny takes 10%
+// longer with 16 threads of a Xeon, and no less where another program has a core.
 static void wait_while(const std::atomic<int>& number, int old) {
     enum { SPINS = 20000 };
     for (int spin = 0; spin < SPINS; spin++) {
@@ -418,7 +420,8 @@ template <typename Layer> static void run(Layer layer) {
 
 // ---- the workspace of the threads -------------------------------------------------------------------------
 // It holds what a layer's threads share, the partial sums of a weight gradient; then each thread's scratch:
-// operands of a convolution or attention scores, followed by matmul's packed panels.
+// operands of a convolution or attention scores, followed by matmul's packed panels: blocks of KC rows and NC columns of its
+// right operand.
 enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
 enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
@@ -598,7 +601,7 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
     PROFILE("bias gradient", {0, (double)sizeof(float) * dout.count()});
     each_tile(1, 1, dout.C, TILE_COLUMNS, [&](int, int, int o0, int o1) {
         const float one = 1;
-        const Matrix ones = {&one, 0, 0};
+        const Matrix ones = {&one, 0, 0};  // on the left, distances of 0 make every element the same one
         float image[TILE_COLUMNS];
         double total[TILE_COLUMNS] = {};
         for (int b = 0; b < dout.B; b++) {
@@ -874,8 +877,8 @@ struct Range {
     int count() const { return end - first; }
 };
 
-// The matrices of the 16 products' operands or results. Were `size` a power of two, all of them would fall into
-// the same lines of a cache: PLANE_GAP more floats prevent that.
+// The operands or results of the products: a matrix for each of the ELEMENTS of a patch. Were `size` a power of two, all of
+// them would fall into the same lines of a cache: PLANE_GAP more floats prevent that.
 enum { PLANE_GAP = 16, PLANE_GAPS = ELEMENTS * PLANE_GAP };
 struct Planes {
     float* data;

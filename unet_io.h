@@ -585,7 +585,7 @@ struct Preset {
     const char *name, *flags;
 };
 static std::vector<Preset> PRESETS = {
-    // 32 groups would leave one channel a group at this width: see check_config
+    // 32 groups would leave one channel a group at this width: see check_levels
     {"tiny",
      "--data_file data/faces.bin --image_size 32 --num_channels 32 --channel_mult 1,2,2 "
      "--num_res_blocks 1 --attention_resolutions 8 --norm_groups 8 --predict flow --noise_schedule flow "
@@ -610,6 +610,7 @@ static std::vector<Preset> PRESETS = {
                     "--lr_schedule cosine --warmup_steps 100 --grad_clip 1 --batch_size 32 --steps 16000"},
 };
 
+// Whether a flag stands for several others: --preset, and --model of dev/dit.
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
 // The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and suggests
@@ -802,12 +803,12 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_sampling", "with --path_steps", !c.path_steps || *c.val_file},
         {"flip", "with --path_steps", !c.path_steps},
-        {"offset_noise", "with --path_steps and without --matching_fraction", !c.path_steps || c.matching_fraction > 0},
+        {"offset_noise", "with --path_steps", !c.path_steps},
         {"cond_drop_prob", "without --class_cond 1", !!c.class_cond},
         {"num_classes", "without --class_cond 1", !!c.class_cond},
         {"final_lr_fraction", "with --lr_schedule constant", c.optimiser.lr_schedule != LR_CONSTANT},
         {"consistency_steps", "without --consistency 1", !!c.consistency},
-        {"output_name", "without --generate", false},
+        {"output_name", "without --generate", !!c.generate},
     };
     Strings notes;
     for (const Need& need : needs) {
@@ -843,8 +844,8 @@ static void refuse_elsewhere(const std::string& name) {
             fail_usage("--%s is %s's: python3 %s --help tells how it is used", name, program.name, program.name);
 }
 
-// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; # begins a comment. Messages call it
-// `path`.
+// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; a line that begins with # is a comment. Messages call
+// it `path`.
 static GivenFlags parse_config(const std::string& lines, const std::string& path) {
     GivenFlags given;
     Config scratch;  // sets each flag once here, so that a bad value is named with its line
@@ -909,9 +910,10 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
         refuse_elsewhere(name);
         const Flag& flag = flag_named(name);
 
-        // the value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help
+        // The value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help. A word that
+        // begins with -- is the next flag; a value that begins so is written --name=--value.
         bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        bool has_next = i + 1 < words.size() && !(optional && words[i + 1].starts_with("--"));
+        bool has_next = i + 1 < words.size() && !words[i + 1].starts_with("--");
         bool has_value = equals != std::string::npos || has_next;
         std::string value;
         if (equals != std::string::npos) value = argument.substr(equals + 1);
@@ -979,8 +981,9 @@ static void check_levels(const Config& c) {
             fail("--channel_mult %s times --num_channels %d is no multiple of 32 up to 8192",
                  float_text(c.channel_mult[i]), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
-            fail("--norm_groups %d must divide level %d's %d channels by 2 or more (time embedding); use %d",
-                 c.norm_groups, i + 1, width, width / 4);
+            fail("--norm_groups %d must divide level %d's %d channels into groups of 2 or more, or else the norm takes the "
+                 "time embedding away; 16 does",
+                 c.norm_groups, i + 1, width);
         bool is_middle = i == levels - 1;  // which always has attention
         if (is_middle || attends(c, size)) check_attention(c, width, size);
     }
@@ -1301,8 +1304,9 @@ static void check_format(const Reader& in) {
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (magic == OLD_WEIGHTS_MAGIC)
-        fail("%s has the first format; python3 generate.py --import %s --export NEW.bin makes today's", name,
-             word);
+        throw EarlierFormat({1, printable(text("%s has the first format; python3 generate.py --import %s --export NEW.bin "
+                                               "makes today's",
+                                               name, word))});
     if (in.size < HEADER_BYTES || magic != network.magic)
         fail("%s is no weights file of a %s (of .pt and .safetensors %s makes one)", name,
              network.name, network.importer);
@@ -1745,8 +1749,8 @@ static void show_grid(const std::string& path, const Raster& grid) {
 }
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------
-// The model of a file, or all that a resumed run keeps, which the given flags must not contradict. A run that
-// starts from a file's weights may have other classes.
+// Takes a file's settings over: those of its model, or on resuming all that a run keeps. Given flags must not contradict them;
+// only a run that starts from a file's weights may have other classes.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
@@ -1767,8 +1771,8 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
     }
 }
 
-// A run that starts from a file's weights draws timesteps as the file's run did, where the flags say nothing else. A given
-// --timestep_sampling takes no mean and deviation of it.
+// A run that starts from a file's weights draws timesteps as the file's run did, where the flags say nothing else. If
+// --timestep_sampling is given, the file's mean and deviation are not taken either, because they belong to its own sampling.
 static void take_timestep_sampling(Config* config, const GivenFlags& given, const Config& run) {
     if (was_given(given, "timestep_sampling")) return;
     for (const char* name : {"timestep_sampling", "timestep_mean", "timestep_std"})

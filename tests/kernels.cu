@@ -1117,7 +1117,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     for (int field = LR; field <= EMA_WEIGHTS + 1; field++)
         matching.push_back({&fakes, KEPT, NAMES[field], ROUNDINGS, field, FIELDS});
     check("begin matching", shape, matching, [&](auto on) {
-        on.run(BeginMatching{.fake = on(fakes),
+        on.run(BeginMatching{.fake_state = on(fakes),
                              .timesteps = on(timesteps),
                              .noised = on(noised),
                              .step = &on(state)->step,

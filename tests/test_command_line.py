@@ -28,7 +28,7 @@ from unet_io import Config, flags_of
 @pytest.mark.parametrize("words, says", [
     (["--batchsize", 4], ["--batchsize;", "--batch_size?"]), (["--lrr", 1], "--lr?"), (["--halp"], "--help?"),
     (["--num-channels", 64], "--num_channels?"), (["data.bin"], "'data.bin'"),
-    (["--lr"], "--lr needs a value"),
+    (["--lr"], "--lr needs a value"), (["--out_dir", "--flip"], "--out_dir needs a value"),
     (["--lr", "fast"], ["--lr", "'fast'"]), (["--lr=-1"], "--lr"), (["--steps", "1e12"], "--steps"),
     (["--steps", "2.5"], "whole number"), (["--batch_size", 0], "--batch_size"), (["--seed", "-3"], "--seed"),
     (["--predict", "x"], "eps|v"), (["--preset", "huge"], "tiny"),
@@ -460,7 +460,7 @@ IDLE_IN_PYTHON = {
 IDLE_ON_PATHS = {
     "--timestep_sampling lognormal": "--timestep_sampling does nothing with --path_steps",
     "--flip 1": "--flip does nothing with --path_steps",
-    "--offset_noise 0.1": "--offset_noise does nothing with --path_steps and without --matching_fraction"}
+    "--offset_noise 0.1": "--offset_noise does nothing with --path_steps"}
 
 
 PROGRAMS = ("train_unet", "train_unet.py")

@@ -137,6 +137,10 @@ def test_careless(tmp_path, images8):
     refused(TRAIN, "--resume", weights, says=[f"{weights} is a file", "a run's folder"])
     refused(TRAIN, "--resume", tmp_path / "run", "--out_dir", tmp_path / "other", says=["--out_dir", "other"])
     assert "already at step 4" in run(TRAIN, "--resume", tmp_path / "run", "--steps", 3).stdout
+    (tmp_path / "run/samples_00000004.png").unlink()
+    grid = re.compile(r"\d+ pictures in .*samples_00000004\.png")  # which is drawn once
+    ended = [run(TRAIN, "--resume", tmp_path / "run", "--num_samples", 2, "--sample_steps", 1).stdout for _ in range(2)]
+    assert [bool(grid.search(text)) for text in ended] == [True, False]
     cosine = start_flags(Config(**TOY | dict(lr_schedule="cosine")), images8, tmp_path / "cosine", 2)
     run(TRAIN, *cosine)
     assert "learning rate is 0" in run(TRAIN, "--resume", tmp_path / "cosine", "--steps", 3).stdout
@@ -255,6 +259,7 @@ def test_resume_takes_a_folder(tmp_path, images8):
     run(TRAIN, *flags_of(RESUMED), "--data_file", images8, "--steps", 1, *QUICK, "--out_dir", folder)
     newest = checkpoint_in(folder, 1)
     refused(TRAIN, "--resume", newest, says=f"{newest} is a file, and --resume takes a run's folder: --resume '{folder}'")
+    refused(TRAIN, "--resume", newest.name, cwd=folder, says="and --resume takes a run's folder: --resume .")
     refused(TRAIN, "--resume", "x" * 300, says="can't list the folder xxx")  # a name that no file can have
 
 

@@ -87,6 +87,19 @@ def test_time_of_lessons(tmp_path, images8):
     assert "matches" not in run(TRAIN, *alone, "--dry_run").stdout
 
 
+def test_paths_have_no_noise_but_their_own(tmp_path, images8):
+    """What --eta and --offset_noise add elsewhere: the network learns the same with them."""
+    config = Config(**TOY | dict(noise_schedule="flow", predict="flow", consistency=True, path_steps=2, matching_fraction=0.5,
+                                 batch_size=4))
+    perturbed_file(tmp_path / "start.bin", config)
+    sections = []
+    for name, more in (("plain", ()), ("more", ("--sampler", "ddim", "--eta", 1, "--offset_noise", 1))):
+        run(TRAIN, *start_flags(config, images8, tmp_path / name, 4), "--model_weights", tmp_path / "start.bin", *more)
+        sections.append(unet_io.read_checkpoint(str(checkpoint_in(tmp_path / name, 4))).sections)
+    for section in ("weights", "fake"):
+        assert np.array_equal(*(each[section] for each in sections))
+
+
 def one_step(folder, model, config, images):
     """The checkpoint of one step from these weights, and the line of metrics.jsonl."""
     run(TRAIN, *start_flags(config, images, folder, 1, model_weights=model))
