@@ -75,9 +75,15 @@ def parse_interval(text):
     return low, high
 
 
+class Numbers(list):
+    """Numbers; text: what named them."""
+    text = ""
+
+
 def parse_numbers(text):
-    """'3,7,10-12' as [3, 7, 10, 11, 12]; for argparse's `type`."""
-    numbers = []
+    """'3,7,10-12' as Numbers [3, 7, 10, 11, 12]; for argparse's `type`."""
+    numbers = Numbers()
+    numbers.text = text
     for part in text.split(","):
         ends = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
@@ -104,7 +110,7 @@ def parse_classes(text, names, num_classes):
     names = names or list(map(str, range(num_classes)))
     text, known = unet_io.nfc(text), [unet_io.nfc(name) for name in names]
     places = {name: number for number, name in enumerate(known)}
-    plain = [name.lstrip("0") or "0" for name in known]
+    plain = [name and (name.lstrip("0") or "0") for name in known]
     numbered = {number: place for place, number in enumerate(plain) if plain.count(number) == 1}
     numbered |= {name: place for name, place in places.items() if known.count(name) == 1}
     classes, at = [], 0
@@ -213,6 +219,9 @@ def read_image(path, image_size, channels):
     """
     if path.endswith(".bin"):
         images = unet_io.read_images(path)
+    elif channels not in (1, 3, 4):
+        raise UserError(f"{path}: a model of {counted(channels, 'channel')} takes a .bin here, since no picture is read with so"
+                        f" many")
     else:
         from prepare_data import Remarks, UnidentifiedImageError, load_image, white_of
         try:
@@ -792,6 +801,9 @@ def main():
         for path in outputs:
             unet_io.check_target(path)
         unet_io.picture_format(stem + ending)
+        if args.output_dir and len(set(names)) < count:
+            raise UserError(f"--seeds {args.seeds.text} names a seed twice, and --output_dir writes each picture as SEED.png:"
+                            f" draw them in parts")
         if args.output_dir:
             unet_io.check_folder(args.output_dir)
             outputs += own_files(args.output_dir, names) if drawn_from else []
@@ -819,9 +831,9 @@ def main():
         if args.class_names:
             if not model.config.class_cond:
                 raise UserError("--class_names needs a model that was trained with --class_cond 1")
-            names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
-            unet_io.check_class_names(names, args.class_names)
-            checkpoint.sections |= unet_io.class_section(names)
+            class_names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
+            unet_io.check_class_names(class_names, args.class_names)
+            checkpoint.sections |= unet_io.class_section(class_names)
         if names_folder(target):
             checkpoint.run["threshold"] = args.threshold
             save_diffusers(target, model, checkpoint)
@@ -835,8 +847,7 @@ def main():
         unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     config = model.config
-    if not target:
-        unet_io.picture_format(stem + ending, config.in_channels)  # with transparency, if the model has it
+    unet_io.picture_format(stem + ending, config.in_channels)  # with transparency, if the model has it
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
     adds_noise = args.sampler == "ddpm" or args.eta > 0 or (
@@ -846,8 +857,8 @@ def main():
                         " --sample_steps 1 of consistency")
     images = unet_io.read_images(args.nearest) if args.nearest else None
     held_out = unet_io.read_images(args.quality) if args.quality else None
-    for given in filter(None, (images, held_out)):
-        given.check_size(config.image_size, config.in_channels)
+    for file in filter(None, (images, held_out)):
+        file.check_size(config.image_size, config.in_channels)
     if held_out:
         quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
 
@@ -883,11 +894,12 @@ def main():
     for start in range(0, count, args.batch_size):
         some = slice(start, start + args.batch_size)
         label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
-        x = sample(model, names[some], args.sampler, args.sample_steps, device,
-                   lambda calls: tqdm(calls, label, disable=None), args.eta, args.threshold,
-                   slerp(*ends, count, some) if args.interpolate else None, args.strip,
-                   classes and classes[some], args.guidance_scale, args.guidance_interval or (0.0, 1.0), guide, edit,
-                   args.spacing)
+        x = sample(model, names[some], sampler=args.sampler, sample_steps=args.sample_steps, spacing=args.spacing,
+                   eta=args.eta, threshold=args.threshold, device=device,
+                   progress=lambda calls: tqdm(calls, label, disable=None),
+                   start=slerp(*ends, count, some) if args.interpolate else None, columns=args.strip,
+                   classes=classes and classes[some], guidance_scale=args.guidance_scale,
+                   guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit)
         if args.strip:
             x, strip = x
             strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))

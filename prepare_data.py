@@ -100,7 +100,8 @@ class Share:
 # Memory. Who holds pixels never waits for file bytes, so that nobody waits for ever.
 FILE_BYTES = Share(MAX_FILE_BYTES)
 PIXELS = Share(64 << 20)  # each takes up to 16 bytes while a picture is decoded, laid on white and resized
-Image.core.set_block_size(64 << 20)  # so large ones glibc gives back at once, others it keeps a thread
+# glibc gives blocks of this size back as soon as they are freed; smaller ones it keeps, for each thread.
+Image.core.set_block_size(64 << 20)
 
 
 def note(text):
@@ -297,7 +298,7 @@ def open_source(data_dir):
     if os.path.isdir(data_dir):
         return Folder(data_dir)
     if os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
-        return Folder(*os.path.split(data_dir))
+        return Folder(os.path.dirname(data_dir) or ".", os.path.basename(data_dir))
     if os.path.isfile(data_dir):
         return Zip(data_dir)
     what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
@@ -344,7 +345,8 @@ def folder_classes(source, level):
                 raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
                                 f" in {source.path} has {len(path)}")
         return one_class_each({name: path[level - 1] for name, path in folders.items()})
-    own = os.path.splitext(os.path.basename(os.path.abspath(source.path)))[0]
+    own = os.path.basename(os.path.abspath(source.path))
+    own = own if os.path.isdir(source.path) else os.path.splitext(own)[0]
     stray = [name for name, path in folders.items() if not path]
     if 0 < len(stray) < len(folders):
         note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders: {listed(stray)}")
@@ -362,6 +364,9 @@ def folder_classes(source, level):
 def one_class_each(folders):
     """{file: class} from {file: name of its folder}. Folders that become one class are noted."""
     classes = {folder: as_class(folder) for folder in sorted(set(folders.values()))}
+    nameless = next((folder for folder, name in classes.items() if not name), None)
+    if nameless is not None:
+        raise UserError(f"the folder {nameless!r} has no name that a class could have: rename it")
     groups = {}
     for folder, name in classes.items():
         groups.setdefault(name, []).append(folder)
@@ -594,7 +599,7 @@ def grey_table(white, inverted):
 
 
 def grey_of_16_bits(image, tags, white_level, remarks):
-    """The picture in mode L. tags: those of a TIFF. Raises ValueError."""
+    """The picture in mode L, or LA where one of its values is transparent. tags: those of a TIFF. Raises ValueError."""
     image, clear = image.convert("I"), image.info.get("transparency")
     low, high = image.getextrema()
     if low < 0 or high > 65535:
@@ -606,11 +611,12 @@ def grey_of_16_bits(image, tags, white_level, remarks):
     if high > white_level:
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
     table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
+    grey = image.point(table, "L")
+    grey.info.pop("transparency", None)
     if isinstance(clear, int):
-        table = [255 if i == clear else grey for i, grey in enumerate(table)]
-    image = image.point(table, "L")
-    image.info.pop("transparency", None)
-    return image
+        alpha = image.point([255 * (value != clear) for value in range(65536)], "L")
+        grey = Image.merge("LA", (grey, alpha))
+    return grey
 
 
 GREYS = ("1", "L", "LA", "La")
@@ -682,8 +688,9 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     profile, tags = image.info.get("icc_profile"), getattr(image, "tag_v2", {})
     is_deep = any(";16" in str(tile[3]) for tile in image.tile)
     pixels = image.width * image.height
-    image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
-    if not image.info.get("progressive"):                      # these are held whole even so
+    if fit != "trim":  # of which only a part may be needed
+        image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
+    if not image.info.get("progressive"):                          # these are held whole even so
         pixels = image.width * image.height
     with PIXELS.take(pixels + image_size**2):
         ImageOps.exif_transpose(image, in_place=True)
@@ -824,7 +831,7 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
             raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
         names = list(map(str, numbers.tolist()))
     top, left = (size - height) // 2, (size - width) // 2
-    black, white = check_range(path, images.dtype, int(images.min()), int(images.max()), value_range)
+    black, white = black_and_white(path, images.dtype, int(images.min()), int(images.max()), value_range)
 
     def on_black(i):
         pixels = np.zeros((channels, size, size), np.uint8)
@@ -843,7 +850,8 @@ def _write_all(output_name, image, names, val_fraction):
         writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
         for i, name in enumerate(tqdm(names, "preparing", disable=None)):
             writers[i in held_out].add(image(i), name)
-        _finish(writers, are_numbers=True)
+        classes = _finish(writers, are_numbers=True)
+    show_classes(*classes)
     return len(names) - len(held_out), len(held_out), 0
 
 
@@ -854,7 +862,8 @@ def read_array(path, labels):
         arrays = arrays if isinstance(arrays, np.lib.npyio.NpzFile) else {"images": arrays}
         label_name = "arr_1" if "arr_0" in arrays and "labels" not in arrays else "labels"
         rest = [name for name in arrays if name != label_name]
-        name = rest[0] if len(rest) == 1 else "images"
+        usual = "arr_0" if "arr_0" in arrays and "images" not in arrays else "images"
+        name = rest[0] if len(rest) == 1 else usual
         images, numbers = arrays[name], arrays[label_name] if labels else None
     except KeyError as error:
         raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
@@ -893,7 +902,7 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
         raise UserError(f"--data_std is for floats, and {path} holds {images.dtype}")
     low = min(float(image.min()) for image in images)
     high = max(float(image.max()) for image in images)
-    black, white = check_range(path, images.dtype, low, high, value_range)
+    black, white = black_and_white(path, images.dtype, low, high, value_range)
     if not is_float:
         return _write_all(output_name, lambda i: as_bytes(images[i], black, white), names, val_fraction)
 
@@ -917,7 +926,7 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     return _write_all(output_name, lambda i: floats(i) * factor, names, val_fraction)
 
 
-def check_range(path, dtype, low, high, value_range):
+def black_and_white(path, dtype, low, high, value_range):
     """(black, white) of an array with values from low to high; see prepare_array. Raises UserError.
 
     Without value_range bytes are 0 to 255 and floats -1 to 1, unless they look like something else.
@@ -971,7 +980,7 @@ def _held_out(n, val_fraction):
 
 
 def _finish(writers, are_numbers):
-    """End the files of a split, which list the same classes, and show these.
+    """End the files of a split, which list the same classes, and return what show_classes shows: (names, numbers).
 
     Both are whole before either appears: one beside an old other would not be a split.
     """
@@ -980,6 +989,11 @@ def _finish(writers, are_numbers):
     names = with_gaps(names) if are_numbers and names else names
     for writer in writers:
         writer.finish(names)
+    return names, numbers
+
+
+def show_classes(names, numbers):
+    """Print the classes, where there are any. Called once the files are there: a closed output costs only the table."""
     if names:
         print_classes(names, numbers)
         warn_of_classes(names, numbers)
@@ -1085,7 +1099,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                 note(text)
             if repeated:
                 note(f"{counted(repeated, 'picture')} left out, because an earlier one looks like it")
-            _finish(writers, are_numbers)
+            shown = _finish(writers, are_numbers)
+        show_classes(*shown)
         return counts[0], counts[1], skipped
 
     try:

@@ -51,7 +51,7 @@ def timestep_embedding(t, width, max_period, unit=1):
     """Sinusoids of each sample's timestep times unit, cosines first: t (B,) -> (B, width) float64.
 
     Vaswani et al. 2017, "Attention Is All You Need", section 3.5. In float64, since a rounded frequency times
-    t = 999 would already be off by 6e-5.
+    t = 999 would already be off by 6e-5; on mps, which has none, in float32.
     """
     wide = torch.float32 if t.device.type == "mps" else torch.float64
     half = width // 2
@@ -95,8 +95,8 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         seed, block, step = self.replayed
         B, C, H, W = x.shape
-        kept = unet_io.kept(seed, block, (H, W, C), np.arange(B), step, self.p)
-        return torch.where(torch.from_numpy(kept).permute(0, 3, 1, 2).to(x.device), x / (1 - self.p), 0)
+        mask = unet_io.dropout_mask(seed, block, (H, W, C), np.arange(B), step, self.p)
+        return torch.where(torch.from_numpy(mask).permute(0, 3, 1, 2).to(x.device), x / (1 - self.p), 0)
 
 
 class Downsample(nn.Module):
@@ -560,24 +560,29 @@ def unet_without_memory(config, path):
 HUBER = 0.1  # of consistency tuning on paths: see Diffusion.path_loss
 
 
+def check_consistency(config):
+    """Raise UserError for settings of consistency tuning that don't go together."""
+    if config.consistency and config.predict == "eps":
+        raise UserError("--consistency needs a network that sees an image in noise alone: not one of --predict eps")
+    if config.consistency and (config.learn_sigma or config.min_snr_gamma):
+        other = "--learn_sigma" if config.learn_sigma else "--min_snr_gamma"
+        raise UserError(f"--consistency has a loss of its own, without {other}")
+    if config.path_steps and not config.consistency:
+        raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
+    if config.path_steps > config.diffusion_steps:
+        raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
+    if 0 < config.path_steps < config.consistency_steps:
+        raise UserError(f"--path_steps {config.path_steps} is less than --consistency_steps {config.consistency_steps}")
+    if config.matching_fraction and not config.path_steps:
+        raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps")
+
+
 class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
+        check_consistency(config)
         levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
-        if config.consistency and config.predict == "eps":
-            raise UserError("--consistency needs a network that sees an image in noise alone: not one of --predict eps")
-        if config.consistency and (config.learn_sigma or config.min_snr_gamma):
-            other = "--learn_sigma" if config.learn_sigma else "--min_snr_gamma"
-            raise UserError(f"--consistency has a loss of its own, without {other}")
-        if config.path_steps and not config.consistency:
-            raise UserError(f"--path_steps {config.path_steps} goes with --consistency 1 only")
-        if config.path_steps > config.diffusion_steps:
-            raise UserError(f"--path_steps {config.path_steps} is more than --diffusion_steps {config.diffusion_steps}")
-        if 0 < config.path_steps < config.consistency_steps:
-            raise UserError(f"--path_steps {config.path_steps} is less than --consistency_steps {config.consistency_steps}")
-        if config.matching_fraction and not config.path_steps:
-            raise UserError(f"--matching_fraction {config.matching_fraction:g} needs --path_steps")
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
         self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
@@ -610,10 +615,11 @@ class Diffusion:
         return losses.mean()
 
     def pair_loss(self, out, target, t, gaps):
-        """The squared errors of samples with weights that are held constant, so that none outweighs the others: a scalar tensor.
+        """The loss of consistency tuning by pairs (Geng et al. 2024, "Consistency Models Made Easy"): a scalar tensor.
 
-        The error in x0 is divided by its own root and by the gap. target: the prediction that sees the same image as the
-        earlier one; gaps: as unet_io.earlier_timesteps has them.
+        Each sample's mean squared error in x0 is divided by its own square root, held constant, so that no sample outweighs
+        the others, and by the gap between its two timesteps. target: the prediction that sees the same image as the earlier
+        one; gaps: as unet_io.earlier_timesteps has them.
         """
         losses = (out - target).square().mean((1, 2, 3))
         weights = self.x0_errors[t].abs() / (gaps * losses.detach().sqrt().clamp(min=1e-6))
@@ -676,6 +682,7 @@ def sampler_steps(config, sampler, sample_steps=None):
 
 def sampler_timesteps(config, sampler, steps, spacing):
     """The ascending timesteps that a sampler visits in so many steps: int64 (steps,). Raises UserError where it can't."""
+    unet_io.check_steps(config.diffusion_steps, steps)
     if sampler == "consistency" and spacing == "auto":
         if config.path_steps and steps > config.consistency_steps:
             raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which the"
@@ -704,7 +711,7 @@ class Edit:
 
     image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken, of 0
     none, which draws the image itself; below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
-    (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see levels.
+    (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see visited_levels.
     """
     image: torch.Tensor
     strength: float = 1.0
@@ -713,7 +720,7 @@ class Edit:
     jump_n_sample: int = 1
 
 
-def levels(steps, jump_length=10, jump_n_sample=1):
+def visited_levels(steps, jump_length=10, jump_n_sample=1):
     """The levels of noise that x has, one after the other, in a chain of so many steps; -1 is none: a list.
 
     jump_n_sample - 1 times, x goes from every jump_length-th level back up by as many (Lugmayr et al. 2022,
@@ -784,7 +791,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
                         f" {unet_io.counted(steps, 'timestep')} has; use more --sample_steps, or"
                         f" --spacing uniform")
     steps = len(times)
-    places = [steps - 1 - t for t in levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
+    places = [steps - 1 - t for t in visited_levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
     alpha, sigma = np.append(chain.alpha[times], 1.0).tolist(), np.append(chain.sigma[times], 0.0).tolist()
     ratios = unet_io.noise_ratios(unet_io.NoiseLevels(np.array(alpha), np.array(sigma)))
     with np.errstate(divide="ignore"):  # the last ratio is 0
@@ -1205,6 +1212,12 @@ class Trainer:
     def restore(self, checkpoint, path):
         """Continue from a checkpoint: averages, moments and step (the weights came with load_model)."""
         sections, self.steps_done = checkpoint.sections, checkpoint.step
+        needed = ["teacher"] if self.teacher else []
+        needed += ["fake", "fake_m", "fake_v"] if self.fake else []
+        for name in needed:
+            if name not in sections:
+                raise UserError(f"{path} has no section {name}: it is no checkpoint of such a run; start from it with"
+                                f" --model_weights")
         self.history = sections.get("state", self.history)
         for name, ema in zip(unet_io.EMA_SECTIONS, self.emas):
             if name in sections:
@@ -1520,15 +1533,19 @@ def pick_device(name=""):
     return name or best
 
 
-def adopt(config, given, source, path, names, free=()):
+def adopt(config, given, source, path, names, free=(), preset=None):
     """Take the named settings from a file's Config; refuse flags that contradict the architecture in it.
 
-    free: flags that may.
+    preset: the name of --preset, if its settings count as flags. free: flags that may.
     """
-    given = {name: given[name] for name in names if name in given}
-    refuse_contradictions({name: value for name, value in given.items() if name not in free}, source, path)
+    of_preset = unet_io.PRESETS.get(preset, {})
+    told = {name: value for name, value in (of_preset | given).items() if name in names}
+    bound = {name: value for name, value in told.items() if name not in free}
+    refuse_contradictions({name: value for name, value in bound.items() if name in given}, source, path)
+    refuse_contradictions({name: value for name, value in bound.items() if name not in given}, source, path,
+                          f" (--preset {preset})")
     for name in names:
-        if name not in given:
+        if name not in told:
             setattr(config, name, getattr(source, name))
 
 
@@ -1549,12 +1566,12 @@ def start_model(config, run, given):
     told = unet_io.PRESETS.get(run.preset, {}) | given
     assumed = {} if convert.tells_all(run.model_weights) else told
     assumed = {name: value for name, value in assumed.items() if name in ARCHITECTURE + DIFFUSION}
-    free = OF_CLASSES if given.get("class_cond", True) else ()
+    free = OF_CLASSES if told.get("class_cond", True) else ()
     tunes = config.consistency  # from the averages, where there are any: the model that draws better
     model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=assumed, free=free)
-    if not (checkpoint.config.class_cond or given.get("class_cond")):
+    if not (checkpoint.config.class_cond or told.get("class_cond")):
         free = ()
-    adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free)
+    adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free, run.preset)
     if "timestep_sampling" not in told:  # as the model was trained
         adopt(config, told, checkpoint.config, run.model_weights, ("timestep_sampling", "timestep_mean", "timestep_std"))
     return model, checkpoint, run.model_weights
@@ -1655,6 +1672,7 @@ def train(config, run, given):
     run.device = pick_device(run.device)
     steps = checkpoints_in(run.out_dir) if run.resume is not None else set()
     start = start_model(config, run, given)
+    check_consistency(config)
     with locked(run.out_dir, steps):
         train_from(*start, config, run, given)
 
@@ -1690,7 +1708,7 @@ def train_from(model, checkpoint, path, config, run, given):
     smoothed = None
     if resumes:
         trainer.restore(checkpoint, path)
-        smoothed = checkpoint.smoothed_loss
+        smoothed = checkpoint.smoothed_loss if checkpoint.step else None
         unet_io.say(f"resumed {path} after step {trainer.steps_done}")
     unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"

@@ -99,7 +99,7 @@ class Once(argparse.Action):
 
 ELSEWHERE = {  # programs: flags that people also try in others
     "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config val_every",
-    "./train_unet and generate.py": "guidance_scale num_samples sample_steps sampler seeds use_ema",
+    "./train_unet and generate.py": "eta guidance_scale num_samples sample_steps sampler seeds spacing use_ema",
     "generate.py": "export export_page import init_image interpolate mask nearest quality strip",
     "generate.py and train_unet.py": "device",
     "prepare_data.py": "distinct fit labels val_fraction",
@@ -385,7 +385,7 @@ def uniforms(drawn):
     return (drawn >> np.uint32(8)) * np.float32(2.0**-24)
 
 
-def kept(seed, block, shape, sample, step, probability):
+def dropout_mask(seed, block, shape, sample, step, probability):
     """What --dropout keeps: bool (len(sample), *shape), shape (H, W, C); block: its first tensor's index."""
     drawn = words(seed, Stream.DROPOUT | block << 8, math.prod(shape), sample, step)
     return (uniforms(drawn) >= np.float32(probability)).reshape(-1, *shape)
@@ -638,7 +638,7 @@ def last_words(diffusion_steps, noise_schedule, zero_terminal_snr, timestep_samp
     return (np.maximum(np.ceil(2.0**32 * probabilities), 1) - 1).astype(np.uint32)
 
 
-SPACINGS = ("auto", "uniform", "trailing", "karras")  # THRESHOLDS too: as old headers number them
+SPACINGS = ("auto", "uniform", "trailing", "karras")  # old headers number these, and THRESHOLDS, in this order
 THRESHOLDS = ("clamp", "dynamic", "none")
 
 
@@ -682,7 +682,7 @@ def karras_timesteps(levels, sample_steps):
     """Likewise of the chain of levels, by noise ratios as Karras et al. 2022 have them, equation 5, rho = 7.
 
     They go from their 80, or the chain's least noise, to that of timestep 0; of each the nearest timestep, by
-    its logarithm, that is not taken. The first is T - 1.
+    its logarithm, that is not taken. The noisiest, which stands last, is T - 1.
     """
     ratios = noise_ratios(levels)
     logs, t = np.log(ratios), len(ratios) - 1
@@ -1273,9 +1273,12 @@ class Images:
 
     def check_labels(self, config):
         """Raise UserError unless there are the labels that class_cond needs."""
-        if config.class_cond and not 0 < len(self.class_names) <= config.num_classes:
-            raise UserError(f"{self.path} has {len(self.class_names)} classes and class_cond needs up to"
-                            f" {config.num_classes}: make it with prepare_data.py --labels")
+        if config.class_cond and not self.class_names:
+            raise UserError(f"{self.path} has no labels, and --class_cond 1 needs them: make it with prepare_data.py --labels")
+        if config.class_cond and len(self.class_names) > config.num_classes:
+            count = len(self.class_names)
+            raise UserError(f"{self.path} has {counted(count, 'class')}, more than --num_classes {config.num_classes}: use"
+                            f" {count}")
 
     def floats(self, indices, image_size=None):
         """Images, bytes as [-1, 1], floats as they are: float32 (len(indices), C, image_size, image_size).
@@ -1757,6 +1760,9 @@ def newest_checkpoint(place):
                 raise
             print(f"skipped: {error}", file=sys.stderr)
             continue
+        if checkpoint.old:
+            raise UserError(f"{path} is of an earlier trainer and does not tell its step, so that it can't be resumed: start a"
+                            f" new run from its weights with --model_weights {path}")
         if "adam_m" in checkpoint.sections:
             return path, checkpoint
     raise UserError(f"{place} holds no checkpoint to resume from (weights alone start a new run:"

@@ -764,3 +764,19 @@ def test_new_classes_cannot_be_tuned(tmp_path):
     assert said == "error: " + call(train_unet, *start[:-len(QUICK)], "--device", "cpu")
     text = run(TRAIN, "--model_weights", tmp_path / "known.bin", *tune, "--guidance_scale", 2).stdout
     assert "note: --guidance_scale 2 guides the grids alone, and not what the network learns from\n" in text
+
+
+def test_class_without_a_name():
+    """It does not answer to 0, which no class is called."""
+    with pytest.raises(UserError, match="has no class called '0'"):
+        generate.parse_classes("0", ("", "cat"), 2)
+
+
+def test_images_of_too_many_classes(images8):
+    """What is said leads to what helps: labels where there are none, more classes where these are too few."""
+    images = unet_io.read_images(images8)
+    with pytest.raises(UserError, match="has 3 classes, more than --num_classes 2: use 3$"):
+        images.check_labels(Config(**CLASSES | dict(num_classes=2)))
+    images.class_names = ()
+    with pytest.raises(UserError, match="has no labels, .* prepare_data.py --labels$"):
+        images.check_labels(Config(**CLASSES))

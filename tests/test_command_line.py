@@ -549,3 +549,34 @@ def test_folder_and_file():
     """train_unet.py does not choose between two names of the images."""
     refused(sys.executable, ROOT / "train_unet.py", "--data_dir", "a", "--data_file", "b.bin",
             says="--data_dir a and --data_file b.bin: only one can be had")
+
+
+def test_preset_of_another_model(tmp_path, images8, monkeypatch):
+    """A preset's model must be that of --model_weights, as a typed flag must; what is typed goes before it."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
+    start = ("--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1, "--batch_size", 2, "--out_dir")
+    refused(TRAIN, *start, tmp_path / "a", "--preset", "adm64", says=f"(--preset adm64) contradicts {tmp_path}/w.bin")
+    assert call(train_unet, *start, tmp_path / "a", "--preset", "adm64", "--device", "cpu") == (
+        f"--image_size 64 (--preset adm64) contradicts {tmp_path}/w.bin, which was made with 8")
+    assert not (tmp_path / "a").exists()
+    monkeypatch.setitem(unet_io.PRESETS, "unet64", dict(num_channels=64, class_cond=True, cond_drop_prob=0.1))
+    assert "--num_channels 64 (--preset unet64)" in call(train_unet, *start, tmp_path / "b", "--preset", "unet64")
+    assert call(train_unet, *start, tmp_path / "b", "--preset", "unet64", "--num_channels", 32, "--sample_every", 0, "--device",
+                "cpu") == ""
+    config = unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "b", 1))).config
+    assert (config.class_cond, config.num_classes, config.cond_drop_prob) == (True, 3, 0.1)
+
+
+def test_tuning_is_refused_before_images_are_prepared(tmp_path):
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    assert call(train_unet, "--model_weights", tmp_path / "w.bin", "--data_dir", tmp_path, "--consistency", 1, "--out_dir",
+                tmp_path / "run", "--device", "cpu").endswith("not one of --predict eps")
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_drawing_in_training(capsys):
+    """train_unet.py says where they belong."""
+    for name in ("--eta", "--spacing"):
+        with pytest.raises(SystemExit):
+            call(train_unet, name, 1)
+        assert f"{name} is a flag of ./train_unet and generate.py" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import unet_io
 from harness import (
     ROOT, SMALL, TOY, TRAIN, call, checkpoint_in, error_of, perturbed_file, picture, refused, run, same_bits,
     start_flags, write_earlier_version, write_toy_images)
-from train_unet import Edit, levels, sample
+from train_unet import Edit, sample, visited_levels
 from unet_io import Config, Stream
 
 SEEDS, V = [5, 4000000000], Config(**TOY | dict(predict="v", diffusion_steps=300))
@@ -138,7 +138,7 @@ def test_strength_and_start():
                                               (250, 10, 10), (5, 1, 4), (9, 10**5, 7)])
 def test_levels(n, length, times):
     """Every step down to the last place to jump from is made `times` times, and no other twice."""
-    passed = levels(n, length, times)
+    passed = visited_levels(n, length, times)
     steps = list(zip(passed, passed[1:]))
     assert passed[0] == n - 1 and passed[-1] == -1 and all(abs(i - j) == 1 for i, j in steps)
     down, up = (collections.Counter(i for i, j in steps if (j < i) == way) for way in (True, False))
@@ -147,7 +147,7 @@ def test_levels(n, length, times):
     assert up == {t: times - 1 for t in range(jumps * length)}
     ups = "".join("u" if j > i else "d" for i, j in steps).replace("d", " ").split()
     assert all(len(run) % length == 0 for run in ups)  # jumps of one place may follow each other at once
-    assert levels(n, length, 1) == list(range(n - 1, -2, -1))
+    assert visited_levels(n, length, 1) == list(range(n - 1, -2, -1))
 
 
 @pytest.mark.parametrize("sampler, eta, more", [("ddpm", 0, {}), ("ddim", 0, {}), ("ddim", 0.6, {}),
@@ -169,7 +169,7 @@ def test_masks(sampler, eta, more):
     def with_known(x, u, k):
         known = np.sqrt(bar[u]) * x0 + np.sqrt(1 - bar[u]) * normals(2**31 + k)
         return mask * known + ~mask * x
-    passed = levels(len(kept), edit.jump_length, edit.jump_n_sample)
+    passed = visited_levels(len(kept), edit.jump_length, edit.jump_n_sample)
     x, top = normals(0), len(kept) - 1
     if edit.strength < 1:
         x = np.sqrt(bar[top]) * x0 + np.sqrt(1 - bar[top]) * x
@@ -448,3 +448,27 @@ def test_checkpoint_of_an_earlier_run(tmp_path, capsys):
     run(TRAIN, "--generate", 1, "--sample_steps", 2, "--out_dir", tmp_path / "run", "--output_name",
         tmp_path / "x.png")
     assert "guidance_interval" not in unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).run
+
+
+def test_two_channels_take_no_picture_file(tmp_path, draw):
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(in_channels=2, predict="v")))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    assert draw("w", "--init_image", tmp_path / "a.png") == (
+        f"{tmp_path}/a.png: a model of 2 channels takes a .bin here, since no picture is read with so many")
+
+
+def test_seed_twice(tmp_path, draw):
+    """Two pictures of one seed would have one file in --output_dir."""
+    words = ("--model_weights", tmp_path / "none.bin", "--seeds", "3,5-7,6", "--output_name", tmp_path / "x.png")
+    assert call(generate, *words, "--output_dir", tmp_path / "each") == (
+        "--seeds 3,5-7,6 names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts")
+    assert not (tmp_path / "each").exists()
+
+
+def test_more_steps_than_timesteps():
+    """The sampler of tuned models refuses them as the others do."""
+    model = train_unet.UNet(Config(**TOY | dict(predict="v", noise_schedule="cosine", diffusion_steps=10,
+                                             consistency=True)))
+    for sampler in ("consistency", "ddim"):
+        with pytest.raises(unet_io.UserError, match="--sample_steps 11 must lie between 1 and the 10 steps trained"):
+            sample(model, [0], sampler, 11)

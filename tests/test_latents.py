@@ -234,3 +234,12 @@ def test_first_step_is_infinite(tmp_path, capsys):
     sentence = refused(TRAIN, *start_flags(config, tmp_path / "x.bin", tmp_path / "run", 3), "--model_weights",
                        tmp_path / "w.bin", says=["in step 1, before any update", "--model_weights"])
     assert "--lr" not in sentence
+
+
+def test_first_of_several_arrays(tmp_path):
+    """arr_0 holds the images and arr_1 their labels, whatever else there is."""
+    x = latents()
+    np.savez(tmp_path / "x.npz", x, np.arange(len(x)), x[0])
+    images, numbers = prepare_data.read_array(str(tmp_path / "x.npz"), labels=True)
+    assert same_bits(images, x) and (numbers == np.arange(len(x))).all()
+    assert same_bits(prepare_data.read_array(str(tmp_path / "x.npz"), labels=False)[0], x)

@@ -1394,3 +1394,58 @@ def test_folders_of_one_class(tmp_path):
         images, _, _, err = class_file(folder, **flags)
         assert images.class_names == ("cat", "dog") and err.count("become one class") == 1
         assert "note: the folders 'cat' and 'cat ' become one class, cat" in err
+
+
+def test_trim_of_a_large_photo():
+    """What is drawn small on a large page is taken from the whole JPEG, not from one that was shrunk before."""
+    page = Image.new("RGB", (800, 800), "white")
+    ImageDraw.Draw(page).ellipse((380, 390, 419, 410), fill="red", outline="black")
+    photo, same = io.BytesIO(), io.BytesIO()
+    page.save(photo, "jpeg", quality=100)
+    Image.open(photo).save(same, "png")
+    found, expected = (prepare_data.load_image(file.getvalue(), 32, fit="trim") for file in (photo, same))
+    assert same_bits(found, expected)
+
+
+def test_closed_output_costs_the_table_only(tmp_path):
+    """The file is there before its classes are printed."""
+    folder = make_colours(tmp_path / "in", "a/1.png", "b/2.png")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "prepare_data.py", "--data_dir", folder, "--labels", "--image_size", "8"]
+    result = subprocess.run([*command, "--output_name", tmp_path / "x.bin"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert result.returncode == 1 and "standard output" in result.stderr
+    assert unet_io.read_images(str(tmp_path / "x.bin")).class_names == ("a", "b")
+
+
+def test_names_of_folders_as_classes(tmp_path):
+    """A folder's name is its class with what follows a dot; one of blanks can be none."""
+    folder = make_colours(tmp_path / "cats.2024", "1.png", "dogs/2.png")
+    assert prepared(folder, "--labels")[1] == ["cats.2024", "dogs"]
+    with zipfile.ZipFile(tmp_path / "birds.zip", "w") as archive:
+        archive.write(folder / "1.png", "1.png")
+    assert prepared(tmp_path / "birds.zip", "--labels")[1] == ["birds"]
+    make_colours(folder, " /3.png")
+    sentence = call(prepare_data, "--data_dir", folder, "--labels", "--output_name", tmp_path / "x.bin")
+    assert sentence == "the folder ' ' has no name that a class could have: rename it"
+
+
+def test_picture_in_this_folder(tmp_path, monkeypatch):
+    """A refusal names the folder of a picture that was named without one."""
+    monkeypatch.chdir(make_colours(tmp_path / "in", "b.png"))
+    sentence = call(prepare_data, "--data_dir", "b.png", "--labels", "prefix", "--output_name", "x.bin")
+    assert sentence.startswith(". has no picture with a class")
+
+
+def test_transparent_value_of_16_bits(tmp_path):
+    """A grey value that is declared transparent is so with four channels, and white with fewer."""
+    values = np.full((8, 8), 30000, np.uint16)
+    values[:, 4:] = 500
+    image = Image.fromarray(values)
+    found = {channels: load_saved(tmp_path, "x.png", image, transparency=500) if channels == 3 else
+             prepare_data.load_image((tmp_path / "x.png").read_bytes(), 8, channels=channels) for channels in (3, 1, 4)}
+    shade = int(30000 * 255 / 65535 + 0.5)
+    for channels in (1, 3):
+        assert (found[channels][:, :, 0] == shade).all() and (found[channels][:, :, 7] == 255).all()
+    assert (found[4][:3, :, 0] == shade).all() and (found[4][3, :, 0] == 255).all() and (found[4][3, :, 7] == 0).all()

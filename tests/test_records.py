@@ -2,6 +2,8 @@
 import dataclasses
 import json
 import math
+import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -289,3 +291,34 @@ def test_flags(records, tmp_path):
     if not torch.cuda.is_available():
         assert "minutes of a GPU" in call(records, "--job", "fashion-ours-0", "--folder", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("status", [0, 130, -signal.SIGINT, 1])
+def test_trainer_that_fails_when_told_to_stop(records, tmp_path, monkeypatch, status):
+    """Only who ends in good order counts as stopped."""
+    class Process:
+        returncode = None
+
+        def __init__(self, *_, **options):
+            options["stdout"].write(b"error: the disk is full\n")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def wait(self, timeout=None):
+            if timeout is not None:
+                raise subprocess.TimeoutExpired("trainer", timeout)
+            self.returncode = status
+
+        def send_signal(self, number):
+            assert number == signal.SIGINT
+
+    monkeypatch.setattr(records.subprocess, "Popen", Process)
+    if status != 1:
+        assert not records.run_until(0, ["trainer"], tmp_path / "log")
+        return
+    with pytest.raises(UserError, match="trainer failed with status 1: error: the disk is full"):
+        records.run_until(0, ["trainer"], tmp_path / "log")

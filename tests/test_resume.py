@@ -528,3 +528,32 @@ def test_full_disk(tmp_path, images4, kind):
     finally:
         if kind == "small file system":
             subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_tuning_of_a_checkpoint_without_a_teacher(tmp_path, images8):
+    """A resumed run can't begin to tune; what it would need is named."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
+    quiet = ("--sample_every", 0, "--device", "cpu")
+    assert call(train_unet, "--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1, "--batch_size", 2,
+                "--out_dir", tmp_path / "run", *quiet) == ""
+    path = checkpoint_in(tmp_path / "run", 1)
+    assert call(train_unet, "--resume", tmp_path / "run", "--steps", 2, "--consistency", 1, "--path_steps", 4, *quiet) == (
+        f"{path} has no section teacher: it is no checkpoint of such a run; start from it with --model_weights")
+
+
+def test_moments_of_an_earlier_trainer(tmp_path):
+    """Their step is not told, so that the run can't go on from them."""
+    ones = np.ones(9)
+    unet_io.write_old_weights(tmp_path / "old.bin", Config(**TOY), ones, ones, ones)
+    assert call(train_unet, "--resume", tmp_path / "old.bin", "--steps", 2, "--device", "cpu") == (
+        f"{tmp_path}/old.bin is of an earlier trainer and does not tell its step, so that it can't be resumed: start a new run"
+        f" from its weights with --model_weights {tmp_path}/old.bin")
+
+
+def test_smoothed_loss_of_no_step(tmp_path, images8):
+    """It begins with the first loss also where the run began with --steps 0."""
+    quiet = ("--sample_every", 0, "--device", "cpu")
+    assert call(train_unet, *start_flags(Config(**TOY), images8, tmp_path / "run", 0)[:-len(QUICK)], *quiet) == ""
+    assert call(train_unet, "--resume", tmp_path / "run", "--steps", 1, "--log_every", 1, *quiet) == ""
+    line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert line["smoothed"] == np.float32(line["loss"])

@@ -162,13 +162,16 @@ def milliseconds_in(folder, interval):
 
 def run_until(deadline, command, log):
     """Whether a command came to its end before the deadline; otherwise it was told to save and stop. Raises UserError."""
+    was_told = False
     with open(log, "ab") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT) as process:
         try:
             process.wait(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             process.wait()
-            return False
+            was_told = True
+    if was_told and process.returncode in (0, 130, -signal.SIGINT):
+        return False
     if process.returncode:
         said = log.read_text(errors="replace").strip() or "no message"
         raise UserError(f"{command[0]} failed with status {process.returncode}: {said.splitlines()[-1]}")
