@@ -6565,15 +6565,15 @@ struct Pixel {
 // The tensor as a kernel sees it: for 1x1 all pixels are one line, since no pixel has neighbours.
 static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 1, 1, x.rows(), x.C}; }
 
-// A tile is `images` patches of 8 x width pixels, width a multiple of 8, so that one ldmatrix reads eight
-// neighbours. With its halo a patch is (8 + 2) * (width + 2) rows of shared memory, here for width 8:
+// How a tensor is cut into tiles. A tile is `images` patches of 8 x width pixels, width a multiple of 8, so that one ldmatrix
+// reads eight neighbours. With its halo a patch is (8 + 2) * (width + 2) rows of shared memory, here for width 8:
 //
 //      0   1  2  3  4  5  6  7  8   9   Pixel 0 of the tile stands at row 11, pixel 7 at row 18, pixel 8 at
 //     10 [11 12 13 14 15 16 17 18] 19  row 21. The outer ring is the halo. row(p) is where the neighbourhood
 //     20 [21 22 23 24 25 26 27 28] 29  of pixel p begins, at its upper left: row(0) is 0 and row(8) is 10.
 //     ...                              tap(t) is added to reach tap t: 0 1 2, 10 11 12, 20 21 22; so the
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
-struct Patch {
+struct Tiling {
     int B, H, W;                // of the tensor
     int images, height, width;  // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
     int tiles_y, tiles_x, tiles;  // down and across an image, and in all
@@ -6606,16 +6606,16 @@ struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
 // The tiles of x.
-static Patch make_patch(const Tensor& x, Box tile) {
+static Tiling make_tiling(const Tensor& x, Box tile) {
     const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
     const int sets = ceil_div(x.B, tile.images);
     return {x.B, x.H, x.W, tile.images, tile.height, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
 }
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
-static Patch make_patch(const Tensor& x, int taps, int pixels) {
-    if (taps == 1) return make_patch(shaped(x, 1), {pixels, 1, 1});
-    if (pixels == 128 && x.W <= 8) return make_patch(x, {8, 8, 2});
-    return make_patch(x, {pixels / 8, 8, 1});
+static Tiling make_tiling(const Tensor& x, int taps, int pixels) {
+    if (taps == 1) return make_tiling(shaped(x, 1), {pixels, 1, 1});
+    if (pixels == 128 && x.W <= 8) return make_tiling(x, {8, 8, 2});
+    return make_tiling(x, {pixels / 8, 8, 1});
 }
 
 // ---- forward and input gradient
@@ -6629,7 +6629,7 @@ struct Gemm {
     Rows emb = {};                 // (B, N)
     Norm norm = {};                // Backward.norm: `out` is the gradient of its output
     float2* sums = nullptr;        // (B, tiles, N): forward the output's Moments, backward norm's NormSums; null: not made
-    Patch patch = {};
+    Tiling tiling = {};
     int splits = 1;            // how many blocks share a tile's chunks
     int chunks_a_split = 0;    // how many chunks of a tile each of these blocks adds up
     float* partial = nullptr;  // (splits, M, N), where splits > 1
@@ -6795,7 +6795,7 @@ struct GemmBlock : Gemm {
             const floatX* from = n < N() && of.data ? of.data + source.within(n) : nullptr;
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                 const int p = p0 + i * STRIDE + row;
-                m[i] = TAPS > 1 ? pixel_of_row[patch.row(p) + patch.tap(4)] : tile * BM + p;
+                m[i] = TAPS > 1 ? pixel_of_row[tiling.row(p) + tiling.tap(4)] : tile * BM + p;
                 if (n >= N() || m[i] >= M()) m[i] = -1;
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = load<VEC>(staging + p * PITCH + column);
@@ -6866,15 +6866,15 @@ struct GemmBlock : Gemm {
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
         uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
         static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-        const int a_rows = TAPS > 1 ? patch.rows() : BM, a_bytes = a_rows * 128;
+        const int a_rows = TAPS > 1 ? tiling.rows() : BM, a_bytes = a_rows * 128;
         const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
         const int n0 = number % n_tiles * BN, tile = number / n_tiles;
         const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
-            Pixel origin = patch.origin(tile);
+            Pixel origin = tiling.origin(tile);
             for (int r = tid; r < a_rows; r += THREADS)
-                pixel_of_row[r] = patch.pixel(origin, patch.offset(r));
+                pixel_of_row[r] = tiling.pixel(origin, tiling.offset(r));
             __syncthreads();
         }
 
@@ -6919,7 +6919,7 @@ struct GemmBlock : Gemm {
             }
         };
 
-        Product product([&](int p) { return TAPS > 1 ? patch.row(p) : p; });
+        Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
 
         // A step is one tap of a chunk. Its weights are loaded STAGES - 1 steps early; for 1x1 so are its pixels.
         struct Step {
@@ -6952,7 +6952,7 @@ struct GemmBlock : Gemm {
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
             product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, TAPS > 1 ? patch.tap(step.tap) : 0);
+                             b_ring + step.stage * B_BYTES, TAPS > 1 ? tiling.tap(step.tap) : 0);
         }
 
         __pipeline_wait_prior(0);
@@ -6965,9 +6965,9 @@ struct GemmBlock : Gemm {
 
     static void launch_tiles(const Gemm& g) {
         GemmBlock block = {g};
-        block.patch = make_patch(g.x.first, TAPS, BM);
-        const int tiles = block.patch.tiles * ceil_div(g.N(), BN);
-        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? block.patch.rows() : BM);
+        block.tiling = make_tiling(g.x.first, TAPS, BM);
+        const int tiles = block.tiling.tiles * ceil_div(g.N(), BN);
+        const int bytes = shared_bytes(g.chunks(), TAPS > 1 ? block.tiling.rows() : BM);
         const size_t outputs = (size_t)g.M() * g.N();
         Arena workspace = stream->workspace;
         if (g.splits > 1) block.partial = take<float>(&workspace, g.splits * outputs);
@@ -7036,7 +7036,7 @@ static int choose_splits(const Gemm& g, int taps, int blocks, int most, int leas
 // are too few, blocks split a tile's chunks.
 static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     auto tiles = [&](int pixels, int channels) {
-        return make_patch(g.x.first, taps, pixels).tiles * ceil_div(g.N(), channels);
+        return make_tiling(g.x.first, taps, pixels).tiles * ceil_div(g.N(), channels);
     };
     if (!transposed && g.N() <= 16) return {PORTABLE_128x16};  // an image
     const bool is_even = ceil_div(g.N(), 64) % 2 == 0;  // otherwise half of a tile of 128 channels is empty
@@ -7047,7 +7047,7 @@ static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * make_patch(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    return 2 * make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
 // The convolution itself norms what it reads, if that is whole tiles and whole chunks.
 static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
@@ -7066,7 +7066,7 @@ static GemmChoice choose_hopper(const Gemm& g, int taps) {
 
     // The blocks of a cluster share a long reduction, as long as each block still has a multiprocessor to itself.
     const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
-    const int blocks = make_patch(shaped(x, taps), hopper_tile(taps, kernel)).tiles * ceil_div(g.N(), 64);
+    const int blocks = make_tiling(shaped(x, taps), hopper_tile(taps, kernel)).tiles * ceil_div(g.N(), 64);
     return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
 }
 
@@ -7131,7 +7131,7 @@ struct WeightGradient {
     Concat x;           // (B, H, W, C)
     Rows per_image;     // (B, O): the sums of dout over each image, for demb; null: not wanted
     int taps;
-    Patch patch = {};
+    Tiling tiling = {};
     int splits = 1;                  // of the patch's tiles
     float* partial = nullptr;        // (splits, O, taps, C), where splits > 1
     float* bias_partials = nullptr;  // (splits + sets, images of a set, O)
@@ -7140,12 +7140,12 @@ struct WeightGradient {
     __host__ __device__ int c_tiles() const { return ceil_div(x.first.C, 64) + ceil_div(x.second.C, 64); }
     int tiles() const { return ceil_div(dout.C, 64) * c_tiles(); }
     // Split s has the tiles [first_tile(s), first_tile(s + 1)).
-    __device__ int first_tile(int s) const { return (int)((long long)s * patch.tiles / splits); }
+    __device__ int first_tile(int s) const { return (int)((long long)s * tiling.tiles / splits); }
     // The split that has tile t.
-    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / patch.tiles); }
+    __device__ int split_of(int t) const { return (int)(((t + 1ll) * splits - 1) / tiling.tiles); }
     // The sum of dout's channel o over an image's pixels in a split. A split and the next may both have tiles of one set.
     __device__ float& bias_partial(int split, int set, int image, int o) const {
-        return bias_partials[((size_t)(split + set) * patch.images + image) * dout.C + o];
+        return bias_partials[((size_t)(split + set) * tiling.images + image) * dout.C + o];
     }
 
     // Where there is one image: the bias gradient of channel o, summed over every 32nd split from s on.
@@ -7158,7 +7158,7 @@ struct WeightGradient {
     // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes
     // to per_image.
     __device__ float bias_of_images(int o, int b) const {
-        const int images = patch.images, set_tiles = patch.set_tiles();
+        const int images = tiling.images, set_tiles = tiling.set_tiles();
         float total = 0;
         for (; b < dout.B; b += 32) {
             const int set = b / images, last_split = split_of((set + 1) * set_tiles - 1);
@@ -7229,7 +7229,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
         // Eight input channels of fragment j; its tap is j.
         __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Tiling& tiling,
                                  bool sums_bias) {
 #pragma unroll 1
             for (int k = 0; k < PIXELS; k += 32) {
@@ -7239,14 +7239,14 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         load_matrices_transposed(a[h][i], (a_line ^ i << 5) + h * 16 * 128);
                 if (sums_bias && n0 == 0) {  // a product with ones in the column of the pixels' image
-                    uint32_t ones = lane / 4 == k * patch.images / PIXELS ? 0x3f803f80 : 0;
+                    uint32_t ones = lane / 4 == k * tiling.images / PIXELS ? 0x3f803f80 : 0;
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
                 }
                 int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
-                    int r = TAPS > 1 ? row + patch.tap(j) : row;
+                    int r = TAPS > 1 ? row + tiling.tap(j) : row;
                     load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
@@ -7283,7 +7283,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         __device__ static uint32_t at(uint32_t tile, int row, int channel) {
             return tile + swizzled(row, channel / 4, 256) + channel % 4 * 4;
         }
-        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Patch& patch,
+        __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Tiling& tiling,
                                  bool sums_bias) {
 #pragma unroll 4
             for (int k = 0; k < PIXELS; k++) {
@@ -7293,7 +7293,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
                 int row = TAPS > 1 ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
-                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? patch.tap(t) : 0), c0));
+                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? tiling.tap(t) : 0), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
                         UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
@@ -7323,19 +7323,19 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         bool second = c_tile >= tiles1;
         const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
         const int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-        const int M = dout.rows(), O = dout.C, set_tiles = patch.set_tiles();
+        const int M = dout.rows(), O = dout.C, set_tiles = tiling.set_tiles();
         int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
         const bool sums_bias = bias_partials && c_tile == 0;
 
-        const uchar4 offset = patch.offset(tid);
+        const uchar4 offset = tiling.offset(tid);
         auto locate = [&](int tile) {  // finds the tile's pixels, before it is loaded
             static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
             if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
-            const int pixel = patch.pixel(patch.origin(tile), offset);
-            shared.pixel_of_row[tile % 2][tid] = tid < patch.rows() ? pixel : -1;
+            const int pixel = tiling.pixel(tiling.origin(tile), offset);
+            shared.pixel_of_row[tile % 2][tid] = tid < tiling.rows() ? pixel : -1;
         };
         if (TAPS > 1) {
-            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = patch.row(p);
+            for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = tiling.row(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
@@ -7348,7 +7348,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
             auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
             auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + patch.tap(4) : row + i);
+                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + tiling.tap(4) : row + i);
             };
             load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
                 shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
@@ -7363,7 +7363,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         int set = first / set_tiles;
         auto flush_sums = [&] {
             product.flush_sums([&](int image, int o, float sum) {
-                if (image < patch.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
+                if (image < tiling.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
         for (int s = 0; s < STAGES - 1; s++) {
@@ -7381,7 +7381,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, patch,
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, tiling,
                              sums_bias);
         }
         __pipeline_wait_prior(0);
@@ -7427,9 +7427,9 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
 
 // Takes memory for the splits' partial sums, has launch_sums(g) fill it, and launches what adds them up.
 static void launch_weight_sums(WeightGradient g, auto launch_sums) {
-    size_t bias_rows = g.splits + ceil_div(g.dout.B, g.patch.images);
+    size_t bias_rows = g.splits + ceil_div(g.dout.B, g.tiling.images);
     Arena workspace = stream->workspace;
-    if (g.dbias) g.bias_partials = take<float>(&workspace, bias_rows * g.patch.images * g.dout.C);
+    if (g.dbias) g.bias_partials = take<float>(&workspace, bias_rows * g.tiling.images * g.dout.C);
     if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
     launch_sums(g);
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
@@ -7462,13 +7462,13 @@ static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, R
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
     using Block = WeightBlock<TAPS>;
-    g.patch = make_patch(dout, TAPS, Block::PIXELS);
+    g.tiling = make_tiling(dout, TAPS, Block::PIXELS);
     // A block's pixels take a time of tiles / splits, and the reduction one of splits O C. Their sum is least where they are
     // equal: at the root of tiles / (O C). The factor was measured on an H100.
     const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
-    const int most = std::min(g.patch.tiles, most_blocks / g.tiles());
+    const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
     const int factor = sizeof(floatX) == 2 ? 480 : 830;
-    const int balanced = (int)(factor * sqrtf((float)g.patch.tiles / dout.C / x.C()));
+    const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / dout.C / x.C()));
     g.splits = std::max(1, std::min(most, balanced + 1));
     launch_weight_sums(g, Block::launch_tiles);
 }
@@ -7821,7 +7821,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             Rows64 outputs[SUBTILES][2];
         } patches[PATCHES];  // see also combine
         Rows64 w[STAGES];
-        RingBarriers<PATCHES> patch;
+        RingBarriers<PATCHES> patch_ring;
         RingBarriers<STAGES> stage;
         Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
         Barrier normed[PATCHES];  // with NORMS: completed when the patch is normed
@@ -7834,17 +7834,17 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
     const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
     const bool weights_resident = (last - first) * TAPS <= STAGES;     // loaded once, for all of the block's tiles
-    Barrier* const ready = NORMS ? shared.normed : shared.patch.full;  // completed when a patch may be multiplied
+    Barrier* const ready = NORMS ? shared.normed : shared.patch_ring.full;  // completed when a patch may be multiplied
 
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
-        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.patch.origin(tile);
+        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.tiling.origin(tile);
     }
     // Done by one thread: loads patches and operands (the residual or the norm's x), or weights, or both.
     __device__ __forceinline__ void produce(bool patches, bool weights) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
-        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
+        for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 const int channel = g.first_channel(chunk);
@@ -7866,8 +7866,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
     __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
         auto& to = shared.patches[slot];
-        Barrier& full = shared.patch.full[slot];
-        shared.patch.empty[slot].wait(parity);
+        Barrier& full = shared.patch_ring.full[slot];
+        shared.patch_ring.empty[slot].wait(parity);
         if (chunk < last) {
             full.expect(PATCH_ROWS * 128);
             tma_load(to.pixels, g.x_map.of(c), full, g.x_map.within(c), {at.b, at.y - HALO, at.x - HALO});
@@ -7896,7 +7896,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
 
         Ring<PATCHES> patch;
-        for (int tile = blockIdx.z; tile < g.patch.tiles; tile += gridDim.z) {
+        for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
             const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
                                      (at.x + PIXELS.width == g.x.first.W ? right : 0) |
@@ -7906,7 +7906,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 if (chunk < last)
                     half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) +
                                      vector * VEC);
-                shared.patch.full[patch.slot].wait(patch.parity);
+                shared.patch_ring.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
                     UNROLLED_FOR (int i = 0; i < SWEEPS; i++) {
@@ -7969,7 +7969,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 wgmma_commit();
                 wgmma_wait<1>();  // the step before is done
                 if (leads && (tap > 0 || chunk > first)) release_weights(stage);
-                if (leads && tap == 0 && chunk > first) shared.patch.empty[patch.previous()].arrive();
+                if (leads && tap == 0 && chunk > first) shared.patch_ring.empty[patch.previous()].arrive();
                 stage.next();
             }
         }
@@ -7980,7 +7980,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         wgmma_wait<0>();
         if (leads) {
             release_weights(stage);
-            shared.patch.empty[patch.previous()].arrive();
+            shared.patch_ring.empty[patch.previous()].arrive();
         }
     }
 
@@ -8136,7 +8136,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
 
     __device__ __forceinline__ void run() {
         if (threadIdx.x == 0) {
-            shared.patch.init(1);
+            shared.patch_ring.init(1);
             shared.stage.init(1);
             for (Barrier& barrier : shared.ping_pong) barrier.init(1);
             for (Barrier& normed : shared.normed) normed.init(128);
@@ -8156,7 +8156,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         };
         skip(warpgroup);
         int parity = warpgroup == 0;  // of its ping-pong barrier: warpgroup 0 does not wait the first time
-        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.patch.tiles;
+        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.tiling.tiles;
              tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
             const Pixel at = origin(tile);
             Epilogue epilogue = {g, at};
@@ -8177,7 +8177,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             }
             if (leads) {  // waits until TMA has read the outputs
                 ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
-                shared.patch.empty[patch.slot].arrive();
+                shared.patch_ring.empty[patch.slot].arrive();
             }
             patch.next();
         }
@@ -8194,11 +8194,11 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = maps_of(operand, SUBTILE);
-        h.patch = make_patch(shaped(g.x.first, TAPS), PIXELS);
+        h.tiling = make_tiling(shaped(g.x.first, TAPS), PIXELS);
         // Blocks take one tile after another, so that a tile's loads overlap the epilogue of the tile before.
         const int columns = ceil_div(g.N(), 64);
-        const int blocks = std::min(h.patch.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
-        assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.patch.tiles));
+        const int blocks = std::min(h.tiling.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
+        assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.tiling.tiles));
         launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS,
                      sizeof(Shared), h);
     }
@@ -8280,7 +8280,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
 
         if (threadIdx.x >= READERS) {
             if (threadIdx.x > READERS) return;
-            Pixel at = patch.origin(first);
+            Pixel at = tiling.origin(first);
             Ring<STAGES> stage = {0, 1};
             for (int t = first; t < last; t++, stage.next()) {
                 auto& to = shared.stages[stage.slot];
@@ -8291,11 +8291,11 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 tma_load(to.dout, dout_map, full, o0, at);
                 // The next tile. Divisions instead would take this one thread longer than a product takes the others.
                 at.x += 8;
-                if (at.x >= patch.W) {
+                if (at.x >= tiling.W) {
                     at.x = 0;
                     at.y += 8;
                 }
-                if (at.y >= patch.H) {
+                if (at.y >= tiling.H) {
                     at.y = 0;
                     at.b++;
                 }
@@ -8311,7 +8311,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         auto multiply = [&](auto with_bias) {  // whether it also makes partial sums of the bias gradient
             constexpr bool BIAS = decltype(with_bias)::value;
             // With the bias, steps are done in runs, each of at most eight images, whose sums are the eight columns.
-            const int steps = patch.set_tiles();  // of an image
+            const int steps = tiling.set_tiles();  // of an image
             for (int begin = first, end; begin < last; begin = end) {
                 int first_image = begin / steps, images = first_image / 8 * 8;  // images: that of column 0
                 end = BIAS ? min(last, (images + 8) * steps) : last;
@@ -8376,8 +8376,8 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
 // conv3x3_backward_weight with the warpgroups and splits that should take the least time on an H100. The time is estimated as
 // the rounds of blocks, times a block's steps, plus that of adding up the splits.
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) {
-    g.patch = make_patch(g.dout, TAPS, 64);
-    const int pixel_tiles = g.patch.tiles;
+    g.tiling = make_tiling(g.dout, TAPS, 64);
+    const int pixel_tiles = g.tiling.tiles;
     int best_warpgroups = 0;
     float least_us = FLT_MAX;
     for (int warpgroups : {3, 1}) {

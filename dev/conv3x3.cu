@@ -1095,16 +1095,16 @@ enum {
 };
 __global__ void __launch_bounds__(256, 1)
     conv3x3_backward_kernel8(floatX* dx, float* parts, const floatX* dout, const floatX* x, const floatX* w,
-                             int o0, Patch patch, Shape s) {
+                             int o0, Tiling tiling, Shape s) {
     extern __shared__ __align__(128) unsigned char shared[];
     uchar4* offset_of_row = (uchar4*)shared;
     int* row_of_pixel = (int*)(offset_of_row + JOINT_ROWS);
     uint32_t weights = shared_address(shared) + JOINT_TABLES, ring = weights + JOINT_WEIGHTS;
-    int tid = threadIdx.x, lane = tid % 32, c0 = blockIdx.x * 64, rows = patch.rows();
-    int first = (int)((long long)patch.tiles * blockIdx.y / gridDim.y);
-    int last = (int)((long long)patch.tiles * (blockIdx.y + 1) / gridDim.y);
-    for (int r = tid; r < rows; r += 256) offset_of_row[r] = patch.offset(r);
-    for (int p = tid; p < 128; p += 256) row_of_pixel[p] = patch.row(p);
+    int tid = threadIdx.x, lane = tid % 32, c0 = blockIdx.x * 64, rows = tiling.rows();
+    int first = (int)((long long)tiling.tiles * blockIdx.y / gridDim.y);
+    int last = (int)((long long)tiling.tiles * (blockIdx.y + 1) / gridDim.y);
+    for (int r = tid; r < rows; r += 256) offset_of_row[r] = tiling.offset(r);
+    for (int p = tid; p < 128; p += 256) row_of_pixel[p] = tiling.row(p);
     // Rows of eight 16-byte vectors, vector v of row r at v ^ (r % 8), as everywhere in the program.
     for (int i = tid; i < 9 * 64 * 8; i += 256) {
         int v = i % 8, o = i / 8 % 64, tap = i / 512, c = c0 + v * 8;
@@ -1115,9 +1115,9 @@ __global__ void __launch_bounds__(256, 1)
     __syncthreads();
     auto load = [&](int tile) {
         uint32_t to = ring + (tile - first) % 2 * JOINT_STAGE;
-        Pixel origin = patch.origin(tile);
+        Pixel origin = tiling.origin(tile);
         for (int i = tid; i < rows * 8; i += 256) {
-            int r = i / 8, v = i % 8, m = patch.pixel(origin, offset_of_row[r]);
+            int r = i / 8, v = i % 8, m = tiling.pixel(origin, offset_of_row[r]);
             uint32_t at = to + r * 128 + ((v ^ (r & 7)) << 4);
             bool valid = m >= 0 && o0 + v * 8 < s.O;
             copy_async(at, valid ? dout + (size_t)m * s.O + o0 + v * 8 : dout, valid);
@@ -1135,14 +1135,14 @@ __global__ void __launch_bounds__(256, 1)
         __syncthreads();
         uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
 
-        JointInput::Product product([&](int p) { return patch.row(p); });
+        JointInput::Product product([&](int p) { return tiling.row(p); });
 #pragma unroll 1
-        for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, patch.tap(tap));
-        Pixel origin = patch.origin(tile);
+        for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, tiling.tap(tap));
+        Pixel origin = tiling.origin(tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int p = product.m0 + i / 2 * 16 + i % 2 * 8 + lane / 4;
-            int m = patch.pixel(origin, offset_of_row[row_of_pixel[p] + patch.tap(4)]);
+            int m = tiling.pixel(origin, offset_of_row[row_of_pixel[p] + tiling.tap(4)]);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int c = c0 + product.n0 + j * 8 + lane % 4 * 2;
@@ -1159,7 +1159,7 @@ __global__ void __launch_bounds__(256, 1)
             uint32_t a[2][4][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + patch.tap(4);
+                int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + tiling.tap(4);
                 uint32_t line = d_tile + r * 128 + ((lane / 8 % 2 ^ (r & 7)) << 4);
 #pragma unroll
                 for (int i = 0; i < 4; i++) load_matrices_transposed(a[h][i], line ^ i << 5);
@@ -1168,7 +1168,7 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
             for (int tap = 0; tap < 9; tap++) {
                 uint32_t b[4];
-                int r = row + patch.tap(tap);
+                int r = row + tiling.tap(tap);
                 load_matrices_transposed(b, x_tile + r * 128 + ((dw.vector(tap) ^ (r & 7)) << 4));
 #pragma unroll
                 for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[0][i], b[0], b[1]);
@@ -1197,13 +1197,13 @@ static void conv3x3_backward8(Problem& p) {
         conv3x3_weight_gradient8(p, p.sum<float>("dw"), p.in<floatX>("dout"), p.in<floatX>("x"), s);
         return;
     }
-    Patch patch = make_patch(p.tensor_in<floatX>("x"), 9, 128);
+    Tiling tiling = make_tiling(p.tensor_in<floatX>("x"), 9, 128);
     size_t n = (size_t)s.O * 9 * s.C;
-    int slabs = ceil_div(s.C, 64), splits = std::min(patch.tiles, std::max(1, gpu_multiprocessors / slabs));
+    int slabs = ceil_div(s.C, 64), splits = std::min(tiling.tiles, std::max(1, gpu_multiprocessors / slabs));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
     for (int o0 = 0; o0 < s.O; o0 += 64)
         launch(conv3x3_backward_kernel8, dim3(slabs, splits), 256, JOINT_SHARED, p.out<floatX>("dx"), parts,
-               p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), o0, patch, s);
+               p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), o0, tiling, s);
     launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, p.sum<float>("dw"), parts,
            splits, n);
 }
