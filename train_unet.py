@@ -1554,6 +1554,8 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
+        asked = {name: value for name, value in unet_io.PRESETS.get(run.preset, {}).items() if name not in given}
+        refuse_contradictions(asked, checkpoint.config, path, f" (--preset {run.preset})")
         for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
             if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])

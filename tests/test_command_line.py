@@ -559,6 +559,10 @@ def test_preset_of_another_model(tmp_path, images8, monkeypatch):
     assert call(train_unet, *start, tmp_path / "a", "--preset", "adm64", "--device", "cpu") == (
         f"--image_size 64 (--preset adm64) contradicts {tmp_path}/w.bin, which was made with 8")
     assert not (tmp_path / "a").exists()
+    run(TRAIN, *start, tmp_path / "c", *QUICK)
+    refused(TRAIN, "--resume", tmp_path / "c", "--preset", "adm64", says="(--preset adm64) contradicts")
+    assert "--image_size 64 (--preset adm64) contradicts" in call(train_unet, "--resume", tmp_path / "c", "--preset", "adm64",
+                                                                  "--device", "cpu")
     monkeypatch.setitem(unet_io.PRESETS, "unet64", dict(num_channels=64, class_cond=True, cond_drop_prob=0.1))
     assert "--num_channels 64 (--preset unet64)" in call(train_unet, *start, tmp_path / "b", "--preset", "unet64")
     assert call(train_unet, *start, tmp_path / "b", "--preset", "unet64", "--num_channels", 32, "--sample_every", 0, "--device",
