@@ -2932,7 +2932,7 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 }
 
 // The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
-// among them. With --ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the first weights
+// among them. With ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the first weights
 // are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
@@ -3394,9 +3394,9 @@ struct BeginStep {
     }
 };
 
-// Begins a step that matches distributions. The student draws from noise alone, at the last of the
-// timesteps. `noised` are those to which its pictures are noised then, not among the first or last fiftieth. It also computes
-// the fake's update. An item is a sample.
+// Begins a step that matches distributions. The student draws from noise alone, at the last of the timesteps. `noised` are
+// those to which its pictures are noised then, not among the first or last fiftieth, as in Yin et al. It also computes the
+// fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake_state;
     int *timesteps, *noised;  // (batch)
