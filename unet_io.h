@@ -982,7 +982,7 @@ static void check_levels(const Config& c) {
                  float_text(c.channel_mult[i]), c.num_channels);
         if (width % c.norm_groups || width / c.norm_groups < 2)
             fail("--norm_groups %d must divide level %d's %d channels into groups of 2 or more, or else the norm takes the "
-                 "time embedding away; 16 does",
+                 "time embedding away; use 16",
                  c.norm_groups, i + 1, width);
         bool is_middle = i == levels - 1;  // which always has attention
         if (is_middle || attends(c, size)) check_attention(c, width, size);

@@ -691,7 +691,7 @@ static void test_refusals() {
         {{{"num_channels", "48"}}, "multiple of 32"},
         {{{"image_size", "36"}}, "halved"},
         {{{"image_size", "64"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}, "halved"},
-        {{{"num_channels", "32"}}, "use 8"},
+        {{{"num_channels", "32"}}, "use 16"},
         {{{"num_channels", "32"}, {"norm_groups", "5"}}, "must divide"},
         {{{"norm_groups", "64"}}, "time embedding"},
         {{{"num_head_channels", "40"}}, "--num_head_channels 40"},
