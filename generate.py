@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from convert import save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, checkpoints_in, label_table, load_model,
-                        pick_device, refuse_contradictions, sample, sampler_steps, sampler_timesteps, sampling_settings,
-                        seed_noise)
+                        pick_device, refuse_contradictions, refuse_preset, sample, sampler_steps, sampler_timesteps,
+                        sampling_settings, seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
 
 PATCH_SIZE = 7  # of --quality
@@ -160,8 +160,8 @@ def load_weights(path, use_ema=None, overrides=None, free=()):
 
 def check_preset(args, config):
     """Raise UserError where --preset asks for another model than the Config that a file carries; typed flags are not its."""
-    asked = {name: value for name, value in unet_io.PRESETS.get(args.preset, {}).items() if vars(args).get(name) is None}
-    refuse_contradictions(asked, config, args.model_weights, f" (--preset {args.preset})")
+    typed = {name for name, value in vars(args).items() if value is not None}
+    refuse_preset(args.preset, typed, config, args.model_weights)
 
 
 def has_earlier_format(path):

@@ -3140,7 +3140,8 @@ static size_t lay_out_model(Model* m, char* memory) {
         if (c.path_steps) {
             place(m->shard, m->teacher);
             place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
-        } else if (c.consistency) {
+        }
+        if (has_pairs(c)) {
             place(batch, m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
             place(B * pixels * PIXEL, m->pairs.errors);
         }
@@ -3402,7 +3403,7 @@ struct BeginMatching {
     int *timesteps, *noised;  // (batch)
     const int64_t* step;      // of the run
     int64_t first;            // the first step of the run that matches distributions
-    Hyper hyper;  // the fake's
+    Hyper hyper;              // the fake's
     int batch, diffusion_steps;
     uint32_t seed;
 
@@ -4622,8 +4623,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
 static void run_generate(const GivenFlags& given) {
     auto [config, file, taken] = sampling_config(given);
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
-    std::set<uint32_t> distinct(wanted.begin(), wanted.end());
-    if (*config.output_dir && distinct.size() < wanted.size())
+    if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
         fail_usage("--seeds %s names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts",
                    config.seeds);
     SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
@@ -7132,7 +7132,7 @@ struct WeightGradient {
     Rows per_image;     // (B, O): the sums of dout over each image, for demb; null: not wanted
     int taps;
     Tiling tiling = {};
-    int splits = 1;                  // of the patch's tiles
+    int splits = 1;                  // of the tiles
     float* partial = nullptr;        // (splits, O, taps, C), where splits > 1
     float* bias_partials = nullptr;  // (splits + sets, images of a set, O)
     __host__ __device__ size_t count() const { return (size_t)dout.C * taps * x.C(); }  // of dw
@@ -7194,7 +7194,7 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient
 }
 
 // dw (O, taps, C) = einsum('mo,mtc->otc', dout, neighbourhoods of cat(x, 1)), over M pixels. Block (tile,
-// split) owns 64 x taps x 64 of dw, or of its split's partial sums; the splits share the patch's tiles evenly. Per
+// split) owns 64 x taps x 64 of dw, or of its split's partial sums; the splits share the tiles evenly. Per
 // block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. Of the blocks that read the same
 // channels of dout, the first also sums these for the bias. A step of the reduction is PIXELS pixels.
 template <int TAPS> struct WeightBlock : WeightGradient {

@@ -486,6 +486,15 @@ def refuse_contradictions(flags, config, path, origin=""):
             raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}")
 
 
+def refuse_preset(preset, typed, config, path):
+    """Raise UserError where --preset, or None, asks for another model than a file's Config describes.
+
+    typed: names that the preset does not decide.
+    """
+    asked = {name: value for name, value in unet_io.PRESETS.get(preset, {}).items() if name not in typed}
+    refuse_contradictions(asked, config, path, f" (--preset {preset})")
+
+
 def chosen_weights(checkpoint, use_ema, path):
     """The Checkpoint's flat array that use_ema names, see load_model. Raises UserError."""
     use_ema = checkpoint.run.get("use_ema", 1) if use_ema is None else use_ema
@@ -1533,19 +1542,12 @@ def pick_device(name=""):
     return name or best
 
 
-def adopt(config, given, source, path, names, free=(), preset=None):
-    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it.
-
-    preset: the name of --preset, if its settings count as flags. free: flags that may.
-    """
-    of_preset = unet_io.PRESETS.get(preset, {})
-    told = {name: value for name, value in (of_preset | given).items() if name in names}
-    bound = {name: value for name, value in told.items() if name not in free}
-    refuse_contradictions({name: value for name, value in bound.items() if name in given}, source, path)
-    refuse_contradictions({name: value for name, value in bound.items() if name not in given}, source, path,
-                          f" (--preset {preset})")
+def adopt(config, given, source, path, names):
+    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
+    given = {name: given[name] for name in names if name in given}
+    refuse_contradictions(given, source, path)
     for name in names:
-        if name not in told:
+        if name not in given:
             setattr(config, name, getattr(source, name))
 
 
@@ -1554,8 +1556,7 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        asked = {name: value for name, value in unet_io.PRESETS.get(run.preset, {}).items() if name not in given}
-        refuse_contradictions(asked, checkpoint.config, path, f" (--preset {run.preset})")
+        refuse_preset(run.preset, given, checkpoint.config, path)
         for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
             if name not in given and name in checkpoint.run:
                 setattr(run, name, checkpoint.run[name])
@@ -1573,7 +1574,9 @@ def start_model(config, run, given):
     model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=assumed, free=free)
     if not (checkpoint.config.class_cond or told.get("class_cond")):
         free = ()
-    adopt(config, given, checkpoint.config, run.model_weights, ARCHITECTURE + DIFFUSION, free, run.preset)
+    of_run = {name for name in free if name in told}  # its classes may be others
+    adopt(config, given, checkpoint.config, run.model_weights, [x for x in ARCHITECTURE + DIFFUSION if x not in of_run])
+    refuse_preset(run.preset, {*given, *free}, checkpoint.config, run.model_weights)
     if "timestep_sampling" not in told:  # as the model was trained
         adopt(config, told, checkpoint.config, run.model_weights, ("timestep_sampling", "timestep_mean", "timestep_std"))
     return model, checkpoint, run.model_weights
