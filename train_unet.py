@@ -1327,7 +1327,8 @@ def plan_classes(config, run, given, source, path, data_names):
                      f" {unet_io.listed(data_names)}; --class_names FILE tells others")
     if run.resume is not None:
         return before or data_names, None, notes
-    if not config.num_classes or "num_classes" not in given and source:
+    told = unet_io.PRESETS.get(run.preset, {}) | given
+    if not config.num_classes or source and "num_classes" not in told:
         same = not before or before == data_names
         config.num_classes = known if known and same else len(data_names)
     if known and not before and config.num_classes != known:

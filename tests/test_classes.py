@@ -742,6 +742,12 @@ def test_what_is_not_learned_of_classes(tmp_path, images8, program):
     right = started(program, *flags, "--class_cond", 1, "--out_dir", tmp_path / "right").stdout
     assert "not told apart" not in right and "never learned" not in right
 
+    perturbed_file(tmp_path / "bare.bin", Config(**TOY))
+    place = flags.index("--num_classes")
+    preset = (*flags[:place], *flags[place + 2:], "--class_cond", 1, "--preset", "fashion32")
+    of_preset = started(program, *preset, "--model_weights", tmp_path / "bare.bin", "--out_dir", tmp_path / "preset").stdout
+    assert "note: --num_classes 10: only 3 have images, and the others are never learned\n" in of_preset
+
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_validation_on_the_images_themselves(tmp_path, images8, program):
