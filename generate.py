@@ -75,15 +75,9 @@ def parse_interval(text):
     return low, high
 
 
-class Numbers(list):
-    """Numbers; text: what named them."""
-    text = ""
-
-
 def parse_numbers(text):
-    """'3,7,10-12' as Numbers [3, 7, 10, 11, 12]; for argparse's `type`."""
-    numbers = Numbers()
-    numbers.text = text
+    """'3,7,10-12' as [3, 7, 10, 11, 12]; for argparse's `type`."""
+    numbers = []
     for part in text.split(","):
         ends = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part)
         first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
@@ -802,8 +796,7 @@ def main():
             unet_io.check_target(path)
         unet_io.picture_format(stem + ending)
         if args.output_dir and len(set(names)) < count:
-            raise UserError(f"--seeds {args.seeds.text} names a seed twice, and --output_dir writes each picture as SEED.png:"
-                            f" draw them in parts")
+            raise UserError("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts")
         if args.output_dir:
             unet_io.check_folder(args.output_dir)
             outputs += own_files(args.output_dir, names) if drawn_from else []

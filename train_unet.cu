@@ -4624,8 +4624,7 @@ static void run_generate(const GivenFlags& given) {
     auto [config, file, taken] = sampling_config(given);
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
     if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
-        fail_usage("--seeds %s names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts",
-                   config.seeds);
+        fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
     SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
     int count = (int)wanted.size();
     int rows = rows_a_sample(config);
