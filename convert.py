@@ -631,8 +631,9 @@ def scheduler_config(config, run):
     """
     T, threshold = config.diffusion_steps, run.get("threshold", "clamp")
     if config.noise_schedule not in SCHEDULES or config.predict not in PREDICTIONS:
-        raise UserError(f"diffusers' DDPMScheduler knows neither noise_schedule flow and edm nor predict flow and edm, and"
-                        f" this model has {config.noise_schedule} and {config.predict}")
+        raise UserError(f"this model has --noise_schedule {config.noise_schedule} and --predict {config.predict}, which"
+                        f" diffusers' DDPMScheduler does not know: it knows {unet_io.listed(SCHEDULES)}, and"
+                        f" {unet_io.listed(PREDICTIONS)}")
     return dict(
         _class_name="DDPMScheduler", num_train_timesteps=T, beta_start=1e-4 * 1000 / T,
         beta_end=0.02 * 1000 / T, rescale_betas_zero_snr=bool(config.zero_terminal_snr),

@@ -1,4 +1,4 @@
-"""Pictures from trained weights: a .bin, old or new, a .pt, a .safetensors, a folder of diffusers. From one to the other.
+"""Draws pictures with trained weights (a .bin, a .pt, a .safetensors, a folder of diffusers), and converts one into another.
 
     python3 generate.py --model_weights out/checkpoint_00020000.bin
     python3 generate.py --model_weights out/checkpoint_00020000.bin --export weights.safetensors
@@ -9,8 +9,8 @@
 The first writes samples.png. A picture comes from its seed alone, so that batches and --num_samples change
 none of them, and the same seed and weights give the same picture as `./train_unet --generate`. The third
 keeps of cat.png what is white in known.png. The last two write weights.bin and 64x64_diffusion.bin, for
-`./train_unet --model_weights`; a state dict of guided-diffusion doesn't tell all that it is. convert.py has the
-other formats.
+`./train_unet --model_weights`; a state dict does not say which architecture it has, so that --preset must. convert.py has
+the other formats.
 """
 import argparse
 import concurrent.futures
@@ -55,7 +55,7 @@ def nearest(pictures, images, image_size, chunk=256):
     for start in range(0, len(images), chunk):
         rows = np.arange(start, min(start + chunk, len(images)))
         have = unet_io.to_uint8(images.floats(rows, image_size)).reshape(len(rows), -1).astype(np.float64)
-        distances = (wanted**2).sum(1)[:, None] + (have**2).sum(1)[None] - 2 * wanted @ have.T
+        distances = squared_distances(wanted, have)
         closest = distances.argmin(1)
         value = distances[np.arange(len(wanted)), closest]
         better = value < best
@@ -115,7 +115,9 @@ def parse_classes(text, names, num_classes):
             continue
         part = max(here, key=len, default=text[at:].split(",")[0])
         at += len(part) + 1
-        if here:
+        if not here:
+            part = part.strip()  # blanks may stand before a comma
+        if part in places:
             if known.count(part) > 1:
                 raise UserError(f"--class {text}: several classes are called {part!r}; --class_names FILE can tell them apart")
             classes.append(places[part])
@@ -241,7 +243,7 @@ def read_mask(args, config):
     from prepare_data import OPENED, Image, ImageOps
     sizes = []
     for path in (args.init_image, args.mask):
-        if path.endswith(".bin"):  # whose images are square
+        if path.endswith(".bin"):  # whose images are square: a mask is cropped as the picture was
             continue
         with Image.open(path, formats=OPENED) as image:
             sizes.append(ImageOps.exif_transpose(image).size)
@@ -773,7 +775,7 @@ def main():
     unet_io.check_range("strip", args.strip)
     unet_io.check_range("sample_steps", args.sample_steps or 0)
     if not 0 <= args.seed <= 2**32 - count:
-        raise UserError(f"--seed {args.seed} must be from 0 to 4294967295, less the number of images")
+        raise UserError(f"--seed {args.seed} leaves no seeds for {counted(count, 'picture')}: the last is 4294967295")
     unet_io.check_range("eta", args.eta or 0)
     if args.interpolate:
         if args.interpolate < 2 or len(set(args.seeds or ())) != 2 or len(args.seeds) != 2:
@@ -787,7 +789,7 @@ def main():
     check_page(args)
     target = export_target(args)
     stem, ending = os.path.splitext(args.output_name)
-    as_floats, as_bytes = ending == ".npy", ending.lower() == ".npz"
+    as_floats, as_bytes = ending.lower() == ".npy", ending.lower() == ".npz"
     ending = ".png" if as_floats or as_bytes else ending  # of --strip and --nearest
     if not target:
         drawn_from = {os.path.realpath(path) for path in (args.init_image, args.mask) if path}
@@ -873,6 +875,9 @@ def main():
     if args.export_page:
         return export_page(args, model, class_names, checkpoint.step)
     edit = read_edit(args, config)
+    if classes and len(classes) > count:
+        raise UserError(f"--class {args.classes} names {len(classes)} classes, and of {counted(count, 'picture')} some would be"
+                        f" left out; use --num_samples {len(classes)} or more")
     classes = classes or range(len(class_names) or config.num_classes)
     rows = [class_names[number] for number in classes] if class_names else []
     classes, groups = unet_io.spread_classes(config, classes, count)

@@ -575,8 +575,8 @@ class Remarks:
         if white_level and not self.deep:
             yield f"--white_level {white_level} does nothing: no grey picture has 16 bits"
         if self.deep:
-            yield (f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}:"
-                   f" white is {white_level or 65535}, unless --white_level tells another")
+            told = f"{white_level}, as --white_level says" if white_level else "65535, unless --white_level tells another"
+            yield f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}: white is {told}"
         if self.deep_colours and max(self.deep_colours) < 64:
             yield (f"{counted(len(self.deep_colours), 'picture')} of 16 bits a channel are nearly black, as if"
                    f" they held fewer bits: save them with 8 bits, since Pillow reads the upper 8 only")
@@ -606,10 +606,10 @@ def grey_of_16_bits(image, tags, white_level, remarks):
         raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
     if tags.get(258) == (12,):  # BitsPerSample: here 12 bits are no guess
         white_level = 4095
-    else:
-        remarks.deep.append(high)
     if high > white_level:
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
+    if tags.get(258) != (12,):
+        remarks.deep.append(high)
     table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
     grey = image.point(table, "L")
     grey.info.pop("transparency", None)
@@ -919,7 +919,10 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     if not 0 < std < math.inf:
         raise UserError(f"{path} has the mean {mean:g} and the standard deviation {std:g}: nothing can be"
                         f" learnt from it")
-    factor = np.float32(data_std / std if data_std else 1)
+    with np.errstate(over="ignore"):  # of what is refused below
+        factor = np.float32(data_std / std if data_std else 1)
+    if not 0 < factor < math.inf:
+        raise UserError(f"{path} has a standard deviation of {std:g}, which can't be scaled to --data_std {data_std:g}")
     unet_io.say(f"mean {mean:.5g}, standard deviation {std:.5g}; stored times {factor:.8g}")
     if not data_std and not 0.1 <= std <= 3:
         note(f"training expects a standard deviation of 0.5 to 1, and {path} has {std:.3g}: --data_std 1 scales it")
@@ -1215,8 +1218,10 @@ def main():
     if array and (args.image_size, args.in_channels) != (None, None):
         raise UserError(f"{args.data_dir} is an array, which has its own size and channels: leave"
                         f" --image_size and --in_channels out")
-    if not 0 <= args.data_std < math.inf or args.data_std and not array:
-        raise UserError(f"--data_std {args.data_std:g} must be 0 or more, and goes with a .npy or .npz only")
+    if args.data_std and not 0.01 <= args.data_std <= 100:
+        raise UserError(f"--data_std {args.data_std:g} must be from 0.01 to 100, or 0; training expects 0.5 to 1")
+    if args.data_std and not array:
+        raise UserError(f"--data_std {args.data_std:g} goes with a .npy or .npz only")
     if args.value_range and not (idx or array):
         raise UserError("--range goes with an IDX file, a .npy or .npz only; of 16-bit pictures see --white_level")
     for name in ("fit", "white_level", "label_level", "distinct"):

@@ -128,8 +128,9 @@
 // ==== 1  CONFIGURATION =====================================================================================
 enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
 // Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in the network's
-// memory has PIXEL channels, of which those behind its own are zeros.
+// memory has PIXEL channels, of which those after its own are zeros.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };
+static_assert(2 * MAX_CHANNELS <= PIXEL, "a prediction and, with --learn_sigma, its variances fit a pixel");
 // An attention head's channels are a multiple of the first number, and at most the second.
 static std::pair<int, int> head_channels();
 
@@ -172,7 +173,7 @@ struct Config {
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
-    Hyper optimiser;
+    Hyper hyper;
     float min_snr_gamma, offset_noise, matching_fraction;
     int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
     // sampling
@@ -200,7 +201,7 @@ static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
 // The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
-static int ema_count(const Config& c) { return list_length(c.optimiser.ema_rate); }
+static int ema_count(const Config& c) { return list_length(c.hyper.ema_rate); }
 static int level_width(const Config& c, int i) { return (int)((float)c.num_channels * c.channel_mult[i]); }
 
 static int sampler_steps(const Config& c) {
@@ -280,7 +281,9 @@ struct Arena {
 };
 enum { ALIGNMENT = 256 };
 
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+// n, rounded up to a multiple of `unit`.
+static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+static size_t aligned(size_t bytes) { return round_up(bytes, ALIGNMENT); }
 
 template <typename T> static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
@@ -325,8 +328,10 @@ HOST_DEVICE static inline int ceil_div(size_t a, size_t b) { return (int)((a + b
 static void backend_init();         // refuses a machine that can't run this program
 static std::string backend_name();  // the device and its precision
 
-#define fail_to_allocate(bytes) \
-    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes))
+[[noreturn]] static void fail_to_allocate(size_t bytes) {
+    fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes));
+}
+
 // Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
@@ -397,10 +402,10 @@ static void backend_disconnect();
 
 // ---- ranks ------------------------------------------------------------------------------------------------
 // The share of n things that a rank has: its first, and its end. Groups of `unit` things stay together.
-static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit = 1) {
-    size_t each = ceil_div(ceil_div(n, unit), world.size) * unit;
-    size_t first = std::min(n, rank * each);
-    return {first, std::min(n, first + each)};
+static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit) {
+    size_t share = round_up(n, unit * world.size) / world.size;
+    size_t first = std::min(n, rank * share);
+    return {first, std::min(n, first + share)};
 }
 
 #ifndef NETWORK_ONLY
@@ -457,7 +462,7 @@ static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 
 // Zeros follow an image's channels up to a multiple of 8. The weights of these are zeros too, and stay zeros,
 // because their gradients are.
-static int padded(int channels) { return ceil_div(channels, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE; }
+static int padded(int channels) { return (int)round_up(channels, CHANNEL_MULTIPLE); }
 
 // visit(i, j) for every element of a parameter, which is number i in PyTorch's order and number j in memory. There
 // a convolution's weights are (O, 3, 3, C), with padded channels; every other parameter is the same in both.
@@ -675,16 +680,19 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};
 };
 
+// The side of a square tile of a product's output, in elements.
+static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
+
 // A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns). Their
 // numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
-static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
 template <typename Real> struct MatrixProductOf {
     TensorOf<Real> out, left;
     const Real* right;  // (left's columns, out's columns), or the transpose of it
     TensorOf<Real> added = {};  // without data nothing is added
     float alpha = 1, beta = 0;
     int first_tile = 0;  // the number of tiles of the outputs before this one
-    // How many tiles, matrix_tile square, its own output has.
+
+    // How many tiles its own output has.
     int tiles(bool right_is_transposed) const {
         const int side = matrix_tile(right_is_transposed);
         return ceil_div(out.rows(), side) * ceil_div(out.C, side);
@@ -701,14 +709,13 @@ template <typename Real> struct MatrixProductOf {
     typedef ConvLayer<1> Linear;                                   \
     typedef NormOf<Real> Norm;                                     \
     typedef MatrixProductOf<Real> MatrixProduct;                   \
-    typedef ForwardOptionsOf<Real> Forward;                        \
-    typedef BackwardOptionsOf<Real> Backward;                      \
+    typedef ForwardOptionsOf<Real> ForwardOptions;                 \
+    typedef BackwardOptionsOf<Real> BackwardOptions;               \
     }
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps
-// fewer.
+// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps fewer.
 enum { NORM_TILE = 128 };
 HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, NORM_TILE); }
 
@@ -716,38 +723,33 @@ HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, N
 namespace DEVICE {
 
 // A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
-// is a tensor, or one that is still to be normed: see groupnorm_for_product.
-static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options = {});
+// is a tensor, or one that is still to be normed: see groupnorm_for_conv3x3.
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options = {});
 // dx = [dx +] F.conv_transpose2d(dout, w, padding=1); dx is added to with options.accumulate
-static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options = {});
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options = {});
 // layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
 // wanted, is dout.sum((1, 2)).
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by
-// side.
-static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options = {});
+// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side. A linear
+// layer of an embedding's rows, (B, 1, 1, C), is one of images with one pixel.
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options = {});
 // dx = [dx +] dout @ w
-static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options = {});
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options = {});
 // layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
-
-// A linear layer of an embedding's rows, (B, 1, 1, C): a 1x1 convolution of images with one pixel.
-static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options = {});
-static void linear_backward_input(Tensor dx, Tensor dout, Linear layer);
-static void linear_backward_weight(Linear layer, Tensor dout, Tensor x);
 
 // Does `count` products, of `tiles` tiles in all. None of them reads the output of another.
 static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed);
 
 // Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
-// out = norm(x). Wu and He, "Group Normalization" (2018), equations 1 to 6.
+// out = norm(x). Wu and He, "Group Normalization" (2018), equations 1, 2, 6 and 7.
 static void groupnorm_forward(Tensor out, const Norm& norm);
 // Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
 // itself with Concat's half_scale_shift, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
-static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O);
+static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O);
 // Backward in two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N)
 // where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
@@ -757,7 +759,7 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or
 // options.residual; or x, if x has no second tensor and nothing is added to dx.
-static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options = {});
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options = {});
 
 // out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
 // heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
@@ -778,8 +780,8 @@ static const float NORM_EPS = 1e-5f;
 // ---- layers written once for both builds ------------------------------------------------------------------
 // A layer whose items (elements, vectors of channels, pixels) don't depend on each other is a struct: its
 // fields are its arguments, outputs first, and operator() does one item. run() does all of them, on the CPU
-// in a loop that the threads share, on a GPU in a thread each. T, the type of activations, is floatX; only
-// where the tests of a CUDA build also run the layer on the CPU, it is float there.
+// in a loop that the threads share, on a GPU in a thread each. Real, the type of activations, is floatX;
+// only where the tests of a CUDA build also run the layer on the CPU, it is float there.
 
 // A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A team
 // is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor. Thread i of a
@@ -815,8 +817,8 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
 
 // out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
 // item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
-template <typename T> struct TimestepEmbedding {
-    TensorOf<T> out;
+template <typename Real> struct TimestepEmbedding {
+    TensorOf<Real> out;
     const int* timesteps;
     int max_period;
     double unit = 1;  // t is unit times the timestep
@@ -827,8 +829,8 @@ template <typename T> struct TimestepEmbedding {
         size_t b = item / half;
         double sine, cosine;
         sincos(unit * timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
-        out.data[b * out.C + i] = (T)(float)cosine;
-        out.data[b * out.C + half + i] = (T)(float)sine;
+        out.data[b * out.C + i] = (Real)(float)cosine;
+        out.data[b * out.C + half + i] = (Real)(float)sine;
     }
 };
 static void timestep_embedding(Tensor out, const int* timesteps, int max_period, double unit) {
@@ -857,17 +859,21 @@ static inline float fast_exp(float x) {
     return p * scale.value;
 }
 #ifdef __CUDACC__
-// 2^x, 1 / x and tanh x, an instruction each: errors of 2^-22, of tanh 2^-11.
+// 1 / x, one instruction: an error of 2^-23.
 __device__ static inline float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// tanh x, one instruction: an error of 2^-11.
 __device__ static inline float tanh_fast(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// 2^x; in bf16 one instruction, with an error of 2^-22.
 #ifdef PRECISION_FP32
 __device__ static inline float exp2_fast(float x) { return exp2f(x); }
 #else
@@ -908,25 +914,25 @@ HOST_DEVICE static inline float silu_gradient_of_half(float h) {
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
 // F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
-template <typename T> struct SiluForward {
-    TensorOf<T> out, x;
+template <typename Real> struct SiluForward {
+    TensorOf<Real> out, x;
 
     size_t items() const { return x.count(); }
-    HOST_DEVICE void operator()(size_t i) const { out.data[i] = (T)silu_of_half(0.5f * (float)x.data[i]); }
+    HOST_DEVICE void operator()(size_t i) const { out.data[i] = (Real)silu_of_half(0.5f * (float)x.data[i]); }
 };
-template <typename T> struct SiluBackward {
-    TensorOf<T> dx, dout, x;
+template <typename Real> struct SiluBackward {
+    TensorOf<Real> dx, dout, x;
 
     size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const {
-        dx.data[i] = (T)((float)dout.data[i] * silu_gradient((float)x.data[i]));
+        dx.data[i] = (Real)((float)dout.data[i] * silu_gradient((float)x.data[i]));
     }
 };
 
 // out (B, E) = F.embedding(labels, table), the row of table (rows, E) that each of labels (B) names.
-template <typename T> struct LabelForward {
-    TensorOf<T> out;
-    const T* table;
+template <typename Real> struct LabelForward {
+    TensorOf<Real> out;
+    const Real* table;
     const int* labels;
 
     size_t items() const { return out.count(); }
@@ -934,10 +940,10 @@ template <typename T> struct LabelForward {
         out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
     }
 };
-// table.dw (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
-template <typename T> struct LabelBackward {
-    ConvLayerOf<T, 1> table;  // without bias
-    TensorOf<T> dout;
+// dtable (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
+template <typename Real> struct LabelBackward {
+    float* dtable;
+    TensorOf<Real> dout;
     const int* labels;
     int rows;
 
@@ -947,13 +953,13 @@ template <typename T> struct LabelBackward {
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
-        table.dw[i] = sum;
+        dtable[i] = sum;
     }
 };
 
 // norm.dmodulation, from the finished norm.sums. An item is a channel of an image.
-template <typename T> struct ModulationBackward {
-    NormOf<T> norm;
+template <typename Real> struct ModulationBackward {
+    NormOf<Real> norm;
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
     HOST_DEVICE void operator()(size_t i) const {
@@ -965,15 +971,15 @@ template <typename T> struct ModulationBackward {
             dshift += sum.dy;
             dscale += norm.w[c] * sum.dy_x_hat + norm.bias[c] * sum.dy;
         }
-        T* row = norm.dmodulation.row(b);
-        row[c] = (T)dscale;
-        row[C + c] = (T)dshift;
+        Real* row = norm.dmodulation.row(b);
+        row[c] = (Real)dscale;
+        row[C + c] = (Real)dshift;
     }
 };
 
 // x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. An item is four elements.
-template <typename T> struct Dropout {
-    TensorOf<T> x;
+template <typename Real> struct Dropout {
+    TensorOf<Real> x;
     float p;
     uint32_t seed, block;
     int first;  // the sample of the batch that x begins with
@@ -984,10 +990,10 @@ template <typename T> struct Dropout {
         uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
                  key = STREAM_DROPOUT | block << 8;
         Philox words = philox(seed, key, item % quads, first + b, *step);
-        Vector<T, 4> values = load<4>(x.data + 4 * item);
+        Vector<Real, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
-            values[i] = (T)(kept ? (float)values[i] / (1 - p) : 0.0f);
+            values[i] = (Real)(kept ? (float)values[i] / (1 - p) : 0.0f);
         }
         store(x.data + 4 * item, values);
     }
@@ -997,30 +1003,30 @@ template <typename T> struct Dropout {
 // (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
 // other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
 // they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
-template <typename T> struct Resample {
-    TensorOf<T> out, x;       // one of them twice as high and wide as the other
+template <typename Real> struct Resample {
+    TensorOf<Real> out, x;    // one of them twice as high and wide as the other
     float factor = 1;         // what is written is multiplied by it
     bool accumulate = false;  // to what `out` holds
     bool first_only = false;
 
-    enum { N = 16 / sizeof(T) };
+    enum { N = 16 / sizeof(Real) };
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
         const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are less than 2^31
+        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are fewer than 2^31: see most_images
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
-        const unsigned line = pixel / out.W, column = pixel % out.W;  // lines are counted through all images
-        const unsigned first = repeats ? line / 2 * x.W + column / 2 : 2 * (line * x.W + column);  // pixel of x
+        const unsigned row = pixel / out.W, column = pixel % out.W;  // rows are counted through all images
+        const unsigned first = repeats ? row / 2 * x.W + column / 2 : 2 * (row * x.W + column);  // pixel of x
         int sources = repeats || first_only ? 1 : 4;  // how many pixels of x are read: `first`, or 2x2
-        if (repeats && first_only && (line | column) % 2) sources = 0;
-        Vector<T, N> source[4] = {}, result = {};
+        if (repeats && first_only && (row | column) % 2) sources = 0;
+        Vector<Real, N> source[4] = {}, result = {};
         for (int j = 0; j < 4; j++)
             if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
             float top = (float)source[0][k] + (float)source[1][k],
                   bottom = (float)source[2][k] + (float)source[3][k];
-            result[k] = (T)((float)result[k] + factor * (top + bottom));
+            result[k] = (Real)((float)result[k] + factor * (top + bottom));
         }
         store(out.data + item * N, result);
     }
@@ -1054,8 +1060,8 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // of block 0's output, the embedding: the first channel that this block reads; -1: none
-    bool emb_again = false;     // backward reads the embedding again
+    int emb = -1;               // of block 0's output, the projections: the first channel that this block reads; -1: none
+    bool emb_again = false;     // backward reads its projection again
     int heads = 0;              // of attention; 0 in every other block
     bool accumulate = false;    // the decoder reads the input, too: backward adds to the input's gradient
     int param = 0;              // the block's parameters are Plan.tensors[param], ...: so many
@@ -1145,9 +1151,9 @@ struct Model : OptimiserMemory {
     int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of a path
     int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
     struct StepState* state;             // of the current step: see section 7
-    float* losses;                       // (batch_size, loss_parts)
-    float* variance_losses = nullptr;    // (batch_size, loss_parts), with --learn_sigma
-    float* grad_norm_partials;           // one a NORM_CHUNK of the parameters
+    float* losses;                       // (batch_size, loss_chunks)
+    float* variance_losses = nullptr;    // (batch_size, loss_chunks), with --learn_sigma
+    float* grad_norm_sums;               // one a NORM_CHUNK of the parameters
     int* stops;                          // (ranks): whether each was asked to stop
     float* received;                     // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;        // (diffusion_steps)
@@ -1171,7 +1177,7 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
     Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
     for (int size : shape) t.count *= size;
 
-    t.size = (size_t)ceil_div(t.count, CHANNEL_MULTIPLE) * CHANNEL_MULTIPLE;
+    t.size = round_up(t.count, CHANNEL_MULTIPLE);
     if (is_conv2d(t)) t.size = (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3];
 
     plan->num_parameters += t.count;
@@ -1232,7 +1238,7 @@ static Tensor unet_input(const Model* m, int B) {
 // A new kind is such a struct, a value in BlockKind with its name in BLOCK_NAMES, and a line in with_kind. Then
 // make_plan can add blocks of it. What it has to keep to:
 //   - The last weight gradient that backward starts with beside() may still run during the next block's backward. So
-//     it reads only tensors of take_late(), and `hidden` in a block that reads the embedding; or backward waits for it.
+//     it reads only tensors of take_late(), and `hidden` in a block that reads a projection; or backward waits for it.
 //     (The embedding, which is last, and the first and the last convolution read other memory: see compute_lifetimes.)
 //   - Forward leaves the moments of its output, if that has any. Convolutions do; others call channel_moments(out).
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
@@ -1244,11 +1250,17 @@ struct Module {
     Model* m;
     const Block& block;
     int B;
-    Concat x = block.input < 0 ? unet_input(m, B) : of_inputs(output_of);
+    Concat x = inputs();
     Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
     Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
     Arena kept_stats = arena_of(m, block.stats);
+
+    // What the block reads: other blocks' outputs, or the image.
+    Concat inputs() const {
+        if (block.input < 0) return unet_input(m, B);
+        return of_inputs(output_of);
+    }
 
     Concat of_inputs(auto tensor_of) const {
         auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
@@ -1321,7 +1333,8 @@ struct EmbedBlock : Module {
     Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
-    Linear table = labels ? layer<Linear>(EMBED_LABELS) : Linear();  // has no bias
+    // Where the table of the labels' rows begins in the parameters; it has no bias.
+    size_t table = labels ? m->plan.tensors[block.param + 2 * EMBED_LABELS].offset : 0;
 
     // The residual blocks' embedding layers as one: see place_parameters.
     Linear all_projections() const {
@@ -1335,12 +1348,12 @@ struct EmbedBlock : Module {
         // The side stream does it while the image goes through the first convolution.
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
-            linear_forward(hidden, sinusoids, linear1_layer);
+            conv1x1_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
-            if (labels) run(LabelForward<floatX>{linear2, table.w, labels});
-            linear_forward(linear2, silu_hidden, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+            if (labels) run(LabelForward<floatX>{linear2, m->weights + table, labels});
+            conv1x1_forward(linear2, silu_hidden, linear2_layer, {.residual = labels ? linear2 : Tensor()});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
-            linear_forward(out, embedding, projections);
+            conv1x1_forward(out, embedding, projections);
         });
     }
 
@@ -1353,14 +1366,14 @@ struct EmbedBlock : Module {
         reserve_backward();
         Tensor dembedding = dhidden, dsilu_hidden = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
-        beside(linear_backward_weight, projections, dout, embedding);
-        linear_backward_input(dembedding, dout, projections);
+        beside(conv1x1_backward_weight, projections, dout, embedding);
+        conv1x1_backward_input(dembedding, dout, projections);
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
-        if (labels) run(LabelBackward<floatX>{table, dlinear2, labels, label_rows(m->config)});
-        beside(linear_backward_weight, linear2_layer, dlinear2, silu_hidden);
-        linear_backward_input(dsilu_hidden, dlinear2, linear2_layer);
+        if (labels) run(LabelBackward<floatX>{m->dw + table, dlinear2, labels, label_rows(m->config)});
+        beside(conv1x1_backward_weight, linear2_layer, dlinear2, silu_hidden);
+        conv1x1_backward_input(dsilu_hidden, dlinear2, linear2_layer);
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dsilu_hidden, .x = hidden});
-        beside(linear_backward_weight, linear1_layer, dhidden, sinusoids);
+        beside(conv1x1_backward_weight, linear1_layer, dhidden, sinusoids);
     }
 };
 
@@ -1377,10 +1390,10 @@ struct ConvInBlock : Module {
 };
 
 // ---- residual block ---------------------------------------------------------------------------------------
-// h = conv1(silu(norm1(x))) + embedding;  out = conv2(silu(norm2(h))) + skip(x)
+// h = conv1(silu(norm1(x))) + projection;  out = conv2(silu(norm2(h))) + skip(x)
 //
 // x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
-// identity. --use_scale_shift_norm: the embedding, of twice as many channels, modulates norm2 instead.
+// identity. --use_scale_shift_norm: the projection, of twice as many channels, modulates norm2 instead.
 // --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
@@ -1408,7 +1421,7 @@ struct ResBlock : Module {
     Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
     Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
     Linear skip = changes_width ? layer<Linear>(RES_SKIP) : Linear();
-    Rows embedding = own_channels(output_of(m, m->plan.blocks[0], B));
+    Rows projection = own_channels(output_of(m, m->plan.blocks[0], B));
 
     // The block's channels of block 0's output, or of its gradient.
     Rows own_channels(Tensor projections) const { return {projections.data + block.emb, projections.C}; }
@@ -1435,13 +1448,13 @@ struct ResBlock : Module {
         Event skip_done = 0;
         if (changes_width) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
-        Concat input1 = resizes ? resized_norm1() : groupnorm_for_product(normed1, norm1, block.O);
+        Concat input1 = resizes ? resized_norm1() : groupnorm_for_conv3x3(normed1, norm1, block.O);
         if (resizes) resample_forward(residual, x.first);
         wait_for(m->embedding_ready);
-        conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : embedding});
+        conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : projection});
 
-        if (modulates) norm2.modulation = embedding;
-        Concat input2 = drops ? dropped_norm2() : groupnorm_for_product(normed2, norm2, block.O);
+        if (modulates) norm2.modulation = projection;
+        Concat input2 = drops ? dropped_norm2() : groupnorm_for_conv3x3(normed2, norm2, block.O);
         wait_for(skip_done);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
@@ -1473,10 +1486,10 @@ struct ResBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed2 = normed2, dh = h, dnormed1 = normed1, dbefore = before;
-        Rows dembedding = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
+        Rows dprojection = own_channels(output_gradient_of(m, m->plan.blocks[0], B));
         if (modulates) {
-            norm2.modulation = embedding;
-            norm2.dmodulation = dembedding;
+            norm2.modulation = projection;
+            norm2.dmodulation = dprojection;
         }
 
         conv3x3_backward_input(dnormed2, dout, conv2, {.norm = drops ? Norm() : norm2});
@@ -1502,7 +1515,7 @@ struct ResBlock : Module {
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resample_forward(normed1, before);
-        beside(conv3x3_backward_weight, conv1, dh, normed1, modulates ? Rows() : dembedding);
+        beside(conv3x3_backward_weight, conv1, dh, normed1, modulates ? Rows() : dprojection);
     }
 };
 
@@ -1677,8 +1690,7 @@ static void block_backward(Model* m, const Block& block, int B) {
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, because they alone decay. They go from the last block to the
-// first; only the order in which the gradient's norm is summed depends on that. The embedding layers of all residual blocks
+// Lays the parameters out in memory. Matrices come first, because they alone decay. The embedding layers of all residual blocks
 // lie next to each other, so that block 0 computes them as one layer: their weights are the last matrices, their biases
 // come next. Files keep PyTorch's order.
 static void place_parameters(Plan* plan) {
@@ -1690,7 +1702,6 @@ static void place_parameters(Plan* plan) {
         return t->joined ? JOINED_BIAS : OTHER;
     };
     std::ranges::stable_sort(order, {}, group_of);
-    std::reverse(order.begin(), std::ranges::upper_bound(order, MATRIX, {}, group_of));
 
     size_t offset = 0;
     for (Parameter* t : order) {
@@ -1735,7 +1746,7 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, unless it has no weights. It reads the embedding again if emb_again.
+        // Backward reads the block's inputs again, unless it has no weights. It reads its projection again if emb_again.
         for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
@@ -1783,7 +1794,7 @@ static void place_buffers(Plan* plan) {
     }
 }
 
-// Adds a block behind the last one, whose output it reads. It comes with its kind and O, with `skip` if it
+// Adds a block after the last one, whose output it reads. It comes with its kind and O, with `skip` if it
 // reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
@@ -1930,7 +1941,7 @@ static double linear_beta(int t, int T) {
     return first + (last - first) * t / (T - 1);
 }
 
-// Nichol and Dhariwal, "Improved DDPM" (2021), equation 17.
+// Nichol and Dhariwal, "Improved Denoising Diffusion Probabilistic Models" (2021), equation 17.
 static double cosine_beta(int t, int T) {
     auto f = [](double s) { return pow(cos((s + 0.008) / 1.008 * M_PI / 2), 2); };
     return std::min(1 - f((t + 1.0) / T) / f((double)t / T), 0.999);
@@ -1993,7 +2004,7 @@ static std::vector<NoiseLevel> make_schedule(const Config& c) {
 struct Target {
     double eps, x0;
 };
-// Karras et al. (2022), equation 8: (x0 - c_skip y) / c_out, where y = x0 + noise_ratio eps, with c_skip and c_out of table 1.
+// Karras et al. (2022), equation 8: (x0 - c_skip (x0 + noise_ratio eps)) / c_out, with c_skip and c_out of table 1.
 static Target edm_target(NoiseLevel level) {
     double scale = hypot(level.sigma, SIGMA_DATA * level.alpha);
     return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
@@ -2001,8 +2012,9 @@ static Target edm_target(NoiseLevel level) {
 static Target target_at(int predict, NoiseLevel level) {
     switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
-        case PREDICT_V: return {level.alpha, -level.sigma};  // Salimans and Ho, "Progressive Distillation" (2022), appendix D
-        case PREDICT_FLOW: return {1, -1};                   // the velocity of Liu et al. (2022)
+        // Salimans and Ho, "Progressive Distillation for Fast Sampling of Diffusion Models" (2022), appendix D
+        case PREDICT_V: return {level.alpha, -level.sigma};
+        case PREDICT_FLOW: return {1, -1};  // minus the velocity of Liu et al. (2022)
         case PREDICT_EDM: return edm_target(level);
         case PREDICT_X0: return {0, 1};
     }
@@ -2049,7 +2061,8 @@ static double cumulative_probability(const Config& c, const std::vector<NoiseLev
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// For each timestep the largest random word that draws it. They rise.
+// For each timestep the largest random word that draws it or an earlier one. They never fall; of two timesteps that have the
+// same, the later one is never drawn.
 static std::vector<uint32_t> make_last_words(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<uint32_t> last_words;
@@ -2141,8 +2154,8 @@ struct FourPixels {
 
 // x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps also has offset_noise times a
 // normal that all of a channel's pixels share, so that an image's mean is learnt, too.
-template <typename T> struct AddNoise {
-    TensorOf<T> x_t;
+template <typename Real> struct AddNoise {
+    TensorOf<Real> x_t;
     float* target;                // (B, H, W, PIXEL)
     const float* images;          // (B, C, H, W): x0
     const ScheduleRow* schedule;  // (diffusion_steps)
@@ -2165,7 +2178,7 @@ template <typename T> struct AddNoise {
         float shift[4] = {};  // by channel
         if (offset > 0) random_normals(shift, seed, STREAM_OFFSET, 0, sample, number);
 
-        Vector<T, MAX_CHANNELS> noised[4] = {};  // by pixel
+        Vector<Real, MAX_CHANNELS> noised[4] = {};  // by pixel
         Vector<float, MAX_CHANNELS> wanted[4] = {};
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < channels; c++) {
             float normal[4];
@@ -2173,7 +2186,7 @@ template <typename T> struct AddNoise {
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 float x0 = images[(size_t)four.b * channels * four.pixels + four.element(c) + i];
                 float eps = fmaf(offset, shift[c], normal[i]);
-                noised[i][c] = (T)(at.alpha * x0 + at.sigma * eps);
+                noised[i][c] = (Real)(at.alpha * x0 + at.sigma * eps);
                 wanted[i][c] = fmaf(at.target_eps, eps, at.target_x0 * x0);
             }
         }
@@ -2185,20 +2198,22 @@ template <typename T> struct AddNoise {
 };
 
 // ---- loss -------------------------------------------------------------------------------------------------
+// A team adds up a chunk: so many elements of one sample, of all its PIXEL channels.
 enum { LOSS_CHUNK = 4096 };
-HOST_DEVICE static inline int loss_parts(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
+// The number of a sample's chunks.
+HOST_DEVICE static inline int loss_chunks(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
 // The loss of a batch: sums over its elements, and what their weights follow from. A layer that has a BatchLoss works on B of
 // the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
-    float* parts;                           // (batch_size, loss_parts(pixels)): each chunk's sum, not weighted
+    float* chunk_sums;                      // (batch_size, loss_chunks(pixels)), not weighted
     const int* timesteps = nullptr;         // (batch_size)
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     int batch_size, pixels, channels, diffusion_steps;
-    float* variance_parts = nullptr;  // the same of the term that --learn_sigma adds; null: there is none
-    const float* weights = nullptr;   // (batch_size); null: those of the schedule
-    bool on_paths = false;            // the loss is path_loss instead of the squared error,
-    int width = 0;                    // which needs the width of the images
+    float* variance_chunk_sums = nullptr;  // the same of the term that --learn_sigma adds; null: there is none
+    const float* weights = nullptr;        // (batch_size); null: those of the schedule
+    bool on_paths = false;                 // the loss is path_loss instead of the squared error
+    int width = 0;                         // of an image, in pixels; only path_loss reads it
     int first = 0, B = batch_size;
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
@@ -2215,8 +2230,8 @@ struct ValueAndSlope {
     float value, slope;
 };
 
-// The KL divergence of a Gaussian from a second one, of log_variance, whose mean is off by `error`. `above` is how much larger
-// the second's log_variance is.
+// KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean differs from p's by
+// `error`. The slope is by q's log_variance.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
@@ -2259,17 +2274,17 @@ HOST_DEVICE static inline ValueAndSlope pseudo_huber(float error) {
 }
 
 // The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts divided by
-// its elements is F.mse_loss(out, target). With --learn_sigma the channels behind the prediction, from -1 to 1, say where
+// its elements is F.mse_loss(out, target). With --learn_sigma the channels after the prediction, from -1 to 1, say where
 // the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
 // a gradient from it. A team does a chunk of a sample.
 //
 // On paths an element has a pseudo-Huber loss of its error instead, and others of how much this differs from the errors of the
 // pixels beside, above and below it: so edges count more than areas that are too bright or too dark as a whole.
-template <typename T> struct PredictionLoss {
+template <typename Real> struct PredictionLoss {
     BatchLoss batch;
-    const T* out;                   // (B, H, W, PIXEL)
+    const Real* out;                // (B, H, W, PIXEL)
     const float* target;            // (B, H, W, PIXEL)
-    T* dout = nullptr;              // (B, H, W, PIXEL): the loss's gradient; null: not wanted
+    Real* dout = nullptr;           // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W), with --learn_sigma; otherwise null
 
     // That of an element whose error is this one; a difference between two pixels counts half for each.
@@ -2290,7 +2305,7 @@ template <typename T> struct PredictionLoss {
         return loss;
     }
 
-    // The bound's term for channel c of the answer, behind the prediction, and its derivative by that channel.
+    // The bound's term for channel c of the output, after the prediction, and its derivative by that channel.
     HOST_DEVICE ValueAndSlope variance_loss(size_t at, int b, int pixel, int c) const {
         const int t = batch.timestep(b), C = batch.channels;
         const ScheduleRow row = batch.schedule[t];
@@ -2309,12 +2324,12 @@ template <typename T> struct PredictionLoss {
     }
 
     enum { THREADS = 1024, BLOCKS = 1 };
-    size_t items() const { return (size_t)batch.B * loss_parts(batch.pixels); }
+    size_t items() const { return (size_t)batch.B * loss_chunks(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
-        int n = batch.pixels * PIXEL, parts = loss_parts(batch.pixels), C = batch.channels;
-        int b = team.index / parts, part = team.index % parts;
-        size_t sum_at = (size_t)batch.first * parts + team.index;
-        int begin = part * LOSS_CHUNK, end = part + 1 < parts ? begin + LOSS_CHUNK : n;
+        int n = batch.pixels * PIXEL, chunks = loss_chunks(batch.pixels), C = batch.channels;
+        int b = team.index / chunks, chunk = team.index % chunks;
+        size_t sum_at = (size_t)batch.first * chunks + team.index;
+        int begin = chunk * LOSS_CHUNK, end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
         float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
         float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
         Sum sum = 0, bound = 0;
@@ -2335,13 +2350,13 @@ template <typename T> struct PredictionLoss {
                 bound += (Sum)(bits * term.value);
                 gradient = term.slope * (float)(bits / batch.elements());
             }
-            if (dout) dout[at] = (T)gradient;
+            if (dout) dout[at] = (Real)gradient;
         }
         sum = team_sum(sum);
-        if (team.thread == 0) batch.parts[sum_at] = (float)sum;
+        if (team.thread == 0) batch.chunk_sums[sum_at] = (float)sum;
         if (!images) return;
         bound = team_sum(bound);
-        if (team.thread == 0) batch.variance_parts[sum_at] = (float)bound;
+        if (team.thread == 0) batch.variance_chunk_sums[sum_at] = (float)bound;
     }
 };
 
@@ -2370,12 +2385,12 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// pairs.errors: by how much the prediction at the sample's own timestep would miss its target if it meant the x0 that the
-// network predicts at the earlier timestep. Added to the target, it makes that x0 the target. An item is an element.
-template <typename T> struct EarlierErrors {
+// pairs.errors: what is added to the target of the sample's own timestep, so that the target means the x0 that the network
+// predicts at the earlier one. An item is an element.
+template <typename Real> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    const T* out;         // (B, H, W, PIXEL): the prediction at the earlier timestep
+    const Real* out;      // (B, H, W, PIXEL): the prediction at the earlier timestep
     const float* target;  // (B, H, W, PIXEL): its target
 
     size_t items() const { return (size_t)loss.B * loss.pixels * PIXEL; }
@@ -2398,9 +2413,9 @@ struct PairWeights {
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
-        int sample = loss.first + (int)b, parts = loss_parts(loss.pixels);
+        int sample = loss.first + (int)b, chunks = loss_chunks(loss.pixels);
         float squares = 0;
-        for (int i = 0; i < parts; i++) squares += loss.parts[sample * parts + i];
+        for (int i = 0; i < chunks; i++) squares += loss.chunk_sums[sample * chunks + i];
         float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
         weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
@@ -2418,8 +2433,8 @@ struct PairWeights {
 enum { PATHS_KEPT = 20 };
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
-template <typename T> struct LoadPathPoints {
-    TensorOf<T> x_t;
+template <typename Real> struct LoadPathPoints {
+    TensorOf<Real> x_t;
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
     const float* points;  // (PATHS_KEPT, consistency_steps + 1, B, H, W, PIXEL)
@@ -2435,7 +2450,7 @@ template <typename T> struct LoadPathPoints {
 
         const ScheduleRow at = loss.at(b);
         float eps = fmaf(-at.alpha, x0, x) / at.sigma;
-        x_t.data[i] = (T)x;
+        x_t.data[i] = (Real)x;
         target[i] = fmaf(at.target_eps, eps, at.target_x0 * x0);
     }
 };
@@ -2452,16 +2467,16 @@ template <typename T> struct LoadPathPoints {
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
-    int64_t steps = c.optimiser.lr_steps;
+    int64_t steps = c.hyper.lr_steps;
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
 // predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item is an element.
-template <typename T> struct PredictX0 {
+template <typename Real> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
     const float* images;  // (B, C, H, W)
-    const T* out;         // (B, H, W, PIXEL): the prediction
+    const Real* out;      // (B, H, W, PIXEL): the prediction
     const float* target;  // (B, H, W, PIXEL): its target
     bool clamps;          // to [-1, 1]
 
@@ -2478,10 +2493,10 @@ template <typename T> struct PredictX0 {
 // by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator, equation 8, makes pictures count alike
 // however much noise they got. The picture changes by x0_error where the prediction changes by 1, so that the gradient by the
 // prediction is x0_error times as large. A team does a sample.
-template <typename T> struct MatchingTarget {
+template <typename Real> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
-    const T* out;                            // (B, H, W, PIXEL): the student's predictions
+    const Real* out;                         // (B, H, W, PIXEL): the student's predictions
     const float *pictures, *teacher, *fake;  // (B, C, H, W): what it drew, and the x0 of the two
 
     enum { THREADS = 256, BLOCKS = 1 };
@@ -2531,8 +2546,8 @@ struct SamplerStep {
 // --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an ideal denoiser
 // (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
 static int spacing_of(const Config& c) {
-    bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     if (c.spacing != SPACING_AUTO) return c.spacing;
+    bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     return is_uniform ? SPACING_UNIFORM : SPACING_TRAILING;
 }
 
@@ -2554,8 +2569,8 @@ static std::vector<int> trailing_timesteps(int T, int count) {
 }
 
 // Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the schedule's largest, to
-// that of timestep 0. Each becomes the nearest timestep, by its logarithm, that is not taken. The first is T
-// - 1.
+// that of timestep 0. Each becomes the nearest timestep, by its logarithm, that is not taken. They are returned rising, and the
+// last is T - 1.
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
@@ -2563,9 +2578,9 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     double smallest = pow(noise_ratio(schedule[0]), 1.0 / 7);
     for (int i = 1; i < count; i++) {
         double wanted = 7 * log(largest + (smallest - largest) * i / (count - 1));
-        auto distance = [&](int t) { return fabs(log(noise_ratio(schedule[t])) - wanted); };
-        int behind = count - 1 - i;  // timesteps that still need a place
-        for (t--; t > behind && distance(t - 1) <= distance(t); t--) continue;
+        auto distance = [&](int candidate) { return fabs(log(noise_ratio(schedule[candidate])) - wanted); };
+        int left = count - 1 - i;  // timesteps that still need a place
+        for (t--; t > left && distance(t - 1) <= distance(t); t--) continue;
         timesteps.push_back(t);
     }
     std::ranges::reverse(timesteps);
@@ -2598,7 +2613,7 @@ static std::vector<int> sampler_timesteps(const Config& c, const std::vector<Noi
 // DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again from the clamped
 // x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
 static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
-    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // the part of from's that `to` has not
+    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // of from's, added after `to`
     double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
     return {.x0 = (float)(to.alpha - direction * from.alpha),
             .x = (float)direction,
@@ -2610,7 +2625,8 @@ static SampleUpdate consistency_step(NoiseLevel to) {
     return {.x0 = (float)to.alpha, .noise = (float)to.sigma};
 }
 
-// DPM-Solver++(2M), Lu et al. (2022), algorithm 2: DDIM, with x0 extrapolated by means of the step before,
+// DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models" (2022),
+// algorithm 2: DDIM, with x0 extrapolated by means of the step before,
 // which came from `before`; its time is -log(noise_ratio). A step more than twice as long as the one before is DDIM's, because
 // extrapolation would overshoot; so is the last, which is infinitely long. After a step that came from noise alone, whose
 // length is infinite, w is 0: that makes DDIM's step, too.
@@ -2625,7 +2641,7 @@ static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to
     return update;
 }
 
-// Heun's method, Karras et al. (2022), algorithm 1 without churn, for x / alpha at the noise_ratio: DDIM's
+// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha at the noise_ratio: DDIM's
 // step, then, with a second call of the network at its end, the same again with the mean of the slopes at
 // both ends. The first call saves what does not depend on the second.
 static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
@@ -2637,8 +2653,7 @@ static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLev
     return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
 
-// The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0
-// itself.
+// The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0 itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<int> timesteps = sampler_timesteps(c, schedule);
@@ -2696,9 +2711,9 @@ struct SampleSpec {
 // Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction,
 // without the class, whose rows follow the first's, and prediction = without + guidance (with - without): Ho and Salimans,
 // "Classifier-Free Diffusion Guidance" (2022).
-template <typename T> struct SampleBatch {
-    TensorOf<T> input;        // x for the network; with guidance a copy follows, for the second prediction
-    const T* out;             // (B, H, W, PIXEL): the prediction; with guidance the second follows
+template <typename Real> struct SampleBatch {
+    TensorOf<Real> input;     // x for the network; with guidance a copy follows, for the second prediction
+    const Real* out;          // (B, H, W, PIXEL): the prediction; with guidance the second follows
     int channels;             // of a sample
     bool clamps;              // x0 to [-1, 1]
     float guidance;           // 1: there is one prediction
@@ -2719,8 +2734,8 @@ template <typename T> struct SampleBatch {
 
 // The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and not on the others
 // of its batch. fmaf says how each sum is rounded, so that every compiler makes the same bits.
-template <typename T> struct UpdateSamples {
-    SampleBatch<T> batch;
+template <typename Real> struct UpdateSamples {
+    SampleBatch<Real> batch;
     SamplerStep step;
 
     size_t items() const { return FourPixels::count(batch.input); }
@@ -2744,8 +2759,8 @@ template <typename T> struct UpdateSamples {
                 next = fmaf(sigma, normal[i], next);
                 batch.x[at] = next;
                 batch.saved[at] = fmaf(update.save_x0, x0, update.save_x * x);
-                batch.input.data[at] = (T)next;
-                if (batch.guidance != 1) batch.input.data[batch.input.count() + at] = (T)next;
+                batch.input.data[at] = (Real)next;
+                if (batch.guidance != 1) batch.input.data[batch.input.count() + at] = (Real)next;
             }
         }
     }
@@ -2835,9 +2850,9 @@ struct StepState {
 };
 enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
 
-// parts (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
+// chunk_sums (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
-    float* parts;
+    float* chunk_sums;
     const float* x;
     size_t n;  // a multiple of 4
 
@@ -2851,21 +2866,21 @@ struct SquaredNorm {
             sum += (v[0] * v[0] + v[1] * v[1]) + (v[2] * v[2] + v[3] * v[3]);
         }
         sum = team_sum(sum);
-        if (team.thread == 0) parts[team.index] = (float)sum;
+        if (team.thread == 0) chunk_sums[team.index] = (float)sum;
     }
 };
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All arrays are (n), a multiple of 4,
-// and aligned to 16 bytes. An item is four elements, x_n those of x. The EMAs, whose number varies, are loaded first, so that
-// no branch stands between the other loads and the arithmetic.
-template <typename T> struct UpdateWeights {
+// and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The EMAs, whose number varies, are loaded
+// first, so that no branch stands between the other loads and the arithmetic.
+template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
-    T* working;              // the weights as the layers read them; null where they read master
-    size_t n, decayed;       // weight decay is for the first `decayed` of n
-    const StepState* state;  // holds the update; a step that is not accepted changes nothing
-    const T* directions = nullptr;  // Muon's, for elements whose scale is more than 0
-    const float* scales = nullptr;  // (n / CHANNEL_MULTIPLE), or null: all elements are AdamW's
+    Real* working;                     // the weights as the layers read them; null where they read master
+    size_t n, decayed;                 // weight decay is for the first `decayed` of n
+    const StepState* state;            // holds the update; a step that is not accepted changes nothing
+    const Real* directions = nullptr;  // Muon's, for elements whose scale is more than 0
+    const float* scales = nullptr;     // (n / CHANNEL_MULTIPLE), or null: all elements are AdamW's
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
@@ -2881,7 +2896,7 @@ template <typename T> struct UpdateWeights {
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
         Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
         Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
-        Vector<T, 4> working_n;
+        Vector<Real, 4> working_n;
         float scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
 
         for (int j = 0; j < 4; j++) {
@@ -2890,7 +2905,7 @@ template <typename T> struct UpdateWeights {
             v_n[j] = fmaf(a.beta2, v_n[j], (1.0f - a.beta2) * g * g);
             if (scale > 0) w_n[j] = fmaf(-a.lr * scale, (float)directions[i + j], w_n[j] * decay);
             else w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
-            working_n[j] = (T)w_n[j];
+            working_n[j] = (Real)w_n[j];
         }
         store(w + i, w_n);
         store(m + i, m_n);
@@ -3033,8 +3048,8 @@ static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Te
 }
 
 // x = the momentum as it will be after this step, averaged with the gradient once more (Nesterov).
-template <typename T> struct MuonMomentum {
-    T* x;
+template <typename Real> struct MuonMomentum {
+    Real* x;
     const float *momentum, *gradient;
     size_t n;
     const StepState* state;
@@ -3043,14 +3058,14 @@ template <typename T> struct MuonMomentum {
     HOST_DEVICE void operator()(size_t i) const {
         const AdamW& a = state->update;
         float new_part = (1 - a.beta1) * (a.clip * gradient[i]);
-        x[i] = (T)fmaf(a.beta1, fmaf(a.beta1, momentum[i], new_part), new_part);
+        x[i] = (Real)fmaf(a.beta1, fmaf(a.beta1, momentum[i], new_part), new_part);
     }
 };
 
 // The first X is not divided by its norm in memory: the factors of the first B and of the next X do it. The square of the norm
 // is the trace of A. A team does a matrix.
-template <typename T> struct MuonNorms {
-    MatrixProductOf<T> *B, *next_x;
+template <typename Real> struct MuonNorms {
+    MatrixProductOf<Real> *B, *next_x;
     int count;
 
     enum { THREADS = 128, BLOCKS = 4 };
@@ -3083,11 +3098,11 @@ static const floatX* orthogonalise(const Muon& muon) {
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// The number of this rank's micro-batches in a batch: see share_batch. And the number of buffers that it takes to add up their
-// gradients: see tree_gradient.
+// The number of this rank's micro-batches in a batch: see share_batch.
 static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
+// The buffers in which their gradients are added up in pairs: one, and one more for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
@@ -3102,7 +3117,7 @@ static void shard_parameters(Model* m) {
     if (!m->plan.training || world.size == 1) return;
     m->ranks = world.size;
     m->rank = world.rank;
-    m->shard = NORM_CHUNK * (size_t)ceil_div(m->shard, (size_t)NORM_CHUNK * m->ranks);
+    m->shard = round_up(m->shard, (size_t)NORM_CHUNK * m->ranks) / m->ranks;
     m->plan.num_floats = m->ranks * m->shard;
 }
 
@@ -3113,11 +3128,12 @@ static size_t lay_out_model(Model* m, char* memory) {
     const Config& c = m->config;
     size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
     size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // a step's images, of this rank and of all
-    size_t losses = batch * loss_parts((int)pixels);
+    size_t losses = batch * loss_chunks((int)pixels);
     Arena arena = {memory};
     auto place = [&](size_t count, auto*&... pieces) {
         ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
     };
+
     place(m->shard, m->master);
     if (is_copied(m)) place(P, m->weights);
     if (is_sharded(m)) {
@@ -3125,18 +3141,20 @@ static size_t lay_out_model(Model* m, char* memory) {
         place(P - plan.num_decayed, m->fp32_params);
         m->fp32_params -= plan.num_decayed;  // what is no matrix keeps its offset among all parameters
     }
+
     if (plan.training) {
         for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
         place(m->shard, m->adam_m, m->adam_v);
         place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->grad_norm_partials);
-        if (c.optimiser.optimizer == OPTIMIZER_MUON) {
+        place(ceil_div(P, NORM_CHUNK), m->grad_norm_sums);
+        if (c.hyper.optimizer == OPTIMIZER_MUON) {
             place(P, m->muon.x, m->muon.next_x, m->muon.A, m->muon.B);
             m->muon.count = (int)muon_matrices(plan, m->muon.x).size();
             place(P / CHANNEL_MULTIPLE, m->muon.scales);
             place((size_t)MUON_STEPS * 3 * m->muon.count, m->muon.products);
         }
         if (c.learn_sigma) place(losses, m->variance_losses);
+
         if (c.path_steps) {
             place(m->shard, m->teacher);
             place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
@@ -3153,6 +3171,7 @@ static size_t lay_out_model(Model* m, char* memory) {
             if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->matching.drafts);
         }
     }
+
     place(plan.arena_bytes, m->arena);
     place(B * pixels * PIXEL, m->input, m->target, m->images);
     place(batch, m->timesteps, m->sources);
@@ -3178,8 +3197,9 @@ static Model plan_model(const Config& config, int batch, bool training) {
 // Bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// The most images that the network can take at a time. BIAS_SUMS: a weight gradient makes a sum for its bias of each channel
-// and image, and these must fit into half a stream's workspace.
+// The most images that the network can take at a time. GRID_ROWS: CUDA's limit of a grid's height. PIXELS: kernels count pixels
+// in an int. BIAS_SUMS: a weight gradient makes a sum for its bias of each channel and image, and these must fit into half a
+// stream's workspace.
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
@@ -3216,7 +3236,8 @@ static void check_memory(const Model& m) {
     if (!fits) fail("%s; no batch size would fit: use a smaller model", why);
 
     std::string in_parts;
-    if (m.plan.training && would_fit(c.batch_size, fits))
+    bool is_shared = ceil_div(c.batch_size, fits) % m.ranks == 0;
+    if (m.plan.training && is_shared && would_fit(c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
     if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
     fail("%s; %s--batch_size %d would fit", why, in_parts, fits * m.ranks);
@@ -3262,7 +3283,8 @@ struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
-// Returns all ranks' shards of some parameters. Of several ranks they lie in the gradients' memory, until the next step.
+// Returns the whole array of which `parameters` is this rank's shard. With several ranks it is put together in the gradients'
+// memory, and lasts until the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
     backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
@@ -3338,7 +3360,7 @@ struct BatchSource {
     const uint32_t* last_words = nullptr;  // (diffusion_steps): see draw_timestep
     int path_steps = 0;                    // 0: the samples are images
     int consistency_steps = 0;
-    int starts[2] = {};  // the timesteps at which the consistency_steps begin, the first at T - 1
+    int starts[2] = {};  // the timesteps at which the consistency_steps begin, the first at diffusion_steps - 1
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
@@ -3420,13 +3442,13 @@ struct BeginMatching {
     }
 };
 
-// Takes a batch of drafts to the student's second step. An item is a sample.
-struct BeginSecondStep {
-    int* timesteps;  // (batch)
-    int batch, second;
+// timesteps (count) = timestep. An item is a sample.
+struct SetTimesteps {
+    int* timesteps;
+    int count, timestep;
 
-    size_t items() const { return batch; }
-    HOST_DEVICE void operator()(size_t b) const { timesteps[b] = second; }
+    size_t items() const { return count; }
+    HOST_DEVICE void operator()(size_t b) const { timesteps[b] = timestep; }
 };
 
 // images (B, C, size, size) = the images that `sources` (B) names, in [-1, 1]. An item is an element.
@@ -3453,7 +3475,7 @@ struct LoadImages {
 struct FinishStep {
     StepState* state;
     BatchLoss loss;
-    const float* grad_norm_partials;  // as SquaredNorm leaves them
+    const float* grad_norm_sums;  // as SquaredNorm leaves them
     size_t parameters;
     Hyper hyper;
     const int* stops = nullptr;  // (ranks)
@@ -3465,19 +3487,19 @@ struct FinishStep {
         enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
 
-        int parts = loss_parts(loss.pixels);
-        for (int i = team.thread; i < loss.B * parts; i += team.threads) {
-            int quartile = 4 * loss.timestep(i / parts) / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.weight_of(i / parts) * loss.parts[i];
-            if (loss.variance_parts) sums[WEIGHTED] += loss.variance_parts[i];
+        int chunks = loss_chunks(loss.pixels);
+        for (int i = team.thread; i < loss.B * chunks; i += team.threads) {
+            int quartile = 4 * loss.timestep(i / chunks) / loss.diffusion_steps;
+            sums[WEIGHTED] += loss.weight_of(i / chunks) * loss.chunk_sums[i];
+            if (loss.variance_chunk_sums) sums[WEIGHTED] += loss.variance_chunk_sums[i];
             UNROLLED_FOR (int q = 0; q < 4; q++) {
                 if (q != quartile) continue;
-                sums[QUARTILES + q] += loss.parts[i];
-                sums[COUNTS + q] += i % parts == 0;  // once for each sample
+                sums[QUARTILES + q] += loss.chunk_sums[i];
+                sums[COUNTS + q] += i % chunks == 0;  // once for each sample
             }
         }
         for (int i = team.thread; i < ceil_div(parameters, NORM_CHUNK); i += team.threads)
-            sums[SQUARED_NORM] += grad_norm_partials[i];
+            sums[SQUARED_NORM] += grad_norm_sums[i];
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
 
@@ -3512,15 +3534,16 @@ static Objective objective_of(const Config& c, int64_t step) {
 static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
 
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
-// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is 0. Neither
-// --grad_clip nor --skip_outliers applies to the fake.
+// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is 0. No step
+// is skipped as an outlier, because History has the losses of paths; nor does --grad_clip apply to the fake.
 static Hyper hyper_of(const Config& c, Objective objective) {
-    Hyper hyper = c.optimiser;
+    Hyper hyper = c.hyper;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
     hyper.lr *= objective == OBJECTIVE_FAKE ? FAKE_RATE : STUDENT_RATE;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
     hyper.beta1 = 0;
+    hyper.skip_outliers = 0;
     return hyper;
 }
 
@@ -3559,7 +3582,8 @@ struct Trainer {
     std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
-// Prepares all that steps need besides the model, its weights and t->step. Images that do not fit a GPU stay on the host.
+// Prepares all that steps need besides the model, its weights and t->step. Images that do not fit a GPU stay on the host, in
+// memory that the device can read; t->images gives its own up.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
@@ -3572,8 +3596,8 @@ static void prepare_steps(Trainer* t) {
         backend_upload(t->copies.back().get(), values.data(), bytes);
         return (const T*)t->copies.back().get();
     };
-    // Steps in flight draw from at most STEPS_IN_FLIGHT * batch_size / count + 2 epochs. There are twice as many slots, so
-    // that a new order never overwrites one in use.
+    // The steps in flight and the next one draw from at most (STEPS_IN_FLIGHT + 1) * batch_size / count + 2 epochs. There are
+    // twice as many slots, so that a new order never overwrites one in use.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
@@ -3597,6 +3621,10 @@ static void prepare_steps(Trainer* t) {
                  .consistency_steps = c.consistency_steps};
     if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
     if (m->labels) t->source.labels = for_device(data.labels);
+    if (ON_GPU) {
+        t->images.bytes = std::vector<uint8_t>();
+        t->images.floats = std::vector<float>();
+    }
 
     StepState state = StepState();
     state.step = t->step;
@@ -3609,14 +3637,14 @@ static void prepare_steps(Trainer* t) {
 // The loss of a batch. Only pairs have weights other than the schedule's.
 static BatchLoss batch_loss(const Model* m, Objective objective) {
     const Config& c = m->config;
-    return {.parts = m->losses,
+    return {.chunk_sums = m->losses,
             .timesteps = m->timesteps,
             .schedule = m->schedule,
             .batch_size = c.batch_size,
             .pixels = (int)pixels_of(c),
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
-            .variance_parts = m->variance_losses,
+            .variance_chunk_sums = m->variance_losses,
             .weights = m->pair_weights,
             .on_paths = objective == OBJECTIVE_PATHS,
             .width = c.image_size};
@@ -3734,8 +3762,8 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
                                .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
-// Makes m->target the x0 that the network predicted at the earlier timesteps, and the samples' weights, for which their squared
-// errors are added up once before.
+// Makes m->target the x0 that the network predicted at the earlier timesteps, and then the samples' weights. A weight depends
+// on the sample's squared error, which PredictionLoss adds up here without a gradient.
 static void load_pair_target(Model* m, const MicroBatch& part) {
     run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     run(PredictionLoss<floatX>{part, unet_output(m), m->target});
@@ -3766,7 +3794,7 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
 }
 
 // dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number alone
-// decides in which order gradients are added. The others' gradient is made in the buffer behind dw.
+// decides in which order gradients are added. The others' gradient is made in the buffer after dw.
 static void tree_gradient(Trainer* t, Objective objective, std::span<const MicroBatch> parts, float* dw) {
     if (parts.size() == 1) return microbatch_gradient(t, objective, parts[0], dw);
 
@@ -3795,13 +3823,13 @@ static void reduce_gradient(Model* m) {
 // Gathers what else every rank needs for FinishStep: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
     size_t images = microbatch_count(m) * m->plan.batch;
-    int parts = loss_parts((int)pixels_of(m->config));
+    int chunks = loss_chunks((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
-            if (losses) gather(losses, images * parts);
+            if (losses) gather(losses, images * chunks);
         if (m->pair_weights) gather(m->pair_weights, images);
-        gather(m->grad_norm_partials, m->shard / NORM_CHUNK);
+        gather(m->grad_norm_sums, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
 }
@@ -3868,7 +3896,7 @@ static void match_distributions(Trainer* t) {
                       .seed = c.seed});
     if (matching.drafts) {
         predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
-        run(BeginSecondStep{m->timesteps, c.batch_size, t->source.starts[1]});
+        run(SetTimesteps{m->timesteps, c.batch_size, t->source.starts[1]});
     }
     predict_all(m, matching.pictures, load_last_step, false);
     std::swap(m->timesteps, matching.timesteps);  // which the network and the losses read
@@ -3901,11 +3929,11 @@ static void enqueue_step(Trainer* t, Objective objective) {
     if (objective == OBJECTIVE_STUDENT) match_distributions(t);
     batch_gradient(t, objective);
 
-    run(SquaredNorm{m->grad_norm_partials + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    run(SquaredNorm{m->grad_norm_sums + shard / NORM_CHUNK, m->gradients + shard, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
     run(FinishStep{.state = m->state,
                    .loss = batch_loss(m, objective),
-                   .grad_norm_partials = m->grad_norm_partials,
+                   .grad_norm_sums = m->grad_norm_sums,
                    .parameters = m->plan.num_floats,
                    .hyper = hyper,
                    .stops = m->stops,
@@ -4000,7 +4028,7 @@ static float* chosen_weights(const Model* m) {
 }
 static std::string chosen_name(const Config& c) {
     bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.optimiser.ema_rate[c.use_ema - 1]);
+    return raw ? "raw weights" : "EMA " + float_text(c.hyper.ema_rate[c.use_ema - 1]);
 }
 
 // Every rank's number, on every rank. All of them have to call this.
@@ -4068,9 +4096,9 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
-    std::vector<float> parts((size_t)B * loss_parts(loss.pixels));  // without the timesteps' weights
-    backend_download(parts.data(), m->losses, parts.size() * sizeof(float));
-    return std::accumulate(parts.begin(), parts.end(), 0.0) / loss.elements() * B;
+    std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));  // without the timesteps' weights
+    backend_download(sums.data(), m->losses, sums.size() * sizeof(float));
+    return std::accumulate(sums.begin(), sums.end(), 0.0) / loss.elements() * B;
 }
 
 // Computes the mean loss over the validation images, which is complete on rank 0 alone. Returns false if the run was stopped
@@ -4149,7 +4177,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
     }
 }
 
-// Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false on Ctrl-C.
+// Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false if the run was stopped.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
                    bool show_progress) {
     const Config& c = m->config;
@@ -4207,7 +4235,7 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
         size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
-            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; use an older one",
+            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; delete it, and use the one before",
                  file.path, t.name, section);
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, stored);
@@ -4219,7 +4247,7 @@ static void write_parameters(Writer* out, const float* from, const Plan& plan) {
         std::vector<float> held(t.size);
         backend_download(held.data(), from + t.offset, t.size * sizeof(float));
         if (!all_finite(held.data(), t.size))
-            fail("%s became NaN or infinite and %s was not written; resume an older one with a lower --lr",
+            fail("%s became NaN or infinite and %s was not written; go on from the one before with --resume and a lower --lr",
                  t.name, out->path);
         out->write(reordered(held, t, false).data(), t.count * sizeof(float));
     }
@@ -4237,7 +4265,7 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters;
     header[FIELD_TENSORS] = (int32_t)m.plan.tensors.size();
     header[FIELD_SMOOTHED] = std::bit_cast<int32_t>(smoothed);
-    header[FIELD_LR_STEPS] = m.config.optimiser.lr_steps;
+    header[FIELD_LR_STEPS] = m.config.hyper.lr_steps;
 
     Writer out(path);
     out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
@@ -4372,7 +4400,7 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
-    config.optimiser.lr = 0;  // so that no weight becomes infinite
+    config.hyper.lr = 0;  // so that no weight becomes infinite
     prepare_trial_run(&t, config, first);
 
     auto take_step = [&] {
@@ -4580,7 +4608,7 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
                                                        : newest_checkpoint(config.out_dir, otherwise);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
-    memcpy(config.optimiser.ema_rate, file.config.optimiser.ema_rate, sizeof config.optimiser.ema_rate);
+    memcpy(config.hyper.ema_rate, file.config.hyper.ema_rate, sizeof config.hyper.ema_rate);
     check_config(config);
 
     if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
@@ -4593,7 +4621,8 @@ static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenF
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
-        fail("%s has no section %s: --use_ema %d can't be had", file.path, section, config.use_ema);
+        fail("%s has no section %s for --use_ema %d; choose another, or 0 for the raw weights", file.path, section,
+             config.use_ema);
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
         fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
              "in .png or .npy", config.output_name);
@@ -4625,8 +4654,17 @@ static void run_generate(const GivenFlags& given) {
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
     if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
         fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
-    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
+    Strings names = shown_names(config, file.class_names, config.num_classes);
+    SampleGrid grid = plan_grid(config, wanted, names);
     int count = (int)wanted.size();
+    if (size_t classes = wanted_classes(config, names).size(); *config.classes && (int)classes > count)
+        fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
+                   config.classes, classes, counted(count, "picture"), classes);
+    for (const GivenFlag& g : given) {
+        bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
+        if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
+    }
+
     int rows = rows_a_sample(config);
     config.batch_size = rows * std::min({config.batch_size, count, most_images(config) / rows});
     Model m = plan_model(config, config.batch_size, false);
@@ -4694,10 +4732,9 @@ static void share_batch(Config* c) {
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
     int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
-    int most_ranks = 1 << std::countr_zero((unsigned)count);  // the largest power of 2 that divides it
     if (count % ranks)
-        fail("--batch_size %d in parts of --microbatch %d are %d, for %d ranks; %d ranks could share them",
-             batch, microbatch, count, ranks, most_ranks);
+        fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a multiple of %d",
+             batch, microbatch, counted(count, "part"), ranks, microbatch * ranks);
 }
 
 // A name for every row of a model's table of classes. A class without a name has its number, and the last row, which stands
@@ -4717,7 +4754,9 @@ static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const St
     for (const std::string& name : rows) {
         int row = index_of(file_rows, name);
         t->kept_rows.push_back(row);
-        if (name[0] != '\n') (row < 0 ? fresh : kept).push_back(name);
+        if (name[0] == '\n') continue;
+        if (row < 0) fresh.push_back(name);
+        else kept.push_back(name);
     }
     for (const std::string& name : file_rows)
         if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
@@ -4794,11 +4833,13 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     Strings class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
-    config.optimiser.ema_warmup = !config.consistency;
+    config.hyper.ema_warmup = !config.consistency;
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
-        fail("--guidance_scale %g draws two at a time: use --microbatch 2 or more", config.guidance_scale);
+        fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 or more, "
+             "or --num_samples 0",
+             config.guidance_scale);
     for (const Flag& flag : FLAGS) {
         if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
         std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
@@ -4927,7 +4968,7 @@ static void prepare_run(Trainer* t) {
 // ---- the loop ---------------------------------------------------------------------------------------------
 // Whether --lr_schedule has come to its end: the rate is 0 from this step on.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && c.optimiser.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
+    return step && c.hyper.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
 }
 
 static std::string samples_path(const std::string& folder, long step) {
@@ -5014,7 +5055,7 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     std::string more;
     if (t.step >= c.steps) {
         more = text(" --steps %ld", std::max(1L, 2 * t.step));
-        if (is_schedule_over(c, t.step)) more += " --lr_schedule constant";
+        if (is_schedule_over(c, t.step)) more += text(" --lr_schedule constant --lr %g", c.hyper.lr / 10);
     }
     say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
 }
@@ -5040,16 +5081,16 @@ static void give_up(Trainer* t, const StepState& result) {
     const char* what = std::isfinite(result.loss) ? "gradient" : "loss";
     const char* value = std::isnan(result.loss + result.norm) ? "NaN" : "infinite";
     if (t->step == 0) {  // no update came before it, so that --lr is not to blame
-        float most = 1;
-        for (float pixel : t->images.floats) most = std::max(most, fabsf(pixel));
         fail("the %s became %s in step 1, before any update: %s holds values up to %g, which --range or --data_std "
              "of prepare_data.py bring to about 1; or the weights of --model_weights are too large",
-             what, value, c.data_file, most);
+             what, value, c.data_file, t->images.largest);
     }
-    std::string advice = "start again";
+    std::string advice = "start again with a lower --lr";
     if (t->saved)
-        advice = "resume " + checkpoint_path(c.out_dir, t->saved) + ", or an older one if its weights lead to it,";
-    fail("the %s became %s in step %ld; %s with a lower --lr", what, value, t->step + 1, advice);
+        advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the one "
+                      "before",
+                      shell_word(c.out_dir), checkpoint_path(c.out_dir, t->saved));
+    fail("the %s became %s in step %ld; %s", what, value, t->step + 1, advice);
 }
 
 // The times of a run. The time that saving, sampling and validating take is left out, by moving start, end and log_start on.
@@ -5173,7 +5214,11 @@ static void train(Trainer* t) {
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun && await_step(t).finite) pace.end = seconds_now();  // what Ctrl-C left under way
+    while (t->step < t->begun) {  // what Ctrl-C left under way
+        StepState result = await_step(t);
+        if (!result.finite) break;
+        show_step(t, result, &pace);
+    }
 
     clear_line();
     bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
@@ -5230,8 +5275,12 @@ static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (is_schedule_over(config, trainer.step))
-        print("note: --lr_schedule %s has come to its end: the learning rate is 0; constant goes on\n",
-              flag_text(config, flag_named("lr_schedule")));
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with --lr_schedule constant --lr %g\n",
+              flag_text(config, flag_named("lr_schedule")), config.hyper.lr / 10);
+    else if (is_schedule_over(config, config.steps - 1))
+        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
+              "constant and a lower --lr\n",
+              flag_text(config, flag_named("lr_schedule")), config.steps);
 }
 
 // Says what a run learns from, and where it starts.
@@ -5283,7 +5332,7 @@ static void run_program(int argc, char** argv) {
     start_ranks(config);
     backend_init();
     std::string ranks = connect_ranks(config);
-    handle_signals();
+    if (!config.dry_run) handle_signals();  // a timing has nothing to save
     print("%s on %s%s\n", network.program, backend_name(), ranks);
     if (draws) run_generate(given);
     else run_training(given);
@@ -5355,7 +5404,8 @@ static void backend_init() {
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || !count)
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
-    if (world.forked && world.size > count) fail("--gpus %d: this machine has %d", world.size, count);
+    if (world.forked && world.size > count)
+        fail("--gpus %d asks for more than the %s of this machine", world.size, counted(count, "GPU"));
     CUDA_CHECK(cudaSetDevice(world.local % count));
     CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, world.local % count));
     if (gpu_properties.major < 8)
@@ -5386,7 +5436,7 @@ static void backend_free(void* memory, bool on_host) {
     else cudaFree(memory);
 }
 static void backend_zero(void* memory, size_t bytes) {
-    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, main_stream.handle));
+    CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->handle));
 }
 static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream->handle));
@@ -5464,7 +5514,8 @@ static void watch_nccl() {
         if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
         if (status) fail("NCCL reported error %d: another rank is gone", status);
         if (!nccl_connected && seconds_now() - start > CONNECTION_SECONDS)
-            fail("%d ranks have not met at %s", world.size, nccl_address().c_str());
+            fail("%d ranks did not meet at %s; see that all were started, and that the port is open", world.size,
+                 nccl_address().c_str());
     };
     while (!nccl_closing) {
         std::string why = failure_of(check);
@@ -6141,7 +6192,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + work.stride < T) load();
     }
 }
-static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
     const bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
     const int weight_blocks = dy.C / 32;
@@ -7049,7 +7100,7 @@ static bool enough_256(const Tensor& x, int N) {
     return 2 * make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
 }
 // The convolution itself norms what it reads, if that is whole tiles and whole chunks.
-static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
+static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
     const Tensor &x = norm.x.first, &second = norm.x.second;
     const bool is_fused = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
                             second.C % 64 == 0 && O > 16 && enough_256(x, O);
@@ -7059,7 +7110,7 @@ static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int O) {
 static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
     const bool small = taps > 1 && x.H <= 8 && x.W <= 8;
-    if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_product
+    if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_conv3x3
     if (taps > 1 && !small && enough_256(x, g.N()))
         return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
 
@@ -7439,11 +7490,11 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 // ---- launchers; maths and shapes stand in section 3, at the declarations of the same names
 
 template <int TAPS>
-static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const Forward& options) {
+static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const ForwardOptions& options) {
     return {out, options.residual, x, layer.w, layer.bias, options.emb};
 }
 template <int TAPS>
-static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const Backward& options) {
+static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const BackwardOptions& options) {
     const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
@@ -7472,11 +7523,11 @@ static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, R
     launch_weight_sums(g, Block::launch_tiles);
 }
 
-static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     launch_gemm<9, false>(forward_gemm(out, x, layer, options));
 }
-static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     launch_gemm<9, true>(backward_input_gemm(dx, dout, layer, options));
 }
@@ -7485,11 +7536,11 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
     gemm_backward_weight(layer, dout, x, demb);
 }
 
-static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options) {
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
     launch_gemm<1, false>(forward_gemm(out, x, layer, options));
 }
-static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
     launch_gemm<1, true>(backward_input_gemm(dx, dout, layer, options));
 }
@@ -7498,15 +7549,6 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     gemm_backward_weight(layer, dout, x, {});
 }
 
-static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
-    conv1x1_forward(out, x, layer, options);
-}
-static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
-    conv1x1_backward_input(dx, dout, layer, {});
-}
-static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
-    conv1x1_backward_weight(layer, dout, x);
-}
 
 // A block does a tile of the product that has it, the last one whose first tile is no later.
 template <class Block>
@@ -7516,7 +7558,8 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel
     int k = 0;
     for (int end = count; end - k > 1;) {
         int middle = (k + end) / 2;
-        (products[middle].first_tile <= tile ? k : end) = middle;
+        if (products[middle].first_tile <= tile) k = middle;
+        else end = middle;
     }
     const MatrixProduct p = products[k];
     Block block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};

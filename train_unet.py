@@ -41,6 +41,8 @@ ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "
                 "dropout", "rescale_timesteps", "resblock_updown", "conv_resample", "learn_sigma",
                 "use_new_attention_order")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
+FIXED_ON_RESUME = ("batch_size", "optimizer", "timestep_sampling", "timestep_mean", "timestep_std", "ema_rate", "consistency",
+                   "consistency_steps", "path_steps", "matching_fraction", "min_snr_gamma", "flip", "offset_noise", "seed")
 OF_CLASSES = ("class_cond", "num_classes", "cond_drop_prob")  # which --model_weights may change
 
 
@@ -474,16 +476,16 @@ def set_tensors(model, tensors, flat, path):
         tensor.data.copy_(part)
 
 
-def refuse_contradictions(flags, config, path, origin=""):
-    """Raise UserError where a flag, name -> value, asks for another model than a file's Config describes.
+def refuse_contradictions(flags, config, path, origin="", remedy="", names=ARCHITECTURE + DIFFUSION):
+    """Raise UserError where a flag, name -> value, of these names says other than a file's Config does.
 
-    origin: what is said behind the flag, of one that was not typed.
+    origin: what is said after the flag, of one that was not typed. remedy: what is said at the end.
     """
     for name, value in flags.items():
         have = getattr(config, name, "none")  # as a flag of another network
-        if name in ARCHITECTURE + DIFFUSION and value != have:
-            value, have = (",".join(map(str, x)) or "0" if isinstance(x, tuple) else x for x in (value, have))
-            raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}")
+        if name in names and value != have:
+            value, have = map(unet_io.setting_text, (value, have))
+            raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}{remedy}")
 
 
 def refuse_preset(preset, typed, config, path):
@@ -500,7 +502,7 @@ def chosen_weights(checkpoint, use_ema, path):
     use_ema = checkpoint.run.get("use_ema", 1) if use_ema is None else use_ema
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
     if use_ema > 1 and section not in checkpoint.sections:
-        raise UserError(f"{path} has no section {section}: --use_ema {use_ema} can't be had")
+        raise UserError(f"{path} has no section {section} for --use_ema {use_ema}; choose another, or 0 for the raw weights")
     return checkpoint.sections.get(section, checkpoint.sections["weights"])
 
 
@@ -1161,7 +1163,7 @@ class Trainer:
             why = self.too_large() if self.history.skipped == step else ""
             tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped{why}", file=sys.stderr)
             self.history.skipped += 1
-        elif self.history.accepts(loss.item(), norm, self.config.skip_outliers):
+        elif self.history.accepts(loss.item(), norm, 0 if matches else self.config.skip_outliers):
             for group in self.optimizer.param_groups:
                 group["lr"] = unet_io.learning_rate(self.config, step)
                 group["betas"] = (0.0 if matches else self.config.beta1, self.config.beta2)
@@ -1381,7 +1383,7 @@ def idle_flags(config, run, given):
     values = vars(config) | vars(run)
     notes = [f"--{name} does nothing {lack}" for name, (lack, is_met) in needs.items()
              if name in given and values[name] != usual[name] and not is_met]
-    if "warmup_steps" in given and config.warmup_steps > run.steps:
+    if given.keys() & {"warmup_steps", "steps"} and config.warmup_steps > run.steps:
         notes.append(f"the learning rate does not reach --lr: --warmup_steps {config.warmup_steps} are more than"
                      f" --steps {run.steps}")
     return notes
@@ -1536,6 +1538,9 @@ def pick_device(name=""):
     """The named device, or else a GPU if PyTorch can use one."""
     mps = getattr(torch.backends, "mps", None)
     best = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
+    kinds = ("cpu", "cuda", "mps", "xpu")
+    if name and name.split(":")[0] not in kinds:
+        raise UserError(f"--device {name} is none of {unet_io.listed(kinds)}")
     try:
         torch.zeros(1, device=name or best)
     except (RuntimeError, AssertionError) as error:
@@ -1557,6 +1562,8 @@ def start_model(config, run, given):
     if run.resume is not None:
         path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
         adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
+        refuse_contradictions(given, checkpoint.config, path, remedy="; leave the flag out, or start a new run",
+                              names=FIXED_ON_RESUME)
         refuse_preset(run.preset, given, checkpoint.config, path)
         for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
             if name not in given and name in checkpoint.run:
@@ -1697,6 +1704,9 @@ def train_from(model, checkpoint, path, config, run, given):
     if config.class_cond:
         names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
     notes += idle_flags(config, run, given)
+    if run.steps > 1 and config.lr and not unet_io.learning_rate(config, run.steps - 1):
+        notes.append(f"--lr_schedule {config.lr_schedule} comes to its end before --steps {run.steps}, and then the learning"
+                     f" rate is 0; see --lr_schedule constant and a lower --lr")
     before = checkpoint.sections.get("data_checksum", "") if resumes else ""
     if before and images.checksum and before != images.checksum:
         notes.append(f"{images.path} is not the file that the run had images from until step {checkpoint.step} (its"
@@ -1787,7 +1797,8 @@ def train_from(model, checkpoint, path, config, run, given):
         if final or run.save_every and step % run.save_every == 0:
             saved = save()
             if validation:
-                value = trainer.validation_loss(validation)
+                with averaged_weights(trainer):
+                    value = trainer.validation_loss(validation)
                 unet_io.say(f"step {step:6d}  validation loss {value:.5f}")
                 metrics.note(step=step, val_loss=value)
             last_time, last_step = time.time(), step
@@ -1810,16 +1821,23 @@ def train_from(model, checkpoint, path, config, run, given):
         unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(saved)}")
 
 
-def sample_average(trainer, seeds, classes=None):
-    """Pictures from the first averaged weights, where there are any, by the model's usual sampler."""
+@contextlib.contextmanager
+def averaged_weights(trainer):
+    """Gives the model the first averaged weights meanwhile, where there are any."""
     kept = [p.detach().clone() for p in trainer.parameters]
     try:
         if trainer.emas:
             torch._foreach_copy_([p.data for p in trainer.parameters], trainer.emas[0])
-        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device,
-                      threshold=trainer.threshold, classes=classes)
+        yield
     finally:
         torch._foreach_copy_([p.data for p in trainer.parameters], kept)
+
+
+def sample_average(trainer, seeds, classes=None):
+    """Pictures from the averaged weights by the model's usual sampler."""
+    with averaged_weights(trainer):
+        return sample(trainer.model, seeds, usual_sampler(trainer.config), device=trainer.device,
+                      threshold=trainer.threshold, classes=classes)
 
 
 def main():

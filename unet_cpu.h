@@ -32,7 +32,7 @@ inline double padded(const Concat& x, int b, int h, int w, int c) {
 template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
 
 // F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
-template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K> layer, Forward options) {
+template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K> layer, ForwardOptions options) {
     each_pixel(out, [&](int b, int h, int w) {
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
@@ -50,7 +50,7 @@ template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K>
 }
 // dx = [dx +] F.conv_transpose2d(dout, w, padding="same")
 template <int K>
-void convolution_backward_input(Concat dx, Tensor dout, ConvLayer<K * K> layer, Backward options) {
+void convolution_backward_input(Concat dx, Tensor dout, ConvLayer<K * K> layer, BackwardOptions options) {
     each_pixel(dout, [&](int b, int h, int w) {
         for (int c = 0; c < dx.C(); c++) {
             double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
@@ -143,7 +143,7 @@ inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
 }
 // With dy the gradient before SiLU and x_hat = (x - mean) rstd:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x_hat mean(w dy x_hat))
-inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
+inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, BackwardOptions options) {
     const int C = dout.C;
     std::fill_n(norm.dw, C, 0.0f);
     std::fill_n(norm.dbias, C, 0.0f);
@@ -310,7 +310,7 @@ static int thread_count() {
 
 // Waits while a number is `old`: up to a millisecond at full speed, because the next piece often comes at once, and
 // then asleep, so that another program may have the core. With a tenth of these SPINS a step of the preset tiny takes 10%
-// longer with 16 threads of a Xeon, and no less where another program has a core.
+// longer with 16 threads of a Xeon, and where another program has a core, a step gains nothing by it.
 static void wait_while(const std::atomic<int>& number, int old) {
     enum { SPINS = 20000 };
     for (int spin = 0; spin < SPINS; spin++) {
@@ -725,7 +725,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         }
     });
 }
-static Concat groupnorm_for_product(Tensor normed, const Norm& norm, int) {
+static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int) {
     groupnorm_forward(normed, norm);
     return normed;
 }
@@ -785,7 +785,7 @@ static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
         std::fill(sums + c0, sums + c1, means);
     });
 }
-static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, Backward options) {
+static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     groupnorm_backward_weight(dy, norm);
@@ -946,7 +946,7 @@ struct Winograd {
     Tensor out, x;
     Conv layer;
     bool backward;
-    Forward options;
+    ForwardOptions options;
     Range inputs;
     int outputs = 0, band = 0;
 
@@ -1043,7 +1043,7 @@ struct Winograd {
         }
     }
 };
-static void convolve(Tensor out, Tensor x, Conv layer, bool backward, Forward options) {
+static void convolve(Tensor out, Tensor x, Conv layer, bool backward, ForwardOptions options) {
     for (int c = 0; c < x.C; c += MAX_INPUTS) {
         Winograd pass = {out, x, layer, backward, options, {c, std::min(c + MAX_INPUTS, x.C)}};
         pass.choose_sizes();
@@ -1105,12 +1105,12 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 }
 
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
-static void conv3x3_forward(Tensor out, Concat x, Conv layer, Forward options) {
+static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     convolve(out, x.first, layer, false, options);
     if (out.moments) channel_moments(out);
 }
-static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, Backward options) {
+static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
     if (options.norm) groupnorm_backward_sums(dx, dx, options.norm);
@@ -1123,7 +1123,7 @@ static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb
 
 enum { BAND = 252 };  // pixels of a task: a multiple of TILE_ROWS
 
-static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options) {
+static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options) {
     const int M = out.rows(), O = out.C, K = x.C();
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
     const bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs the weights block by block
@@ -1147,7 +1147,7 @@ static void conv1x1_forward(Tensor out, Concat x, Linear layer, Forward options)
     each_tile(M, BAND, O, columns, multiply_band, pack);
     if (out.moments) channel_moments(out);
 }
-static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backward options) {
+static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options) {
     const int O = dout.C, K = dx.C();
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, K, O));
     for (int first : {0, dx.first.C}) {
@@ -1173,15 +1173,6 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     }
 }
 
-static void linear_forward(Tensor out, Tensor x, Linear layer, Forward options) {
-    conv1x1_forward(out, x, layer, options);
-}
-static void linear_backward_input(Tensor dx, Tensor dout, Linear layer) {
-    conv1x1_backward_input(dx, dout, layer, {});
-}
-static void linear_backward_weight(Linear layer, Tensor dout, Tensor x) {
-    conv1x1_backward_weight(layer, dout, x);
-}
 
 static void multiply_matrices(const MatrixProduct* products, int count, int, bool right_is_transposed) {
     PROFILE("Muon", {});

@@ -217,7 +217,7 @@ static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
 // ---- files ------------------------------------------------------------------------------------------------
 #ifndef NETWORK_ONLY
 namespace fs = std::filesystem;
-static std::error_code ignored;  // where an answer is enough
+static std::error_code ignored;  // of calls whose errors count as a no
 
 static bool file_exists(const std::string& path) { return fs::exists(path, ignored); }
 static bool is_folder(const std::string& path) { return fs::is_directory(path, ignored); }
@@ -413,7 +413,7 @@ struct Flag {
 };
 
 #define FIELD(name) #name, offsetof(Config, name), sizeof(Config().name)
-#define OPTIMISER(name) #name, offsetof(Config, optimiser.name), sizeof(Config().optimiser.name)
+#define OPTIMISER(name) #name, offsetof(Config, hyper.name), sizeof(Config().hyper.name)
 static std::vector<Flag> FLAGS = {
     {FIELD(preset), PATH, FILES, FORGOTTEN, "", "a named set of defaults, such as tiny"},
     {FIELD(data_file), PATH, FILES, FREE, "data/emoji.bin", "training images of prepare_data.py"},
@@ -426,7 +426,7 @@ static std::vector<Flag> FLAGS = {
      "folder into which --generate also writes each picture, as SEED.png"},
 
     {FIELD(image_size), INT, MODEL, FIXED, "64", "height and width in pixels", 4, 1024},
-    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 3 RGB, 4 RGBA", 1, 4},
+    {FIELD(in_channels), INT, MODEL, FIXED, "3", "of an image: 1 grey, 2 grey and alpha, 3 RGB, 4 RGBA", 1, 4},
     {FIELD(num_channels), INT, MODEL, FIXED, "64", "channel_mult's unit, a multiple of 32", 32, 1024},
     {FIELD(channel_mult), FLOAT, MODEL, FIXED, "1,2,3,4",
      "width of each level in units of num_channels, such as 0.5; each level halves the image",
@@ -493,7 +493,7 @@ static std::vector<Flag> FLAGS = {
      "leave out an update whose loss or norm is this many standard deviations above the last 128; 0: none",
      0, 1e9},
     {FIELD(timestep_sampling), CHOICE, TRAINING, FIXED, "uniform",
-     "how timesteps are drawn: all alike, or so that log(sigma / alpha) is normal",
+     "how timesteps are drawn: uniformly, or so that log(sigma / alpha) is normal",
      0, 0, "uniform|lognormal"},
     {FIELD(timestep_mean), FLOAT, TRAINING, FIXED, "0",
      "mean of log(sigma / alpha): 0 is usual with --noise_schedule flow, -1.2 with edm", -20, 20},
@@ -644,7 +644,9 @@ static double parse_number(const Flag& flag, const std::string& value) {
     if (flag.kind == BOOL) {
         if (value == "0" || value == "false" || value == "False") return 0;
         if (value == "1" || value == "true" || value == "True") return 1;
-        fail_usage("--%s is 0 or 1, not '%s'", flag.name, value);
+        std::string remedy;
+        if (flag.name == std::string("generate")) remedy = "; the number of pictures is --num_samples " + value;
+        fail_usage("--%s is 0 or 1, not '%s'%s", flag.name, value, remedy);
     }
     if (flag.kind == CHOICE) {
         int choice = index_of(split(flag.choices, '|'), value);
@@ -806,7 +808,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         {"offset_noise", "with --path_steps", !c.path_steps},
         {"cond_drop_prob", "without --class_cond 1", !!c.class_cond},
         {"num_classes", "without --class_cond 1", !!c.class_cond},
-        {"final_lr_fraction", "with --lr_schedule constant", c.optimiser.lr_schedule != LR_CONSTANT},
+        {"final_lr_fraction", "with --lr_schedule constant", c.hyper.lr_schedule != LR_CONSTANT},
         {"consistency_steps", "without --consistency 1", !!c.consistency},
         {"output_name", "without --generate", !!c.generate},
     };
@@ -817,9 +819,10 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         if (!need.is_met && !is_usual && was_typed(given, need.flag))
             notes.push_back(text("--%s does nothing %s", need.flag, need.other));
     }
-    if (was_typed(given, "warmup_steps") && c.optimiser.warmup_steps > c.steps)
+    bool is_typed = was_typed(given, "warmup_steps") || was_typed(given, "steps");
+    if (is_typed && c.hyper.warmup_steps > c.steps)
         notes.push_back(text("the learning rate does not reach --lr: --warmup_steps %d are more than --steps %d",
-                             c.optimiser.warmup_steps, c.steps));
+                             c.hyper.warmup_steps, c.steps));
     if (c.path_steps && is_guided(c))
         notes.push_back(text("--guidance_scale %g guides the grids alone, and not what the network learns from",
                              c.guidance_scale));
@@ -923,11 +926,6 @@ static GivenFlags parse_flags(const Strings& words, const std::string& origin = 
         // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
         if (value.empty() && !optional && !(has_value && name == "val_file"))
             fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
-        if (name == "generate" && has_value) {  // how their number was told earlier
-            say("note: --generate %s is called --generate --num_samples %s now", value, value);
-            given.push_back({&flag_named("num_samples"), value, origin});
-            value = "1";
-        }
         given.push_back({&flag, value, origin});
     }
 
@@ -960,8 +958,9 @@ static void check_attention(const Config& c, int width, int size) {
         auto [multiple, most] = head_channels();
         int channels = width / heads;
         if (channels % multiple || channels > most)
-            fail("heads of %d channels: a GPU's attention takes multiples of %d up to %d%s", channels,
-                 multiple, most, most < 256 ? " in fp32, here" : "");
+            fail("attention has heads of %d channels, and a GPU takes multiples of %d up to %d%s; use another "
+                 "--num_head_channels",
+                 channels, multiple, most, most < 256 ? " in fp32, here" : "");
     }
 }
 
@@ -1040,6 +1039,7 @@ struct Dataset {
     int count = 0;  // images
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
+    float largest = 1;  // absolute value of a pixel, if that is more than 1
     float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
     std::vector<int> labels = {};  // (N), where there are classes
     Strings class_names = {};      // which they number; some may have no image
@@ -1101,7 +1101,8 @@ static ImageHeader image_header(const Reader& in) {
     if (!h.version) h = {h.N, h.C, h.H, h.W, 0, IMAGES_FLOAT, 0, 0};
     bool is_known = h.version == 0 || h.version == IMAGES_VERSION;
     if (!is_known || (h.type != IMAGES_UINT8 && h.type != IMAGES_FLOAT))
-        fail("%s has version %d and elements of type %d, unknown here", name, h.version, h.type);
+        fail("%s has version %d and elements of type %d, which this program can't read; make it again with prepare_data.py",
+             name, h.version, h.type);
 
     // a double can hold what 64 bits can't, and is exact enough to refuse it
     double pixels = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
@@ -1153,6 +1154,7 @@ static Dataset read_images(const std::string& path, const Config& c) {
     for (float value : data.floats)
         if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", path, value);
+    for (float value : data.floats) data.largest = std::max(data.largest, fabsf(value));
 
     data.labels = in.take<std::vector<int>>(h.classes ? h.N : 0);
     for (int label : data.labels)
@@ -1164,7 +1166,8 @@ static Dataset read_images(const std::string& path, const Config& c) {
 }
 
 // Numbers the labels of images as the model does, whose classes have these names. A class that it does not
-// know is refused. Returns what else differs, "" where nothing does. trains: of each class images are needed.
+// know is refused. Returns what else differs, "" where nothing does. With `trains`, classes of the
+// model that have no images are named too.
 static std::string match_classes(Dataset* data, const char* file, const Strings& names, bool trains) {
     const Strings theirs = std::exchange(data->class_names, names);
     std::vector<int> images(theirs.size()), to(theirs.size());
@@ -1345,7 +1348,7 @@ static WeightsFile open_weights(const std::string& path) {
         parameters = count_parameters(file.config);
     });
     if (!why.empty()) fail("%s has a setting that can't be used: %s", path, why);
-    file.config.optimiser.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
+    file.config.hyper.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", path,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
@@ -1798,7 +1801,7 @@ static Config given_config(const GivenFlags& given) {
     Config config = default_config();
     apply_flags(&config, given);
     choose_sampler(&config, given);
-    config.optimiser.lr_steps = config.steps;
+    config.hyper.lr_steps = config.steps;
     return config;
 }
 
@@ -1832,7 +1835,8 @@ static int class_called(uint32_t number, const Strings& names, const std::string
     for (int i = 0; i < (int)names.size(); i++) {
         const std::string& name = names[i];
         if (!name.ends_with(digits) || name.find_first_not_of('0') < name.size() - digits.size()) continue;
-        (name == digits ? exact : padded).push_back(i);
+        if (name == digits) exact.push_back(i);
+        else padded.push_back(i);
     }
     const std::vector<int>& found = exact.empty() ? padded : exact;
     if (found.size() > 1)
@@ -1856,6 +1860,7 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         }
         std::string word = trimmed(rest.substr(0, length));
         rest.erase(0, length + 1);
+        if (found < 0) found = index_of(names, word);  // blanks may stand before a comma
         if (found >= 0) {
             if (std::ranges::count(names, names[found]) > 1)
                 fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart",
@@ -1887,15 +1892,17 @@ static Strings shown_names(const Config& c, const Strings& own, size_t classes) 
     for (std::string& name : names) name = trimmed(name);
     if (!own.empty()) classes = own.size();
     if (names.size() != classes)
-        fail("--class_names %s has %zu lines and the model %zu classes", c.class_names, names.size(),
-             classes);
+        fail("--class_names %s has %zu lines and the model has %zu classes; write one line for each", c.class_names,
+             names.size(), classes);
     return names;
 }
 
 // The classes that pictures are drawn of, by default all that have names, or all where none has; none where
 // the network is told none. Classes without names are called by their numbers.
 static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
-    const char* flag = *c.classes ? "class" : *c.class_names ? "class_names" : nullptr;
+    const char* flag = nullptr;
+    if (*c.class_names) flag = "class_names";
+    if (*c.classes) flag = "class";
     if (flag && !c.class_cond) fail("--%s needs a model that was trained with --class_cond 1", flag);
     if (!c.class_cond) return {};
     if (names.empty())

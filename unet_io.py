@@ -1,11 +1,11 @@
 """What train_unet.py, prepare_data.py and generate.py share: random numbers, files, diffusion tables (NumPy).
 
-Everything here mirrors train_unet.cu exactly, so that a PyTorch run can replay a run of the C++ program:
+Everything here mirrors train_unet.cu and unet_io.h exactly, so that a PyTorch run can replay a run of the C++ program:
 
 1. errors and messages        explain_import, UserError, printable, say, Parser, import_from_dev, run_script
 2. random numbers             Stream, philox4x32, words, normals, timesteps, flips, permutation, init_uniform
 3. diffusion                  alphas_bar, noise_levels, variance_range, mean_factors, loss_weights, spaced_timesteps
-4. configuration            Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
+4. configuration              Config, PRESETS, flags_of, setting_text, learning_rate, ema_decay, History
 5. image files                Images, read_images, class_order, image_writer, write_old_images
 6. weights and checkpoints    Checkpoint, read_checkpoint, write_checkpoint, check_kept, newest_checkpoint
 7. tensor files               read_tensors, write_tensors
@@ -98,9 +98,11 @@ class Once(argparse.Action):
 
 
 ELSEWHERE = {  # programs: flags that people also try in others
-    "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config val_every",
-    "./train_unet and generate.py": "eta guidance_scale num_samples sample_steps sampler seeds spacing use_ema",
-    "generate.py": "export export_page import init_image interpolate mask nearest quality strip",
+    "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config processes val_every",
+    "./train_unet and generate.py": "class eta guidance_scale num_samples sample_steps sampler seeds show spacing use_ema",
+    "./train_unet and train_unet.py": "data_file lr optimizer out_dir resume steps",
+    "generate.py": "export export_page guidance_interval guide_weights import init_image interpolate jump_length jump_n_sample"
+                   " mask nearest quality strength strip",
     "generate.py and train_unet.py": "device",
     "prepare_data.py": "distinct fit labels val_fraction",
     "prepare_data.py and train_unet.py": "data_dir",
@@ -551,9 +553,9 @@ def noise_fractions(levels):
 def earlier_timesteps(fractions, t, step, steps):
     """The pairs of consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"), of timesteps t (B,).
 
-    fractions: float32 (T,), the noise_fractions. That of the earlier timestep is at most 1/2 of the other's, in the last of
-    eight stages of the run's steps 255/256. Before the first timestep comes the image itself, -1. Returns (int64 (B,),
-    float32 (B,)): the earlier timesteps, and how much larger t's noise_fraction is.
+    fractions: float32 (T,), the noise_fractions. A run has eight stages of equally many steps. In stage k = 1 ... 8 that of
+    the earlier timestep is at most 1 - 2^-k of the other's: 1/2 at first, 255/256 in the end. Before the first timestep comes
+    the image itself, -1. Returns (int64 (B,), float32 (B,)): the earlier timesteps, and how much larger t's noise_fraction is.
     """
     stage = min(step * 8 // steps, 7) if steps else 0
     most = fractions[t] * np.float32(1 - 0.5 ** (stage + 1))
@@ -787,7 +789,7 @@ class Settings:
 class Config(Settings):
     """Architecture, diffusion, optimiser: what a .bin tells of its model and its run, and a flag each where help is given."""
     image_size: int = _setting(64, "height and width of the images, in pixels", low=4, high=1024)
-    in_channels: int = _setting(3, "channels of an image: 1 grey, 3 RGB, 4 RGBA or another code", low=1,
+    in_channels: int = _setting(3, "channels of an image: 1 grey, 2 grey and alpha, 3 RGB, 4 RGBA or another code", low=1,
                                 high=4)
     num_channels: int = _setting(64, "channel_mult's unit, a multiple of 32", low=32, high=1024)
     num_res_blocks: int = _setting(2, "residual blocks a level", low=1, high=16)
@@ -824,7 +826,7 @@ class Config(Settings):
     flip: bool = _setting(False, "mirror half of the images left-right")
     offset_noise: float = _setting(0.0, "one more normal a channel in the training noise, times this",
                                    low=0, high=10)
-    timestep_sampling: str = _setting("uniform", "how timesteps are drawn: all alike, or so that"
+    timestep_sampling: str = _setting("uniform", "how timesteps are drawn: uniformly, or so that"
                                                  " log(sigma / alpha) is normal", choices=("uniform", "lognormal"))
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)

@@ -83,7 +83,7 @@ static void groupnorm_backward_cpu(Problem& p) {
     cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
     norm.sums = p.scratch_sums<NormSums>("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
-    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::Backward());
+    cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::BackwardOptions());
 }
 #endif
 

@@ -146,7 +146,7 @@ static double forward_loss(Model* m, int B) {
     double loss = 0;
     for (const float* losses : {m->losses, m->variance_losses}) {
         if (!losses) continue;
-        std::vector<float> parts = downloaded(losses, (size_t)B * loss_parts(batch.pixels));
+        std::vector<float> parts = downloaded(losses, (size_t)B * loss_chunks(batch.pixels));
         loss += std::accumulate(parts.begin(), parts.end(), 0.0) / batch.elements();
     }
     return loss;

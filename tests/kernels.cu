@@ -239,15 +239,15 @@ static void at_once(auto launches) { launches(); }
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
     template <int TAPS>
-    static void product_forward(Tensor out, Concat x, ConvLayer<TAPS> layer, gpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, ConvLayer<TAPS> layer, gpu::ForwardOptions options = {}) {
         launch_as_forced<TAPS, false>(gpu::forward_gemm(out, x, layer, options));
     }
     template <int TAPS>
-    static void input_gradient(Concat dx, Tensor dout, ConvLayer<TAPS> layer, gpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, ConvLayer<TAPS> layer, gpu::BackwardOptions options = {}) {
         launch_as_forced<TAPS, true>(gpu::backward_input_gemm(dx, dout, layer, options));
     }
-    static Concat groupnorm_for_product(Tensor normed, const gpu::Norm& norm, int O) {
-        if (forced_tile < 0) return gpu::groupnorm_for_product(normed, norm, O);
+    static Concat groupnorm_for_conv3x3(Tensor normed, const gpu::Norm& norm, int O) {
+        if (forced_tile < 0) return gpu::groupnorm_for_conv3x3(normed, norm, O);
         gpu::groupnorm_forward(normed, norm);
         return normed;
     }
@@ -260,19 +260,19 @@ struct OnDevice {
 };
 struct OnHost {
     LAYERS_OF(cpu, at_once)
-    static void product_forward(Tensor out, Concat x, cpu::Conv layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Conv layer, cpu::ForwardOptions options = {}) {
         cpu::conv3x3_forward(out, x, layer, options);
     }
-    static void product_forward(Tensor out, Concat x, cpu::Linear layer, cpu::Forward options = {}) {
+    static void product_forward(Tensor out, Concat x, cpu::Linear layer, cpu::ForwardOptions options = {}) {
         cpu::conv1x1_forward(out, x, layer, options);
     }
-    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::Backward options = {}) {
+    static void input_gradient(Tensor dx, Tensor dout, cpu::Conv layer, cpu::BackwardOptions options = {}) {
         cpu::conv3x3_backward_input(dx, dout, layer, options);
     }
-    static void input_gradient(Concat dx, Tensor dout, cpu::Linear layer, cpu::Backward options = {}) {
+    static void input_gradient(Concat dx, Tensor dout, cpu::Linear layer, cpu::BackwardOptions options = {}) {
         cpu::conv1x1_backward_input(dx, dout, layer, options);
     }
-    static constexpr auto groupnorm_for_product = cpu::groupnorm_for_product;
+    static constexpr auto groupnorm_for_conv3x3 = cpu::groupnorm_for_conv3x3;
     static constexpr bool here = true;
     typedef float T;
     template <typename Element>
@@ -599,7 +599,7 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         outputs.push_back({&next, WRITTEN, "product", LIMIT});
         check("norm then conv3x3", shape, outputs, [&](auto on) {
             split.measure(on);
-            auto from = on.groupnorm_for_product({on(normed), B, H, W, K}, split(on), O);
+            auto from = on.groupnorm_for_conv3x3({on(normed), B, H, W, K}, split(on), O);
             if (on.here)
                 for (float& value : normed.host) value = rounded(value);
 #ifdef HOPPER
@@ -819,8 +819,7 @@ static void test_embedding(int B, int C) {
     });
     check("label embedding backward", shape, {{&dtable, WRITTEN, "dtable", FLOAT_LIMIT}}, [&](auto on) {
         typename decltype(on)::Tensor from = {on(rows), B, 1, 1, C};
-        typename decltype(on)::template ConvLayer<1> of = {.dw = on(dtable)};
-        on.run(LabelBackward<typename decltype(on)::T>{of, from, on(labels), 8});
+        on.run(LabelBackward<typename decltype(on)::T>{on(dtable), from, on(labels), 8});
     });
     auto round_there = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights{.to = to, .from = from, .n = n});
@@ -837,7 +836,7 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     std::string shape = text("B%d H%d W%d %s", B, H, W, predictions[predict]);
     size_t n = (size_t)B * H * W * PIXEL;
     int channels = 1 + predict % 4;
-    Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n), losses((size_t)B * loss_parts(H * W));
+    Floats images((size_t)B * channels * H * W, 0.5f), target(n), x(n), losses((size_t)B * loss_chunks(H * W));
     std::vector<ScheduleRow> timesteps;
     // the two parts of the target that `predict` names
     auto eps_part = [&](float alpha) { return predict == PREDICT_EPS ? 1 : predict == PREDICT_V ? alpha : 0; };
@@ -1060,10 +1059,10 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                            0.3f,
                            on(last_words)};
     };
-    config.optimiser.lr_schedule = lr_schedule, config.optimiser.warmup_steps = 100,
-    config.optimiser.lr_steps = 5000;
-    config.optimiser.weight_decay = 0.01f, config.optimiser.final_lr_fraction = 0.1f,
-    config.optimiser.ema_rate[1] = 0.9999f;
+    config.hyper.lr_schedule = lr_schedule, config.hyper.warmup_steps = 100,
+    config.hyper.lr_steps = 5000;
+    config.hyper.weight_decay = 0.01f, config.hyper.final_lr_fraction = 0.1f,
+    config.hyper.ema_rate[1] = 0.9999f;
     std::vector<Output> outputs = {{&timesteps, WRITTEN, "timesteps", EXACT},
                                    {&sources, WRITTEN, "sources", EXACT},
                                    {&told, WRITTEN, "labels", EXACT}};
@@ -1078,7 +1077,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                          .sources = on(sources),
                          .labels = on(told),
                          .source = source(on),
-                         .hyper = config.optimiser});
+                         .hyper = config.hyper});
     });
     sources.upload();
     check("load images", shape + (bytes ? " bytes" : " floats"), {{&images, WRITTEN, "images", EXACT}},
@@ -1092,7 +1091,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     check("begin step on pairs", shape,
           {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
               ConsistencyPairs pairs = {on(earlier), on(gaps), nullptr};
-              on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.optimiser,
+              on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.hyper,
                                on(chain), pairs});
           });
     Pair<SampleSpec> specs(std::vector<SampleSpec>((size_t)batch));
@@ -1106,7 +1105,7 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     };
     outputs.resize(3);
     check("begin step on paths", shape, outputs, [&](auto on) {
-        on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), paths(on), config.optimiser});
+        on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), paths(on), config.hyper});
     });
     check("start paths", shape, {{&specs, WRITTEN, "specs", EXACT}},
           [&](auto on) { on.run(StartPaths{on(specs), paths(on), batch, 3, 70000}); });
@@ -1122,13 +1121,13 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
                              .noised = on(noised),
                              .step = &on(state)->step,
                              .first = step / 2,
-                             .hyper = config.optimiser,
+                             .hyper = config.hyper,
                              .batch = batch,
                              .diffusion_steps = 1000,
                              .seed = 99});
     });
     check("begin second step", shape, {{&timesteps, WRITTEN, "timesteps", EXACT}},
-          [&](auto on) { on.run(BeginSecondStep{on(timesteps), batch, 299}); });
+          [&](auto on) { on.run(SetTimesteps{on(timesteps), batch, 299}); });
 }
 
 // `broken`: a loss (1) or a gradient norm (2) that is not finite, the step must not count; a loss (3) or a
@@ -1146,7 +1145,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     std::vector<ScheduleRow> timesteps(1000);
     for (int i = 0; i < 1000; i++) timesteps[i].weight = 0.8f + 0.0004f * i;
     Pair<ScheduleRow> chain(timesteps);
-    Floats losses((size_t)batch * loss_parts(elements / PIXEL), 500, 4000),
+    Floats losses((size_t)batch * loss_chunks(elements / PIXEL), 500, 4000),
         norms((parameters + NORM_CHUNK - 1) / NORM_CHUNK, 1, 8);
     if (broken == 1) losses.host.back() = NAN;
     if (broken == 2) norms.host[0] = INFINITY;
@@ -1156,7 +1155,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     before.history.seen = broken == 5 ? WINDOW_LEAST - 1 : 1000;
     double loss = 0, norm = 0;
     for (size_t i = 0; i < losses.host.size(); i++)
-        loss += (double)timesteps[t.host[i / loss_parts(elements / PIXEL)]].weight * losses.host[i] / batch /
+        loss += (double)timesteps[t.host[i / loss_chunks(elements / PIXEL)]].weight * losses.host[i] / batch /
                 elements;
     for (float part : norms.host) norm += part;
     if (broken == 1) loss = 1;
@@ -1167,7 +1166,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
         before.history.norms[i] = (float)(sqrt(norm) / (broken == 4 ? 3 : 1)) * (1 + by);
     }
     Config config = default_config();
-    config.optimiser.skip_outliers = 6, config.optimiser.grad_clip = (float)sqrt(norm) / 2;
+    config.hyper.skip_outliers = 6, config.hyper.grad_clip = (float)sqrt(norm) / 2;
     Pair<StepState> state(std::vector<StepState>(1, before));
     std::vector<Output> outputs;
     static const std::pair<int, const char*> EXACTLY[] = {{STEP, "step"},       {LR, "lr"},
@@ -1184,7 +1183,7 @@ static void test_finish(int batch, int elements, size_t parameters, int broken) 
     outputs.push_back({&state, KEPT, "window", FLOAT_LIMIT, HISTORY + 1000 % WINDOW, FIELDS});
     check("finish step", shape, outputs, [&](auto on) {
         BatchLoss batch_loss = {on(losses), on(t), on(chain), batch, elements / PIXEL, PIXEL, 1000};
-        on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.optimiser});
+        on.run(FinishStep{on(state), batch_loss, on(norms), parameters, config.hyper});
     });
     const StepState& after = state.host[0];
     bool counts = broken != 1 && broken != 2, skipped = broken == 3 || broken == 4;
@@ -1238,7 +1237,7 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
         on.run(MuonMomentum<typename decltype(on)::T>{on(x), on(m), on(gradient), n, on(state)});
     });
     check("squared norm", shape, {{&parts, WRITTEN, "parts", FLOAT_LIMIT}},
-          [&](auto on) { on.run(SquaredNorm{.parts = on(parts), .x = on(gradient), .n = n}); });
+          [&](auto on) { on.run(SquaredNorm{.chunk_sums = on(parts), .x = on(gradient), .n = n}); });
     check("sum of gradients", shape, {{&m, KEPT, "sum", EXACT}},
           [&](auto on) { on.run(AddFloats{.sum = on(m), .a = on(m), .b = on(gradient), .n = n}); });
 }

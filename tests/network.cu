@@ -102,7 +102,7 @@ struct Orders {
                   .sources = &image,
                   .labels = nullptr,
                   .source = source,
-                  .hyper = Config().optimiser}(0);
+                  .hyper = Config().hyper}(0);
         return image;
     }
 };
@@ -257,7 +257,7 @@ struct FastLayers {
         if (norm.x.second) cpu::channel_moments(norm.x.second);
         cpu::groupnorm_forward(out, norm);
     }
-    static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Backward options) {
+    static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, BackwardOptions options) {
         std::vector<float> dy(dout.count()), normed(dout.count());
         Tensor dy_tensor = dout, normed_tensor = dout;
         dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
@@ -303,7 +303,7 @@ static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
                        w = normals_of(4, (size_t)s.O * 9 * s.C), bias = normals_of(5, s.O),
                        emb = normals_of(6, (size_t)s.B * s.O);
     Conv layer = {.w = w.data(), .bias = bias.data()};
-    Forward options;
+    ForwardOptions options;
     if (adds) options = {.emb = {emb.data(), s.O}, .residual = s.tensor(residual)};
 
     compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
@@ -324,7 +324,7 @@ static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
                        residual = s.normals(4, s.O), w = normals_of(5, (size_t)s.O * (s.C + s.C2)),
                        bias = normals_of(6, s.O);
     Linear layer = {.w = w.data(), .bias = bias.data()};
-    Forward options;
+    ForwardOptions options;
     if (adds) options.residual = s.tensor(residual);
 
     compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
@@ -367,7 +367,7 @@ static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool s
                          {"dw", unwritten(C)},
                          {"dbias", unwritten(C)},
                          {"dmodulation", unwritten(adds ? modulation.size() : 0)}};
-    Backward options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
+    BackwardOptions options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
     compare(verdict, name, gradients, [&](auto layers, Written& to) {
         Norm trained = norm;
         trained.dw = to["dw"].data(), trained.dbias = to["dbias"].data();
@@ -1106,7 +1106,7 @@ static void pointwise_case(const Case& c, Verdict* v) {
         v->compare("out", out, c.at("out"));
     } else {  // mse; args: B, elements of a sample, timesteps
         int B = c.arg(0), n = c.arg(1), T = c.arg(2);
-        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_parts(n / PIXEL)),
+        std::vector<float> target = c.floats("target"), losses = blank((size_t)B * loss_chunks(n / PIXEL)),
                            no_norm = {0};
         std::vector<int> t(c.at("t").begin(), c.at("t").end());
         std::vector<ScheduleRow> chain;
@@ -1117,14 +1117,14 @@ static void pointwise_case(const Case& c, Verdict* v) {
         BatchLoss loss = {losses.data(), t.data(), chain.data(), B, n / PIXEL, PIXEL, T};
         cpu::run(PredictionLoss<float>{loss, x.data(), target.data(), dx.data()});
         StepState state = StepState();
-        cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().optimiser});
+        cpu::run(FinishStep{&state, loss, no_norm.data(), 1, default_config().hyper});
         v->compare("loss", {state.loss}, c.at("loss"));
         const float* sums = state.quartile_sums;
         v->compare("by quartile", std::vector<float>(sums, sums + 4), c.at("quartiles"));
         for (int q = 0; q < 4; q++)
             v->note("samples of a quartile", state.quartile_counts[q] == c.at("counts")[q] ? 0 : INFINITY);
         std::vector<float> only = blank(losses.size());
-        loss.parts = only.data();
+        loss.chunk_sums = only.data();
         loss.B = 1;
         for (int b = 0; b < B; b++) {  // a sample at a time
             loss.first = b;
@@ -1377,14 +1377,14 @@ static void twin_case(const Case& c, Verdict* v) {
     } else if (c.is("rate")) {  // args: schedule, warm-up, lr_steps, skipped, ema_warmup; reals: lr, last fraction, rates
         const std::vector<double>& reals = c.at("reals");  // at: steps; values (n, 3)
         Config config = default_config();
-        config.optimiser.lr_schedule = c.arg(0), config.optimiser.warmup_steps = c.arg(1),
-        config.optimiser.lr_steps = c.arg(2), config.optimiser.ema_warmup = c.arg(4);
-        config.optimiser.lr = (float)reals[0], config.optimiser.final_lr_fraction = (float)reals[1];
-        config.optimiser.ema_rate[0] = (float)reals[2], config.optimiser.ema_rate[1] = (float)reals[3];
+        config.hyper.lr_schedule = c.arg(0), config.hyper.warmup_steps = c.arg(1),
+        config.hyper.lr_steps = c.arg(2), config.hyper.ema_warmup = c.arg(4);
+        config.hyper.lr = (float)reals[0], config.hyper.final_lr_fraction = (float)reals[1];
+        config.hyper.ema_rate[0] = (float)reals[2], config.hyper.ema_rate[1] = (float)reals[3];
         for (size_t i = 0; i < c.at("at").size(); i++) {
             double s = c.at("at")[i];
-            AdamW a = adamw_at(config.optimiser, (long)s, (long)s - c.arg(3));
-            v->note(text("lr at %g", s), fabs(a.lr - values[3 * i]) / (double)config.optimiser.lr);
+            AdamW a = adamw_at(config.hyper, (long)s, (long)s - c.arg(3));
+            v->note(text("lr at %g", s), fabs(a.lr - values[3 * i]) / (double)config.hyper.lr);
             for (int k = 0; k < 2; k++)
                 v->note(text("ema %d at %g", k + 1, s), fabs(a.ema_weight[k] / values[3 * i + 1 + k] - 1));
         }

@@ -183,12 +183,12 @@ static std::vector<char> image_file(int N, int size, bool old, bool labels) {
 static Config smallest_config() {
     Config config = config_of(smallest_flags());
     strcpy(config.data_file, "some/images.bin");
-    config.optimiser.lr_steps = 123, config.seed = 4000000000u, config.predict = PREDICT_V, config.flip = 1;
-    config.optimiser.lr = 0.00123f, config.optimiser.warmup_steps = 7,
+    config.hyper.lr_steps = 123, config.seed = 4000000000u, config.predict = PREDICT_V, config.flip = 1;
+    config.hyper.lr = 0.00123f, config.hyper.warmup_steps = 7,
     config.noise_schedule = SCHEDULE_COSINE;
-    config.optimiser.ema_rate[1] = 0.9999f, config.use_ema = 2, config.optimiser.grad_clip = 1.5f,
-    config.optimiser.skip_outliers = 6;
-    config.optimiser.lr_schedule = LR_LINEAR, config.optimiser.final_lr_fraction = 0.1f;
+    config.hyper.ema_rate[1] = 0.9999f, config.use_ema = 2, config.hyper.grad_clip = 1.5f,
+    config.hyper.skip_outliers = 6;
+    config.hyper.lr_schedule = LR_LINEAR, config.hyper.final_lr_fraction = 0.1f;
     return config;
 }
 
@@ -381,7 +381,7 @@ static void test_valid_files(std::vector<Victim>* victims) {
     History history = some_history();
     perturbed_weights(&m, 5);
     bool same = downloaded(m.master, m.plan.num_floats) == stored && m.adam_m[77] == 77.0f &&
-                file.step == 40 && file.smoothed == 0.25f && file.config.optimiser.lr_steps == 123 &&
+                file.step == 40 && file.smoothed == 0.25f && file.config.hyper.lr_steps == 123 &&
                 !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
                 same_bits(&file.history, &history, sizeof history) && file.data_checksum == "0123abcd";
     write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f, history);

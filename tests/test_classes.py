@@ -118,7 +118,7 @@ def test_rows_of_classes(tmp_path):
     """A row a class where that comes out even, in both programs; a class alone is drawn by its seed alone."""
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
     common = ["--sample_steps", 5, "--guidance_scale", 2]
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 6, *common, "--batch_size", 4,
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 6, *common, "--batch_size", 4,
         "--output_name", tmp_path / "a.png")
     assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 6, *common,
                 "--device", "cpu", "--output_name", tmp_path / "b.png") == ""
@@ -126,11 +126,11 @@ def test_rows_of_classes(tmp_path):
     assert ours.shape == theirs.shape == (3 * 10 + 2, 2 * 10 + 2, 3) and np.abs(ours - theirs).max() <= 2
     drawn = {}
     for number in range(3):
-        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--seed", 2 * number, *common,
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, "--seed", 2 * number, *common,
             "--class", number, "--output_name", tmp_path / "c.png")
         drawn[number] = picture(tmp_path / "c.png")[2:-2, 2:-2]
         assert np.abs(drawn[number] - ours[2 + 10 * number:][:8, 2:10]).max() <= 1
-    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *common, "--class", 1,
+    run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, *common, "--class", 1,
         "--output_name", tmp_path / "c.png")  # another class, the same seed
     assert np.abs(picture(tmp_path / "c.png")[2:-2, 2:-2] - drawn[0]).max() > 2
 
@@ -168,12 +168,12 @@ def test_guided_one_by_one(tmp_path, images8):
     runs without grids."""
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
     for batch in (1, 5):
-        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 5, "--sample_steps", 4,
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 5, "--sample_steps", 4,
             "--batch_size", batch, "--guidance_scale", 3, "--output_name", tmp_path / f"{batch}.png")
     assert np.abs(picture(tmp_path / "1.png") - picture(tmp_path / "5.png")).max() <= 1
     ones = [*start_flags(Config(**CLASSES), images8, tmp_path / "run", 1), "--guidance_scale", 3,
             "--microbatch", 1]
-    refused(TRAIN, *ones, says="--microbatch 2")
+    refused(TRAIN, *ones, says="use a --batch_size and --microbatch of 2 or more")
     run(TRAIN, *ones, "--num_samples", 0)
 
 
@@ -182,7 +182,7 @@ def test_guided_one_by_one(tmp_path, images8):
     (["--guidance_scale", "-1"], "--guidance_scale", 2)])
 def test_refused_classes(tmp_path, words, says, status):
     perturbed_file(tmp_path / "w.bin", Config(**CLASSES))
-    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, *words, says=says, status=status)
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, *words, says=says, status=status)
 
 
 def test_models_without_classes(tmp_path):
@@ -192,7 +192,7 @@ def test_models_without_classes(tmp_path):
     guided = ["--guidance_scale", 2]
     for name, words, says in (("w", ["--class", 1], "class_cond"), ("w", guided, "cond_drop_prob"),
                               ("c", guided, "cond_drop_prob")):
-        refused(TRAIN, "--model_weights", tmp_path / f"{name}.bin", "--generate", 1, *words, says=says)
+        refused(TRAIN, "--model_weights", tmp_path / f"{name}.bin", "--generate", "--num_samples", 1, *words, says=says)
         assert says in call(generate, "--model_weights", tmp_path / f"{name}.bin", "--device", "cpu", *words)
 
 
@@ -479,8 +479,8 @@ def test_room_for_classes(tmp_path):
     assert "samples_00000002.png (rows: apple, banana, cherry)" in text
     assert unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 2))).config.num_classes == 9
     draw = [TRAIN, "--out_dir", tmp_path / "run", "--sample_steps", 2, "--output_name", tmp_path / "x.png"]
-    assert "(rows: apple, banana, cherry)" in run(*draw, "--generate", 6).stdout
-    refused(*draw, "--generate", 1, "--class", 5, says=["no class called '5'", "apple, banana and cherry"], status=2)
+    assert "(rows: apple, banana, cherry)" in run(*draw, "--generate", "--num_samples", 6).stdout
+    refused(*draw, "--generate", "--num_samples", 1, "--class", 5, says=["no class called '5'", "apple, banana and cherry"], status=2)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ def both_draw(folder, weights, count, *flags):
     name = folder / "x.png"
     if name.exists():
         name.unlink()
-    command = [TRAIN, "--model_weights", folder / weights, "--generate", count, "--output_name", name, *words]
+    command = [TRAIN, "--model_weights", folder / weights, "--generate", "--num_samples", count, "--output_name", name, *words]
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     ours = picture(name) if not result.returncode else result.stderr
     if name.exists():
@@ -590,7 +590,7 @@ def test_names_travel(tmp_path):
         assert train_unet.load_model(str(tmp_path / name))[1].class_names == FRUIT
         assert call(generate, "--import", tmp_path / name, "--export", tmp_path / "back.bin") == ""
         assert unet_io.read_checkpoint(str(tmp_path / "back.bin")).class_names == FRUIT
-        run(TRAIN, "--model_weights", tmp_path / "back.bin", "--generate", 1, "--sample_steps", 1, "--class", "banana",
+        run(TRAIN, "--model_weights", tmp_path / "back.bin", "--generate", "--num_samples", 1, "--sample_steps", 1, "--class", "banana",
             "--output_name", tmp_path / "x.png")
     assert call(generate, "--import", tmp_path / "bare.bin", "--export", tmp_path / "named.bin", "--class_names",
                 tmp_path / "names") == ""
@@ -613,9 +613,9 @@ def test_doubled_names(tmp_path):
     (tmp_path / "names").write_text("crane\nheron\ncrane\n")
     named = ["--model_weights", tmp_path / "w.bin", "--class_names", tmp_path / "names", "--sample_steps", 1,
              "--output_name", tmp_path / "x.png"]
-    assert "(rows: crane, heron, crane)" in run(TRAIN, *named, "--generate", 3).stdout
-    run(TRAIN, *named, "--generate", 1, "--class", "heron")
-    refused(TRAIN, *named, "--generate", 1, "--class", "heron,crane", says=["several classes are called 'crane'"], status=2)
+    assert "(rows: crane, heron, crane)" in run(TRAIN, *named, "--generate", "--num_samples", 3).stdout
+    run(TRAIN, *named, "--generate", "--num_samples", 1, "--class", "heron")
+    refused(TRAIN, *named, "--generate", "--num_samples", 1, "--class", "heron,crane", says=["several classes are called 'crane'"], status=2)
     assert call(generate, *named, "--num_samples", 1, "--class", "heron") == ""
     assert "several classes are called 'crane'" in call(generate, *named, "--num_samples", 1, "--class", "crane")
 
@@ -728,7 +728,7 @@ def test_damaged_names(tmp_path, text, says):
     says = says if b"dog" not in text or b"\0" in text else "2"
     with pytest.raises(UserError, match=says):
         unet_io.read_checkpoint(str(tmp_path / "w.bin"))
-    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1, says=["w.bin", says])
+    refused(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, says=["w.bin", says])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -331,7 +331,7 @@ def test_sanitized(tmp_path, toy_images):
     for name in ("classes", "patches of 3, one head", "as the official models"):
         folder = tmp_path / name.replace(" ", "_")
         run(program, *start_flags(MODELS[name], toy_images(MODELS[name]), folder, 3))
-        run(program, "--out_dir", folder, "--generate", 3, "--sample_steps", 2, "--output_name", folder / "x.png")
+        run(program, "--out_dir", folder, "--generate", "--num_samples", 3, "--sample_steps", 2, "--output_name", folder / "x.png")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_bytes_beyond_the_range(tmp_path, sampler):
     config = Config(**TOY | dict(predict="x0", mlp_ratio=2.75, class_cond=True, num_classes=5, cond_drop_prob=0.1))
     model = train_unet.perturb(train_dit.init_weights(DiT(config), 3), 3, 0.1).eval()
     train_dit.save_model(tmp_path / "w.bin", model, config)
-    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 4, "--class", 3, "--guidance_scale", 4, "--sampler", sampler,
+    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 4, "--class", 3, "--guidance_scale", 4, "--sampler", sampler,
         "--sample_steps", 20, "--threshold", "none", "--output_dir", tmp_path, "--output_name", tmp_path / "grid.png")
     ours = np.stack([picture(tmp_path / f"{seed:06d}.png") for seed in range(4)])
     x = train_unet.sample(model, range(4), sampler, 20, classes=[3] * 4, guidance_scale=4.0, threshold="none").numpy()
@@ -397,7 +397,7 @@ def test_widths_of_official_weights(tmp_path):
     run(sys.executable, ROOT / "dev/dit/train_dit.py", "--import", tmp_path / "official.pt", "--num_heads", 2, "--output_name",
         tmp_path / "w.bin")
     assert unet_io.read_checkpoint(str(tmp_path / "w.bin"), Config).config.mlp_width() == 248
-    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 1, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
+    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1, "--sample_steps", 1, "--output_name", tmp_path / "x.png")
     refused(sys.executable, ROOT / "dev/dit/train_dit.py", "--export", tmp_path / "w.bin", "--num_heads", 2, "--output_name",
             tmp_path / "x.pt", says="--num_heads goes with --import")
 
@@ -417,7 +417,7 @@ def test_official_weights(tmp_path):
     file = unet_io.read_checkpoint(str(tmp_path / "w.bin"), Config)
     unset = {name: getattr(Config(), name) for name in ("seed", "batch_size")}
     assert file.config == dataclasses.replace(config, **unset)
-    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", 2, "--class", "3", "--sampler", "ddpm", "--sample_steps",
+    run(DIT, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 2, "--class", "3", "--sampler", "ddpm", "--sample_steps",
         8, "--guidance_scale", 3, "--threshold", "none", "--output_dir", tmp_path, "--output_name", tmp_path / "grid.png")
     theirs = pictures_of(model, [0, 1], sampler="ddpm", sample_steps=8, classes=[3, 3], guidance_scale=3.0,
                          threshold="none")
@@ -539,12 +539,12 @@ def test_files_of_the_other(tmp_path, toy_images):
     weights = train_unet.to_numpy(train_unet.UNet(small).parameters())
     unet_io.write_checkpoint(tmp_path / "unet.bin", unet_io.Checkpoint(small, {"weights": weights}))
     for program, file, what in ((TRAIN, "dit.bin", "UNet"), (DIT, "unet.bin", "DiT")):
-        for flags in (["--generate", 1], ["--data_file", toy_images(config), "--out_dir", tmp_path / "run"]):
+        for flags in (["--generate"], ["--data_file", toy_images(config), "--out_dir", tmp_path / "run"]):
             refused(program, "--model_weights", tmp_path / file, *flags, says=[file, f"no weights file of a {what}"])
     odd = dataclasses.replace(config)
     odd.patch_size = 5
     train_dit.save_model(tmp_path / "odd.bin", DiT(config), odd)
-    refused(DIT, "--generate", 1, "--model_weights", tmp_path / "odd.bin", says=["odd.bin", "--patch_size 5"])
+    refused(DIT, "--generate", "--num_samples", 1, "--model_weights", tmp_path / "odd.bin", says=["odd.bin", "--patch_size 5"])
     with pytest.raises(unet_io.UserError, match="neither UNET"):
         unet_io.read_checkpoint(str(tmp_path / "dit.bin"))
     with pytest.raises(unet_io.UserError, match="neither DiT"):
@@ -658,7 +658,7 @@ def test_classes_by_name(tmp_path, toy_images):
     assert checkpoint.class_names == ("cat", "dog", "fox")
     weights, rows = tmp_path / "run" / path.name, model.y_embedder.embedding_table.weight.detach().numpy()
     draw = ["--sample_steps", 3, "--class", "fox,cat", "--output_name", tmp_path / "x.png"]
-    result = run(DIT, "--model_weights", weights, "--generate", 4, *draw)
+    result = run(DIT, "--model_weights", weights, "--generate", "--num_samples", 4, *draw)
     ours = picture(tmp_path / "x.png")
     assert "(rows: fox, cat)" in result.stdout
     assert call(generate, "--model_weights", weights, "--num_samples", 4, "--device", "cpu", *draw) == ""

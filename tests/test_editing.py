@@ -423,7 +423,7 @@ def test_what_the_program_leaves_to_us(tmp_path, name):
     value = MOVED.get(name, "dynamic")
     (tmp_path / "c.txt").write_text(f"lr = 1\n{name} = {value}\n")
     shown = f"--{name} dynamic" if name == "threshold" else f"--{name}"
-    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "x.png", "--generate", 1]
+    draw = [TRAIN, "--model_weights", tmp_path / "w.bin", "--output_name", tmp_path / "x.png", "--generate", "--num_samples", 1]
     for words in ([f"--{name}", value], ["--config", tmp_path / "c.txt"]):
         sentence = refused(*draw, *words, status=2, says=f"{shown} is generate.py's: python3 generate.py")
         assert ("c.txt, line 2: " in sentence) == (words[0] == "--config" and name != "threshold")
@@ -445,7 +445,7 @@ def test_checkpoint_of_an_earlier_run(tmp_path, capsys):
     assert "--guidance_interval 0.2,0.8 is left out" in capsys.readouterr().out
     refused(TRAIN, "--resume", tmp_path / "run", "--steps", 3, status=2, says="--threshold dynamic is generate.py's")
     run(TRAIN, "--resume", tmp_path / "run", "--steps", 3, "--threshold", "clamp")
-    run(TRAIN, "--generate", 1, "--sample_steps", 2, "--out_dir", tmp_path / "run", "--output_name",
+    run(TRAIN, "--generate", "--num_samples", 1, "--sample_steps", 2, "--out_dir", tmp_path / "run", "--output_name",
         tmp_path / "x.png")
     assert "guidance_interval" not in unet_io.read_checkpoint(str(checkpoint_in(tmp_path / "run", 3))).run
 

@@ -136,7 +136,7 @@ def test_old_weights(cpp, tmp_path):
     assert same_bits(read.sections["weights"], weights) and read.config.max_period == 1000
     unet_io.write_checkpoint(tmp_path / "new.bin", Checkpoint(read.config, {"weights": train_unet.to_numpy(
         train_unet.load_model(str(tmp_path / "old.bin"))[0].parameters())}))
-    result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "old.bin", status=1)
+    result = run(TRAIN, "--generate", "--num_samples", 1, "--model_weights", tmp_path / "old.bin", status=1)
     assert f"generate.py --import {tmp_path / 'old.bin'} --export NEW.bin" in result.stderr
     assert call(generate, "--import", tmp_path / "old.bin", "--export", tmp_path / "out.bin") == ""
     cpp(NETWORK, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
@@ -147,7 +147,7 @@ def test_old_weights(cpp, tmp_path):
     cpp(NETWORK, "--same", tmp_path / "out.bin", tmp_path / "new.bin")
     short = plain[:-4]
     short.tofile(tmp_path / "short.bin")
-    result = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "short.bin", status=1)
+    result = run(TRAIN, "--generate", "--num_samples", 1, "--model_weights", tmp_path / "short.bin", status=1)
     assert "short.bin" in result.stderr and result.stderr.count("\n") == 1
     with pytest.raises(UserError):
         train_unet.load_model(str(tmp_path / "short.bin"))
@@ -173,7 +173,7 @@ def test_earlier_versions(tmp_path, images8, version):
     expected, expected_last = path.read_bytes(), last.read_bytes()
     last.unlink()
     write_earlier_version(path, unet_io.read_checkpoint(str(path)), version)
-    for words in (["--resume", folder], ["--generate", 1, "--model_weights", path],
+    for words in (["--resume", folder], ["--generate", "--num_samples", 1, "--model_weights", path],
                   ["--model_weights", path, "--out_dir", tmp_path / "new"]):
         result = run(TRAIN, *words, status=1)
         program, *words = re.search(r"python3 (.*) makes it today's", result.stderr)[1].split()

@@ -163,7 +163,7 @@ def test_gpu_pictures_in_bf16(tmp_path):
     data, weights = ROOT / "data/faces.bin", checkpoint_in(tmp_path / "run", 300)
     run(on_gpu("bf16"), "--preset", "tiny", "--data_file", data, "--steps", 300, "--lr_schedule", "constant",
         "--out_dir", tmp_path / "run", *QUICK)
-    run(on_gpu("bf16"), "--generate", 8, "--model_weights", weights, "--sample_steps", 20, "--seed", 40,
+    run(on_gpu("bf16"), "--generate", "--num_samples", 8, "--model_weights", weights, "--sample_steps", 20, "--seed", 40,
         "--output_name", tmp_path / "a.png")
     model, _ = train_unet.load_model(str(weights))
     seeds = range(40, 48)
@@ -219,7 +219,7 @@ def test_gpu_ranks(tmp_path, through):
         told = [process.communicate(timeout=LONG) for process in ranks]
         assert [process.returncode for process in ranks] == [0] * len(ranks), told
 
-    draws = ["--model_weights", "run/checkpoint_00000006.bin", "--generate", 50, "--sample_steps", 3]
+    draws = ["--model_weights", "run/checkpoint_00000006.bin", "--generate", "--num_samples", 50, "--sample_steps", 3]
     for ranks in numbers:
         folder = tmp_path / str(ranks)
         finish(start_ranks(through, ranks, folder, *OF_RANKS))

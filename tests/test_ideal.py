@@ -212,7 +212,7 @@ def test_one_step_of_the_programs(tmp_path):
     for number, sampler in enumerate(train_unet.SAMPLERS):
         name = tmp_path / f"{sampler}.png"
         common = ["--seed", 3, "--sampler", sampler, "--sample_steps", 1, "--output_name", name]
-        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 4, *common)
+        run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 4, *common)
         drawn.add(name.read_bytes())
         if number == 0:
             ours = picture(name).astype(int)

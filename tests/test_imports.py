@@ -587,7 +587,7 @@ def test_fractions_of_num_channels(tmp_path, images8):
         write_setting(path, "channel_mult", f"2,{value}")
         with pytest.raises(UserError, match=f"{path.name}.*channel_mult"):
             unet_io.read_checkpoint(str(path))
-        refused(TRAIN, "--model_weights", path, "--generate", 1, says=[path.name, "channel_mult"])
+        refused(TRAIN, "--model_weights", path, "--generate", "--num_samples", 1, says=[path.name, "channel_mult"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0])

@@ -65,7 +65,7 @@ def test_pictures(tmp_path, images8, name):
     else:
         perturbed_file(weights, config)
     common = ["--seed", 40, *flags]
-    run(TRAIN, "--generate", 5, "--model_weights", weights, "--output_name", tmp_path / "a.png",
+    run(TRAIN, "--generate", "--num_samples", 5, "--model_weights", weights, "--output_name", tmp_path / "a.png",
         "--batch_size", 2, *common)
     assert call(generate, "--num_samples", 5, "--model_weights", weights, "--output_name", tmp_path / "b.png",
                 "--device", "cpu", "--output_dir", tmp_path / "single", *common) == ""
@@ -79,7 +79,7 @@ def test_pictures(tmp_path, images8, name):
     assert inside > 0.15 and first.std() > 5                                # a picture, not a clamped plane
     assert (ours[:2] == 255).all() and (ours[-size:, -size:] == 255).all()  # the gaps, the empty place
     # picture 2 of seed 40 is picture 0 of seed 42, and so is the single file
-    run(TRAIN, "--generate", 1, "--model_weights", weights, "--output_name", tmp_path / "c.png",
+    run(TRAIN, "--generate", "--num_samples", 1, "--model_weights", weights, "--output_name", tmp_path / "c.png",
         *flags, "--seed", 42)
     third = ours[2:2 + size, 2 + 2 * (size + 2):][:, :size]
     assert np.abs(picture(tmp_path / "c.png")[2:-2, 2:-2] - third).max() <= 1
@@ -113,7 +113,7 @@ def test_seeds_and_strips(tmp_path):
         assert np.abs(theirs - single).max() <= 2
     for folder in "abc":
         assert sorted(os.listdir(tmp_path / f"single_{folder}")) == names
-    run(TRAIN, "--model_weights", weights, "--generate", 1, "--seed", 41, *common[2:],
+    run(TRAIN, "--model_weights", weights, "--generate", "--num_samples", 1, "--seed", 41, *common[2:],
         "--output_name", tmp_path / "d.png")
     alone = picture(tmp_path / "d.png")[2:-2, 2:-2]
     assert np.abs(alone - picture(tmp_path / "single_a/000041.png")).max() <= 1
@@ -392,7 +392,7 @@ def test_many_pictures_of_classes(tmp_path):
         names = [f"c{n}" for n in range(classes)]
         (tmp_path / "names").write_text("".join(f"{name}\n" for name in names))
         common = ["--class_names", tmp_path / "names", "--sample_steps", 1, "--batch_size", 300]
-        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", count, *common, "--output_name",
+        text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", count, *common, "--output_name",
                    tmp_path / "a.png").stdout
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", count, *common,
@@ -434,7 +434,7 @@ def test_arrays(tmp_path, name):
         if config.class_cond:
             assert expected["arr_1"].dtype == np.int64 and expected["arr_1"].tolist() == [0, 0, 0, 1, 1, 2, 2]
     # a PNG of so many could not be written, and an array can
-    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", 1000000, "--dry_run", "--output_name",
+    text = run(TRAIN, "--model_weights", tmp_path / "w.bin", "--generate", "--num_samples", 1000000, "--dry_run", "--output_name",
                tmp_path / "c.npy").stdout
     assert "memory" in text
     refused(TRAIN, *common, tmp_path / "c.npz", "--generate", says=["c.npz", ".png", ".npy", "docs/formats.md"])
@@ -504,7 +504,7 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
     drawn, names = {}, {0: "raw weights", 1: "EMA 0.99", 2: "EMA 0.3"}
     path = checkpoint_in(tmp_path / "run", 8)
     for use_ema in names:
-        result = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema,
+        result = run(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "run", "--use_ema", use_ema,
                      "--sample_steps", 5, "--output_name", tmp_path / f"a{use_ema}.png")
         assert f"({names[use_ema]}, step 8)" in result.stdout
         assert call(generate, "--num_samples", 1, "--model_weights", path, "--use_ema", use_ema,
@@ -515,13 +515,13 @@ def test_pictures_from_averaged_weights(tmp_path, images8):
         drawn[use_ema] = ours
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert np.abs(drawn[a] - drawn[b]).max() > 2
-    default = run(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--sample_steps", 5,
+    default = run(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "run", "--sample_steps", 5,
                   "--output_name", tmp_path / "default.png")
     assert "(EMA 0.3, step 8)" in default.stdout
     assert (tmp_path / "default.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
     assert call(generate, "--model_weights", path, "--export", tmp_path / "x.bin") == ""  # these weights, alone
-    exported = run(TRAIN, "--generate", 1, "--model_weights", tmp_path / "x.bin", "--sample_steps", 5, "--output_name",
+    exported = run(TRAIN, "--generate", "--num_samples", 1, "--model_weights", tmp_path / "x.bin", "--sample_steps", 5, "--output_name",
                    tmp_path / "x.png").stdout
     assert "--use_ema" not in exported and (tmp_path / "x.png").read_bytes() == (tmp_path / "a2.png").read_bytes()
-    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
+    refused(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "run", "--use_ema", 3, says=["--use_ema 3", "2"])
     assert "ema_3" in call(generate, "--model_weights", path, "--use_ema", 3, "--device", "cpu")

@@ -150,7 +150,7 @@ def test_pictures(tmp_path, images8):
     for ranks in (1, 2, 4):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        run(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", 10, "--sample_steps", 4,
+        run(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", "--num_samples", 10, "--sample_steps", 4,
             "--batch_size", 3, "--guidance_scale", 2, "--output_dir", "each", "--processes", ranks, cwd=folder)
         files = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.png")}
         assert len(files) == 11 and (ranks == 1 or files == one)
@@ -224,7 +224,7 @@ def test_stops(tmp_path, images8, number, rank):
 def test_stop_while_drawing(tmp_path, images8):
     """A stop of one rank while pictures are drawn, which would take an hour: nothing is written, as with one process."""
     perturbed_file(tmp_path / "model.bin", EVERYTHING)
-    with started(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", 2000, "--sample_steps", 1000,
+    with started(TRAIN, "--model_weights", tmp_path / "model.bin", "--generate", "--num_samples", 2000, "--sample_steps", 1000,
                  "--processes", 2, "--batch_size", 20, cwd=tmp_path) as process:
         process.stdout.readline(), process.stdout.readline()
         os.kill(*children_of(process), signal.SIGTERM)
@@ -271,8 +271,8 @@ def test_launchers(tmp_path, images8, name):
 def test_refusals(tmp_path, images8):
     toy = start_flags(Config(**TOY | dict(batch_size=12)), images8, tmp_path / "run", 2)
     refused(TRAIN, *toy, "--processes", 3, says=["3", "2, 4"])
-    refused(TRAIN, *toy, "--processes", 8, says=["--batch_size 12", "for 8 ranks", "4 ranks could"])
-    refused(TRAIN, *toy, "--processes", 4, "--microbatch", 2, says=["are 6", "2 ranks could"])
+    refused(TRAIN, *toy, "--processes", 8, says=["12 parts, which 8 ranks can't share", "a multiple of 8"])
+    refused(TRAIN, *toy, "--processes", 4, "--microbatch", 2, says=["6 parts, which 4 ranks can't share", "a multiple of 8"])
     refused(TRAIN, *toy, "--processes", 65, status=2, says="between 1 and 64")
     refused(TRAIN, *toy, "--gpus", 2, status=2, says="--processes")
     launched = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -284,9 +284,9 @@ def test_refusals(tmp_path, images8):
     refused(TRAIN, *toy, "--processes", 8, says=["for 8 processes", "ulimit -n"], **few)
     guided = dataclasses.replace(EVERYTHING, batch_size=4)
     refused(TRAIN, *start_flags(guided, images8, tmp_path / "run", 2), "--guidance_scale", 2, "--processes", 4,
-            says="--microbatch 2 or more")
+            says="--microbatch of 2 or more")
     for _ in range(10):  # whichever rank tells it
-        refused(TRAIN, "--generate", 2, "--seeds", "3x", "--model_weights", perturbed(tmp_path), "--processes", 8,
+        refused(TRAIN, "--generate", "--num_samples", 2, "--seeds", "3x", "--model_weights", perturbed(tmp_path), "--processes", 8,
                 status=2, says="--seeds 3x")
     assert nothing_is_left(tmp_path)
     assert not (tmp_path / "run").exists()

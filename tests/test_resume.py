@@ -122,18 +122,18 @@ def test_careless(tmp_path, images8):
     weights = checkpoint_in(tmp_path / "run", 4)
     whole = weights.read_bytes()
     draw = ("--model_weights", weights, "--sample_steps", 1)
-    refused(TRAIN, *draw, "--generate", 1, "--output_name", weights, says=[weights.name, ".png"])
-    refused(TRAIN, *draw, "--generate", 0, says="--num_samples 0 draws nothing", status=2)
+    refused(TRAIN, *draw, "--generate", "--num_samples", 1, "--output_name", weights, says=[weights.name, ".png"])
+    refused(TRAIN, *draw, "--generate", "--num_samples", 0, says="--num_samples 0 draws nothing", status=2)
     refused(TRAIN, "--output_dir", "x", says="--output_dir x", status=2)
     (tmp_path / "folder.png").mkdir()
     for name, says in (("folder.png", "not a regular file"), ("no/x.png", "no/x.png")):
-        refused(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / name, says=says)
+        refused(TRAIN, *draw, "--generate", "--num_samples", 1, "--output_name", tmp_path / name, says=says)
     assert weights.read_bytes() == whole
     (tmp_path / "there.png").write_bytes(b"")
     (tmp_path / "link.png").symlink_to(tmp_path / "there.png")
-    run(TRAIN, *draw, "--generate", 1, "--output_name", tmp_path / "link.png")
+    run(TRAIN, *draw, "--generate", "--num_samples", 1, "--output_name", tmp_path / "link.png")
     assert (tmp_path / "link.png").is_symlink() and (tmp_path / "there.png").read_bytes()[1:4] == b"PNG"
-    refused(TRAIN, "--generate", 1, "--out_dir", tmp_path / "none", says=["none", "--model_weights"])
+    refused(TRAIN, "--generate", "--num_samples", 1, "--out_dir", tmp_path / "none", says=["none", "--model_weights"])
     refused(TRAIN, "--resume", weights, says=[f"{weights} is a file", "a run's folder"])
     refused(TRAIN, "--resume", tmp_path / "run", "--out_dir", tmp_path / "other", says=["--out_dir", "other"])
     assert "already at step 4" in run(TRAIN, "--resume", tmp_path / "run", "--steps", 3).stdout
@@ -179,7 +179,7 @@ def test_one_of_each(tmp_path, images8, capsys):
     for text in ("1 picture with", "1 picture in", "in 1 step,"):
         assert text in drawn
     assert "1 threads" not in drawn
-    refused(*ours, "--generate", 2, says="for 1 picture;")
+    refused(*ours, "--generate", "--num_samples", 2, says="for 1 picture;")
     theirs = ("--device", "cpu", "--model_weights", tmp_path / "w.bin", *draw)
     assert call(generate, *theirs, "--num_samples", 2).endswith("for 1 picture")
     assert call(generate, *theirs, "--strip", 2).endswith("1 step")
@@ -531,14 +531,28 @@ def test_full_disk(tmp_path, images4, kind):
 
 
 def test_tuning_of_a_checkpoint_without_a_teacher(tmp_path, images8):
-    """A resumed run can't begin to tune; what it would need is named."""
+    """A resumed run can't begin to tune."""
     perturbed_file(tmp_path / "w.bin", Config(**TOY | dict(predict="v")))
     quiet = ("--sample_every", 0, "--device", "cpu")
     assert call(train_unet, "--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1, "--batch_size", 2,
                 "--out_dir", tmp_path / "run", *quiet) == ""
     path = checkpoint_in(tmp_path / "run", 1)
     assert call(train_unet, "--resume", tmp_path / "run", "--steps", 2, "--consistency", 1, "--path_steps", 4, *quiet) == (
-        f"{path} has no section teacher: it is no checkpoint of such a run; start from it with --model_weights")
+        f"--consistency 1 contradicts {path}, which was made with 0; leave the flag out, or start a new run")
+
+
+@pytest.mark.parametrize("words", [("--optimizer", "muon"), ("--batch_size", 4), ("--seed", 7), ("--flip", 1), ("--ema_rate", "0.9"),
+                                   ("--min_snr_gamma", 5), ("--timestep_sampling", "lognormal")])
+def test_the_twin_refuses_another_run(tmp_path, images8, words):
+    """What ./train_unet refuses of a run that is resumed, train_unet.py refuses too."""
+    perturbed_file(tmp_path / "w.bin", Config(**TOY))
+    quiet = ("--sample_every", 0, "--device", "cpu")
+    assert call(train_unet, "--model_weights", tmp_path / "w.bin", "--data_file", images8, "--steps", 1, "--batch_size", 2,
+                "--out_dir", tmp_path / "run", *quiet) == ""
+    path = checkpoint_in(tmp_path / "run", 1)
+    says = call(train_unet, "--resume", tmp_path / "run", "--steps", 2, *words, *quiet)
+    assert says.startswith(f"{words[0]} {words[1]} contradicts {path}, which was made with ")
+    assert says.endswith("; leave the flag out, or start a new run") and not checkpoint_in(tmp_path / "run", 2).exists()
 
 
 def test_moments_of_an_earlier_trainer(tmp_path):

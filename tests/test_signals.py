@@ -567,7 +567,7 @@ def test_temporary_files(tmp_path, short):
 
     with stale_files(tmp_path, "grid.png") as busy:
         (tmp_path / "grid.png.tmp").symlink_to(tmp_path / "precious")
-        run(TRAIN, "--model_weights", checkpoint_in(base / "calm", 5), "--generate", 1, "--sample_steps", 1,
+        run(TRAIN, "--model_weights", checkpoint_in(base / "calm", 5), "--generate", "--num_samples", 1, "--sample_steps", 1,
             "--output_name", tmp_path / "grid.png", env=ENVIRONMENT)
         assert sorted(path.name for path in tmp_path.glob("*.tmp")) == [
             "grid.png.tmp", pathlib.Path(busy.name).name]

@@ -162,6 +162,23 @@ def test_schedules(schedule, warmup):
     assert abs(unet_io.learning_rate(config, 1000) / end - 1) < 1e-9
 
 
+def test_no_outliers_while_distributions_are_matched(tmp_path, images8):
+    """The losses of paths say nothing of the steps that match distributions: none of these is skipped, here and in PyTorch."""
+    steps = 80
+    config = Config(**TOY | dict(predict="v", consistency=True, path_steps=2, matching_fraction=0.5, skip_outliers=0.1,
+                                 batch_size=2, lr=1e-5, lr_steps=steps))
+    model = perturbed_file(tmp_path / "w.bin", config)
+    run(TRAIN, *start_flags(config, images8, tmp_path / "run", steps, log_every=1, sample_every=0,
+                            model_weights=tmp_path / "w.bin"))
+    ours = [json.loads(line)["skipped"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    trainer, theirs = train_unet.Trainer(model, unet_io.read_images(images8), config), []
+    for _ in range(steps):
+        trainer.step()
+        theirs.append(trainer.history.skipped)
+    for counts in (ours, theirs):
+        assert len(counts) == steps and counts[31] == 0 < counts[39] == counts[-1], counts
+
+
 SKIPPING = Config(**TOY | dict(lr=1e-5, batch_size=2, seed=7, skip_outliers=1.0, ema_rate=(0.9, 0.99)))
 
 

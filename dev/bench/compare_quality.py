@@ -70,6 +70,9 @@ class DeviceReplay:
         places = [unet_io.batch_indices(config.seed, n, config.batch_size, len(images)) for n in range(steps)]
         self.places = torch.from_numpy(np.stack(places)).to(device)  # (steps, B)
         self.rates = torch.tensor([unet_io.learning_rate(config, n) for n in range(steps)], device=device)
+        bounds = unet_io.last_words(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr,
+                                    config.timestep_sampling, config.timestep_mean, config.timestep_std)
+        self.bounds = torch.from_numpy(bounds.astype(np.int64)).to(device)
         self.rows = torch.arange(config.batch_size, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(steps, device=device)
@@ -91,7 +94,7 @@ class DeviceReplay:
         if config.offset_noise:
             shift = device_normals(config.seed, Stream.OFFSET, 4, self.rows, step)[:, :x0.shape[1]]
             noise = noise + config.offset_noise * shift[..., None, None]
-        return x0, (words * config.diffusion_steps) >> 32, noise
+        return x0, torch.searchsorted(self.bounds, words), noise
 
     def step(self):
         """One AdamW step. It reads nothing from the host but, on a CPU, the learning rate."""
@@ -139,6 +142,11 @@ def compare_quality(config, run, path):
     device, steps = train_unet.pick_device(run.device), run.steps
     if config.skip_outliers:
         raise UserError("dev/bench/compare_quality.py replays every step: leave out --skip_outliers")
+    if config.class_cond or config.dropout or config.consistency:
+        raise UserError("dev/bench/compare_quality.py knows neither classes, nor dropout, nor tuning: leave out --class_cond,"
+                        " --dropout and --consistency")
+    if steps < 1:
+        raise UserError(f"--steps {steps} compares nothing: give 1 or more")
     if config.optimizer != "adamw":
         raise UserError("dev/bench/compare_quality.py replays AdamW: give --optimizer adamw")
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -264,7 +264,7 @@ static void print_table(std::string Entry::*name, bool sorted, double peak, doub
 
 // A model with fresh weights that draws B pictures, told a timestep and its noise.
 static void prepare_drawing(Model* m, Config config, int B) {
-    config.optimiser.ema_rate[0] = 0;  // one set of weights is enough
+    config.hyper.ema_rate[0] = 0;  // one set of weights is enough
     *m = plan_model(config, B, false);
     check_memory(*m);
     allocate_model(m);

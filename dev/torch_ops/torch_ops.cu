@@ -182,7 +182,7 @@ struct LaunchedLayers final : Layers {
     }
 
     void product_forward(const Place& place, const ProductCall& c) const override {
-        Forward options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
+        ForwardOptions options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
         at(place, product_workspace(), [&] {
             if (c.taps == 9) conv3x3_forward(tensor(c.out), tensor(c.x), product<9>(c.w, c.bias), options);
             else conv1x1_forward(tensor(c.out), tensor(c.x), product<1>(c.w, c.bias), options);
@@ -224,12 +224,12 @@ struct LaunchedLayers final : Layers {
     }
 
     void norm_product(const Place& place, const NormCall& n, const ProductCall& c) const override {
-        Forward options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
+        ForwardOptions options = {{(floatX*)c.emb, c.out.C}, tensor(c.residual)};
         at(place, product_workspace(), [&] {
             Tensor x = tensor(n.x), normed = scratch_like(place, x);
             x.moments = scratch_sums<Moments>(place, x);
             channel_moments(x);
-            Concat input = groupnorm_for_product(normed, norm_of(n, x), c.out.C);
+            Concat input = groupnorm_for_conv3x3(normed, norm_of(n, x), c.out.C);
             conv3x3_forward(tensor(c.out), input, product<9>(c.w, c.bias), options);
         });
     }
