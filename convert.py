@@ -109,6 +109,19 @@ def tells_all(path):
     return kind in ("bin", "page")
 
 
+def is_export(path):
+    """Whether save_weights wrote a file, so that another call may replace it."""
+    if path.endswith(".bin"):
+        return unet_io.what_it_holds(path) == "weights"
+    try:
+        if path.endswith((".pt", ".pth")):
+            told = read_tensors(path)[0]
+            return isinstance(told, dict) and {"state_dict", "config", "step"} <= told.keys()
+        return tells_all(path)
+    except UserError:
+        return False
+
+
 def read_tensors(path):
     """(what a file of PyTorch or safetensors holds, its metadata): usually a dict of tensors by name."""
     kind = what_it_is(path)

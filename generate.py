@@ -27,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from convert import save_diffusers, save_weights
+from convert import is_export, save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, checkpoints_in, label_table, load_model,
                         pick_device, refuse_contradictions, refuse_preset, sample, sampler_steps, sampler_timesteps,
                         sampling_settings, seed_noise)
@@ -601,6 +601,7 @@ def export_target(args):
         raise UserError(f"--export {args.export} is the file that the weights come from: name another")
     if not is_same:
         unet_io.check_kept(args.export, "export", "images", "a checkpoint of a run")
+        unet_io.check_replaced(args.export, "export", is_export, "weights")
     if names_folder(args.export) and checkpoints_in(args.export):
         raise UserError(f"{args.export} holds the checkpoints of a run; name another folder with --export")
     return args.export

@@ -592,24 +592,24 @@ class Diffusion:
     """The forward process and the loss's target (Ho et al. 2020, equation 4; v: Salimans and Ho 2022)."""
     def __init__(self, config, device="cpu"):
         check_consistency(config)
-        levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+        levels = config.noise_levels()
         self.predict, self.learn_sigma = config.predict, config.learn_sigma
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
-        self.signal, self.noise, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
+        self.alpha, self.sigma, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
             torch.tensor(table, dtype=torch.float32, device=device) for table in (
                 *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
                 *unet_io.variance_range(levels), unet_io.mean_factors(levels, config.predict),
-                unet_io.x0_factor(levels, config.predict)))
+                unet_io.x0_error(levels, config.predict)))
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
-        a, b = self.signal[t][:, None, None, None], self.noise[t][:, None, None, None]
-        x = a * x0 + b * noise
-        if self.predict == "edm":  # Karras et al. 2022, equation 8, with x = y alpha
-            scale = (b.double().square() + (unet_io.SIGMA_DATA * a.double()).square()).sqrt()
-            target = (b * x0 / unet_io.SIGMA_DATA - unet_io.SIGMA_DATA * a * noise) / scale
+        alpha, sigma = self.alpha[t][:, None, None, None], self.sigma[t][:, None, None, None]
+        x = alpha * x0 + sigma * noise
+        if self.predict == "edm":  # Karras et al. 2022, equation 8: the target of F, where x is alpha times their y + n
+            scale = (sigma.double().square() + (unet_io.SIGMA_DATA * alpha.double()).square()).sqrt()
+            target = (sigma * x0 / unet_io.SIGMA_DATA - unet_io.SIGMA_DATA * alpha * noise) / scale
             return x, target.float()
-        targets = {"eps": noise, "v": a * noise - b * x0, "x0": x0, "flow": noise - x0}
+        targets = {"eps": noise, "v": alpha * noise - sigma * x0, "x0": x0, "flow": noise - x0}
         return x, targets[self.predict]
 
     def loss(self, out, target, t, x0):
@@ -622,7 +622,7 @@ class Diffusion:
         losses = (prediction - target).square().mean((1, 2, 3))
         losses = self.weights[t].to(losses.dtype) * losses
         if self.learn_sigma:
-            losses = losses + len(self.signal) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
+            losses = losses + len(self.alpha) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
         return losses.mean()
 
     def pair_loss(self, out, target, t, gaps):
@@ -699,7 +699,7 @@ def sampler_timesteps(config, sampler, steps, spacing):
             raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which the"
                             " model learns to draw")
         return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
-    chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    chain = config.noise_levels()
     return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)
 
 
@@ -720,8 +720,8 @@ def sampling_settings(checkpoint, given):
 class Edit:
     """A picture from which others are drawn, and what of it is kept.
 
-    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken, of 0
-    none, which draws the image itself; below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
+    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken, of 0 none, which draws
+    the image itself; below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
     (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see visited_levels.
     """
     image: torch.Tensor
@@ -793,7 +793,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
         if isinstance(network, nn.Module):
             network.eval()
     T, strength = config.diffusion_steps, edit.strength if edit else 1
-    chain = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+    chain = config.noise_levels()
     steps = sampler_steps(config, sampler, sample_steps)
     times = sampler_timesteps(config, sampler, steps, spacing)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
@@ -908,6 +908,11 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
 # ----------------------------------------------------------------------------------------------------
 # training
 
+def training_noise(config, stream, rows, step, shape):
+    """The normals that a step of training draws from a stream for samples `rows`: float32 (len(rows), *shape)."""
+    return unet_io.normals(config.seed, stream, math.prod(shape), rows, step).reshape(len(rows), *shape)
+
+
 def make_batch(images, config, step):
     """What step (0-based) trains on: float32 images (B, C, H, W) in [-1, 1], t int64 (B,), float32 noise, and
     with class_cond the classes, int64 (B,), otherwise None."""
@@ -918,7 +923,7 @@ def make_batch(images, config, step):
         mirrored = unet_io.flips(config.seed, rows, step)
         x0[mirrored] = x0[mirrored][..., ::-1]
     t = unet_io.timesteps(config, rows, step)
-    noise = unet_io.normals(config.seed, Stream.NOISE, x0[0].size, rows, step).reshape(x0.shape)
+    noise = training_noise(config, Stream.NOISE, rows, step, x0[0].shape)
     if not config.path_steps:  # a path begins with a sampler's noise
         shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
         noise += np.float32(config.offset_noise) * shift[..., None, None]
@@ -1027,7 +1032,7 @@ class Trainer:
         ends = np.stack([path[0][b] for b, path in enumerate(paths)])
         points = np.stack([path[1][at[b]][b] for b, path in enumerate(paths)])
         classes = np.stack([path[2][b] for b, path in enumerate(paths)]) if config.class_cond else None
-        levels = unet_io.noise_levels(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr)
+        levels = config.noise_levels()
         t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
         alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
         return ends, t, (points - alpha * ends) / sigma, classes
@@ -1061,16 +1066,16 @@ class Trainer:
         fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
         t = torch.full_like(t_noised, last)
 
-        def drawn():
+        def drawn(x0, t, noise):
             return self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
 
         with torch.no_grad():
             self.model.eval()  # which drops nothing
-            pictures = drawn()
+            pictures = drawn(x0, t, noise)
             if second:
                 x0, noise = limited(pictures, self.threshold), self.step_noise(Stream.SECOND_NOISE, x0)
                 t = torch.full_like(t_noised, second[0])
-                pictures = drawn()
+                pictures = drawn(x0, t, noise)
             self.model.train()
 
         if config.dropout:
@@ -1097,9 +1102,8 @@ class Trainer:
 
     def step_noise(self, stream, images):
         """The noise that this step of training draws from a stream for images: (B, C, H, W)."""
-        config, step, rows = self.config, self.steps_done, np.arange(len(images))
-        noise = unet_io.normals(config.seed, stream, images[0].numel(), rows, step)
-        return torch.from_numpy(noise.reshape(images.shape)).to(self.device)
+        noise = training_noise(self.config, stream, np.arange(len(images)), self.steps_done, images[0].shape)
+        return torch.from_numpy(noise).to(self.device)
 
     def loss(self, x0, t, noise, y=None, weighted=True):
         """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
@@ -1193,7 +1197,7 @@ class Trainer:
             rows = np.arange(start, min(start + config.batch_size, len(images)))
             x0 = images.floats(rows, config.image_size)
             t = unet_io.timesteps(config, rows, 0, Stream.VAL_TIMESTEP)
-            noise = unet_io.normals(config.seed, Stream.VAL_NOISE, x0[0].size, rows).reshape(x0.shape)
+            noise = training_noise(config, Stream.VAL_NOISE, rows, 0, x0[0].shape)
             y = images.labels[rows].astype(np.int64) if config.class_cond else None
             total += self.loss(x0, t, noise, y, weighted=False).item() * len(rows)
         return total / len(images)

@@ -588,10 +588,10 @@ def mean_factors(levels, predict):
     """
     before = _before(levels)
     of_x0 = before.alpha * transition_variance(before, levels) / levels.sigma**2  # Ho et al. 2020, equation 7
-    return of_x0 * x0_factor(levels, predict)
+    return of_x0 * x0_error(levels, predict)
 
 
-def x0_factor(levels, predict):
+def x0_error(levels, predict):
     """The error in x0 where that of the prediction is 1: of the shape of levels' arrays."""
     alpha, sigma = levels
     if predict == "eps":  # x0 = (x - sigma eps) / alpha
@@ -618,7 +618,7 @@ def loss_weights(levels, predict, min_snr_gamma):
     snr = (alpha / sigma) ** 2
     if predict == "eps":  # whose error is that in x0 / sqrt(SNR); 1 where SNR is 0
         return np.divide(np.minimum(snr, min_snr_gamma), snr, out=np.ones_like(snr), where=snr > 0)
-    return np.minimum(snr, min_snr_gamma) * x0_factor(levels, predict) ** 2
+    return np.minimum(snr, min_snr_gamma) * x0_error(levels, predict) ** 2
 
 
 @functools.lru_cache(maxsize=4)
@@ -743,6 +743,10 @@ class Settings:
     def label_rows(self):
         """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
         return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
+
+    def noise_levels(self):
+        """The NoiseLevels of its schedule: see noise_levels."""
+        return noise_levels(self.diffusion_steps, self.noise_schedule, self.zero_terminal_snr)
 
     def timestep_unit(self):
         """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""

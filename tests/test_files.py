@@ -417,6 +417,14 @@ def test_outputs_keep_other_files(tmp_path, images8, network):
     assert (tmp_path / "cat.png").read_bytes() == before["images.bin"]
     for name in ("weights", "old0"):
         assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / f"{name}.bin") == ""
+    for name in ("mine.pt", "mine.safetensors", "mine.bin"):
+        (tmp_path / name).write_text("mine")
+        export = ("--model_weights", tmp_path / "w.bin", "--export", tmp_path / name)
+        assert f"{name} holds no weights of an earlier call; name another" in call(generate, *export)
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+        for _ in range(2):
+            assert call(generate, *export) == ""
     for _ in range(2):
         assert call(prepare_data, "--data_dir", tmp_path / "a.png", "--output_name", tmp_path / "images.bin") == ""
 
@@ -433,11 +441,15 @@ def test_no_room_for_an_export(tmp_path, network, name):
         weights = dict(weights=train_unet.to_numpy(model.parameters()))
         unet_io.write_checkpoint(tmp_path / "w.bin", Checkpoint(config, weights, tensors=len(list(model.parameters()))))
         words = ["dev/dit/train_dit.py", "--export", tmp_path / "w.bin", "--output_name"]
-    (tmp_path / name).write_text("before")
+    if network == "UNet":
+        assert call(generate, "--model_weights", tmp_path / "w.bin", "--export", tmp_path / name) == ""
+    else:
+        (tmp_path / name).write_text("before")
+    before = (tmp_path / name).read_bytes()
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (2000, 2000))
     refused(sys.executable, ROOT / words[0], *words[1:], tmp_path / name, says=f"{name} can't be written: File too large",
             preexec_fn=limit)
-    assert (tmp_path / name).read_text() == "before" and not list(tmp_path.glob("*.tmp"))
+    assert (tmp_path / name).read_bytes() == before and not list(tmp_path.glob("*.tmp"))
 
 
 def test_no_folder_of_diffusers_in_a_run(tmp_path):
