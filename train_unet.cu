@@ -1094,12 +1094,11 @@ struct Plan {
 };
 
 // What an update of the weights reads and writes. Each array has this rank's shard of the parameters; a single rank's shard
-// is all of them. Only Model's own gradients are larger: (gradient_buffers, num_floats). Checkpoints hold the other arrays.
+// is all of them. Checkpoints hold these arrays.
 struct OptimiserMemory {
     float* master;              // the weights, in fp32
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
-    float* gradients = nullptr;
 };
 
 // What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays (num_floats) are laid out as the parameters.
@@ -1137,6 +1136,7 @@ struct Model : OptimiserMemory {
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
     // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
     floatX* weights;
+    float* gradients = nullptr;          // (gradient_buffers, num_floats); null where nothing is trained
     float* dw;                           // (num_floats): where backward leaves the weights' gradients
     float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
     char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
@@ -2876,6 +2876,7 @@ struct SquaredNorm {
 // first, so that no branch stands between the other loads and the arithmetic.
 template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
+    const float* gradient;             // (n)
     Real* working;                     // the weights as the layers read them; null where they read master
     size_t n, decayed;                 // weight decay is for the first `decayed` of n
     const StepState* state;            // holds the update; a step that is not accepted changes nothing
@@ -2886,7 +2887,7 @@ template <typename Real> struct UpdateWeights {
     HOST_DEVICE void operator()(size_t item) const {
         if (!state->accepted) return;
         const AdamW a = state->update;
-        const auto& [w, ema, m, v, gradient] = memory;
+        const auto& [w, ema, m, v] = memory;
         size_t i = 4 * item;
         float step = a.lr / a.correction1, root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
@@ -3855,19 +3856,26 @@ static void batch_gradient(Trainer* t, Objective objective) {
 
 // Muon's directions of all matrices, on every rank. memory: this rank's shard.
 static const floatX* muon_directions(Model* m, const OptimiserMemory& memory, const StepState* state) {
-    run(MuonMomentum<floatX>{m->muon.x + first_of_shard(m), memory.adam_m, memory.gradients, m->shard, state});
+    size_t shard = first_of_shard(m);
+    run(MuonMomentum<floatX>{m->muon.x + shard, memory.adam_m, m->gradients + shard, m->shard, state});
     if (is_sharded(m)) gather(m->muon.x, m->shard);
     return orthogonalise(m->muon);
 }
 
 // Updates this rank's shard of the weights. working: the weights as the layers read them, or null.
-static void update_weights(Model* m, OptimiserMemory memory, floatX* working, const StepState* state) {
+static void update_weights(Model* m, const OptimiserMemory& memory, floatX* working, const StepState* state) {
     size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
-    memory.gradients = m->gradients + shard;
     if (working) working += shard;
     const floatX* directions = m->muon.count ? muon_directions(m, memory, state) + shard : nullptr;
     const float* scales = m->muon.count ? m->muon.scales + shard / CHANNEL_MULTIPLE : nullptr;
-    run(UpdateWeights<floatX>{memory, working, m->shard, decayed - std::min(decayed, shard), state, directions, scales});
+    run(UpdateWeights<floatX>{.memory = memory,
+                              .gradient = m->gradients + shard,
+                              .working = working,
+                              .n = m->shard,
+                              .decayed = decayed - std::min(decayed, shard),
+                              .state = state,
+                              .directions = directions,
+                              .scales = scales});
 }
 
 // The x0 that the network predicts for all this rank's samples, from the input that `load` makes, goes to `predicted`, an array

@@ -64,10 +64,9 @@ static UpdateWeights<T> adamw_layer(Problem& p, T* working) {
     OptimiserMemory memory = {.master = p.update<float>("w"),
                               .ema = {p.update<float>("ema")},
                               .adam_m = p.update<float>("m"),
-                              .adam_v = p.update<float>("v"),
-                              .gradients = (float*)p.in<float>("gradient")};
+                              .adam_v = p.update<float>("v")};
     size_t n = p.find("w").values.size();
-    return {memory, working, n, n, adamw_state(p)};  // every parameter decays, as in adamw.py
+    return {memory, p.in<float>("gradient"), working, n, n, adamw_state(p)};  // every parameter decays, as in adamw.py
 }
 static void adamw_step_cpu(Problem& p) { cpu::run(adamw_layer(p, p.out<float>("working"))); }
 #endif

@@ -183,15 +183,15 @@ static void linear_backward2(Problem& p) {
 
 #ifdef PROGRAM
 static void linear_forward3(Problem& p) {
-    linear_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
+    conv1x1_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                    {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
 }
 static void linear_backward3(Problem& p) {
     Tensor dout = p.tensor_in<floatX>("dout");
     Linear gradients = {.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")};
     Tensor x = p.tensor_in<floatX>("x");
-    on_side_stream_deferred([=] { linear_backward_weight(gradients, dout, x); });
-    linear_backward_input(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
+    on_side_stream_deferred([=] { conv1x1_backward_weight(gradients, dout, x); });
+    conv1x1_backward_input(p.tensor_out<floatX>("dx"), dout, {.w = p.in<floatX>("w")});
 }
 #endif
 #endif

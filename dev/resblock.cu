@@ -154,7 +154,7 @@ static void resblock_forward3(Problem& p) {
     norm_alone(normed1, forward_norm(p, "in_layers.0", "1", x));
     each_vector(s.in(), SiluVectors{active1.data, normed1.data});
     conv3x3_forward(h, active1, forward_layer<Conv>(p, "in_layers.2"));
-    linear_forward(projected, emb, forward_layer<Linear>(p, "emb_layers.1"));
+    conv1x1_forward(projected, emb, forward_layer<Linear>(p, "emb_layers.1"));
     each_vector(s.out(), AddEmbeddingVectors{h.data, projected.data, s.T, s.O});
     norm_alone(normed2, forward_norm(p, "out_layers.0", "2", h));
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
@@ -191,8 +191,8 @@ static void resblock_backward3(Problem& p) {
     on_side_stream_deferred([=] { conv3x3_backward_weight(conv1, dh, active1, {dprojected.data, s.O}); });
     conv3x3_backward_input(dnormed1, dh, conv1);
     wait_for(newest_event);  // dprojected is the side stream's
-    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
-    linear_backward_input(demb, dprojected, projection);
+    on_side_stream_deferred([=] { conv1x1_backward_weight(projection, dprojected, emb); });
+    conv1x1_backward_input(demb, dprojected, projection);
     each_vector(s.B * s.E, AddVectors{p.sum<floatX>("demb"), demb.data});
     each_vector(s.in(), SiluBackwardVectors{dnormed1.data, dnormed1.data, normed1.data});
     norm_alone_backward(dx, normed1, dnormed1, norm1);
@@ -216,7 +216,7 @@ static void resblock_forward4(Problem& p) {
     int B = m.plan.batch;
     Tensor emb = p.tensor_in<floatX>("emb"), projected = output_of(&m, embedding, B);
     Linear projection = ResBlock{{&m, block, B}}.layer<Linear>(ResBlock::RES_EMB);
-    m.embedding_ready = on_side_stream([=] { linear_forward(projected, emb, projection); });
+    m.embedding_ready = on_side_stream([=] { conv1x1_forward(projected, emb, projection); });
     ResBlock{{&m, block, B}}.forward();
 }
 static void resblock_backward4(Problem& p) {
@@ -228,8 +228,8 @@ static void resblock_backward4(Problem& p) {
     ResBlock{{&m, block, B}}.backward();
     wait_for(newest_event);  // dprojected is the side stream's
     Tensor emb = p.tensor_in<floatX>("emb");
-    on_side_stream_deferred([=] { linear_backward_weight(projection, dprojected, emb); });
-    linear_backward_input(p.tensor_out<floatX>("demb"), dprojected, projection);
+    on_side_stream_deferred([=] { conv1x1_backward_weight(projection, dprojected, emb); });
+    conv1x1_backward_input(p.tensor_out<floatX>("demb"), dprojected, projection);
 }
 
 static Work work_of(const Problem& p, bool backward) {

@@ -1215,10 +1215,9 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
            {&v, KEPT, "v", limit},
            {&working, KEPT, "working copy", accepted ? LIMIT : EXACT}},
           [&](auto on) {
-              OptimiserMemory p = {
-                  .master = on(w), .adam_m = on(m), .adam_v = on(v), .gradients = on(gradient)};
+              OptimiserMemory p = {.master = on(w), .adam_m = on(m), .adam_v = on(v)};
               for (int k = 0; k < MAX_EMAS; k++) p.ema[k] = on(ema[k], emas > k);
-              on.run(UpdateWeights<typename decltype(on)::T>{p, on(working), n, n / 12 * 4, on(state)});
+              on.run(UpdateWeights<typename decltype(on)::T>{p, on(gradient), on(working), n, n / 12 * 4, on(state)});
           });
     std::vector<float> device_w = w.download();
     std::vector<floatX> device_working = working.download();
@@ -1230,8 +1229,8 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
     for (size_t i = 0; i < scales.host.size(); i++) scales.host[i] = i % 3 ? 0.2f * i : 0;
     scales.upload();
     check("Muon's update", shape, {{&w, KEPT, "w", limit}, {&m, KEPT, "m", limit}, {&v, KEPT, "v", limit}}, [&](auto on) {
-        OptimiserMemory p = {.master = on(w), .adam_m = on(m), .adam_v = on(v), .gradients = on(gradient)};
-        on.run(UpdateWeights<typename decltype(on)::T>{p, nullptr, n, n / 12 * 4, on(state), on(directions), on(scales)});
+        OptimiserMemory p = {.master = on(w), .adam_m = on(m), .adam_v = on(v)};
+        on.run(UpdateWeights<typename decltype(on)::T>{p, on(gradient), nullptr, n, n / 12 * 4, on(state), on(directions), on(scales)});
     });
     check("Muon's momentum", shape, {{&x, WRITTEN, "x", LIMIT}}, [&](auto on) {
         on.run(MuonMomentum<typename decltype(on)::T>{on(x), on(m), on(gradient), n, on(state)});

@@ -156,8 +156,8 @@ struct UpdateTensors {
         OptimiserMemory memory = {};
         memory.master = whole ? part.w + first : w.elements, memory.adam_m = whole ? part.m + first : m.elements;
         memory.adam_v = whole ? part.v + first : v.elements;
-        memory.gradients = whole ? (float*)part.gradient + first : gradient.elements;
-        UpdateWeights<float>{memory, nullptr, 4, 4, state}(0);
+        const float* gradients = whole ? part.gradient + first : gradient.elements;
+        UpdateWeights<float>{memory, gradients, nullptr, 4, 4, state}(0);
         for (size_t j = 0; j < 4 && !whole; j++)
             if (j < left)
                 part.w[first + j] = w[j], part.m[first + j] = m[j], part.v[first + j] = v[j];
