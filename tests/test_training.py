@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_unet
 import unet_io
 from harness import (
-    QUICK, RESUMED_FLAGS, ROOT, TOY, TRAIN, TRAINING, checkpoint_in, error_of, losses_in,
-    metrics_in, perturbed_file, run, same_bits, start_flags, write_toy_images)
+    QUICK, RESUMED_FLAGS, ROOT, TOY, TRAIN, TRAINING, call, checkpoint_in, error_of, losses_in, metrics_in, perturbed_file,
+    run, same_bits, start_flags, write_toy_images)
 from unet_io import Config, flags_of
 
 
@@ -296,3 +296,24 @@ def test_validation_loss(tmp_path, images8):
         trainer.step()
     ours = trainer.validation_loss(unet_io.read_images(held_out))
     assert len(theirs) == 1 and abs(theirs[0] / ours - 1) < 1e-5
+
+
+def test_validation_of_averages(tmp_path, images8):
+    """Both programs validate the averaged weights, and train on with the others."""
+    config = Config(**TOY | dict(ema_rate=0.5, batch_size=3, lr=1e-2, lr_steps=3))
+    held_out = write_toy_images(tmp_path / "val.bin", n=7, seed=9)
+    model = perturbed_file(tmp_path / "start.bin", config)
+    flags = [*flags_of(config), "--model_weights", tmp_path / "start.bin", "--data_file", images8, "--val_file", held_out,
+             "--steps", 3, "--save_every", 1, "--log_every", 1]
+    run(TRAIN, *flags, "--val_every", 1, "--out_dir", tmp_path / "ours", *QUICK)
+    assert call(train_unet, *flags, "--sample_every", 0, "--device", "cpu", "--out_dir", tmp_path / "theirs") == ""
+    found = {}
+    for name in ("ours", "theirs"):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [[row[key] for row in rows if key in row] for key in ("val_loss", "loss")]
+    assert [len(values) for values in found["ours"]] == [len(values) for values in found["theirs"]] == [3, 3]
+    assert np.allclose(found["ours"], found["theirs"], rtol=1e-4)
+    raw = train_unet.Trainer(model, unet_io.read_images(images8), config)
+    for _ in range(3):
+        raw.step()
+    assert abs(raw.validation_loss(unet_io.read_images(held_out)) / found["ours"][0][-1] - 1) > 1e-3
