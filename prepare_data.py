@@ -468,7 +468,7 @@ def table_pairs(path, text, find):
             note(f"{path} begins with {','.join(rows[0])}, which is taken for a header")
             rows = rows[1:]
     else:
-        raise UserError(f"{path} has {len(head)} columns, of which a header must call one `file` and one"
+        raise UserError(f"{path} has {counted(len(head), 'column')}, of which a header must call one `file` and one"
                         f" `label`; it begins with {','.join(rows[0])}")
     for row in rows:
         if len(row) != len(head):
@@ -869,6 +869,8 @@ def read_array(path, labels):
         raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
     except Exception as error:  # NumPy raises nearly anything on damaged files
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        if "pickle" in why:
+            why = "it holds Python objects, or is no .npy or .npz file"
         raise UserError(f"{path} can't be read as NumPy's arrays: {why}") from None
     shape = images.shape
     channels_first, channels_last = (
