@@ -55,13 +55,13 @@ static void linear_backward0(Problem& p) {
 #ifdef PROGRAM
 static void linear_forward_cpu(Problem& p) {
     cpu::conv1x1_forward(p.tensor_out<float>("out"), p.tensor_in<float>("x"),
-                        {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::ForwardOptions());
+                         {.w = p.in<float>("w"), .bias = p.in<float>("bias")}, cpu::ForwardOptions());
 }
 static void linear_backward_cpu(Problem& p) {
     cpu::Tensor dout = p.tensor_in<float>("dout");
     cpu::conv1x1_backward_weight({.dw = p.out<float>("dw"), .dbias = p.out<float>("dbias")}, dout,
-                                p.tensor_in<float>("x"));
-    cpu::conv1x1_backward_input(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")});
+                                 p.tensor_in<float>("x"));
+    cpu::conv1x1_backward_input(p.tensor_out<float>("dx"), dout, {.w = p.in<float>("w")}, cpu::BackwardOptions());
 }
 #endif
 
