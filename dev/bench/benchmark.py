@@ -510,7 +510,7 @@ def measure_drawing():
             times = []
             for _ in range(DRAWING["runs"]):
                 start = time.perf_counter()
-                launched([*program, "--generate", str(DRAWING["pictures"]), "--sample_steps", str(steps),
+                launched([*program, "--generate", "--num_samples", str(DRAWING["pictures"]), "--sample_steps", str(steps),
                           "--output_name", grid], "train_unet on ")
                 times.append(time.perf_counter() - start)
             seconds[steps] = float(np.median(times))
@@ -565,7 +565,7 @@ def render_drawing(found):
     pictures, steps, batch = (DRAWING[name] for name in ("pictures", "steps", "batch"))
     calls = steps * pictures // batch
     alone = {name: 1e-3 * calls * ms[batch] for name, ms in (("ours", ours), ("theirs", theirs))}
-    text += (f"\n`./train_unet --generate {pictures} --sample_steps {steps}` takes {found['seconds']:.2f} s from"
+    text += (f"\n`./train_unet --generate --num_samples {pictures} --sample_steps {steps}` takes {found['seconds']:.2f} s from"
              f" its start to the PNG, {pictures / found['seconds']:.1f} pictures a second; with one\nstep"
              f" {found['seconds_of_one']:.2f} s. Its {calls} calls of {batch} pictures alone take"
              f" {alone['ours']:.2f} s; PyTorch's take {alone['theirs']:.2f} s, without start, weights, sampler"
