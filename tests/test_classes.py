@@ -540,6 +540,16 @@ def test_number_of_two_names(tmp_path, text):
     assert generate.parse_classes("02,3", names, 4) == [1, 3]
 
 
+@pytest.mark.parametrize("text", ["cat,dog", "cat ,dog", "cat , dog"])
+def test_more_classes_than_pictures(tmp_path, text):
+    """Both programs refuse to leave a class out, and take blanks around a comma."""
+    named_file(tmp_path / "named.bin", Config(**CLASSES), ("cat", "dog", "bird"))
+    for answer in both_draw(tmp_path, "named.bin", 1, "--class", text)[:2]:
+        says = f"--class {text} names 2 classes, and of 1 picture some would be left out; use --num_samples 2 or more"
+        assert answer.strip().removeprefix("error: ") == says
+    assert generate.parse_classes(text, ("cat", "dog", "bird"), 3) == [0, 1]
+
+
 def test_unicode_names():
     """Letters of one or of two characters are the same name."""
     two = unicodedata.normalize("NFD", "café")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import generate
 import train_unet
 import unet_io
 from harness import (
@@ -467,6 +468,37 @@ def notes_of(program, *words):
     quick = QUICK if program == "train_unet" else ("--sample_every", 0, "--device", "cpu")
     command = [TRAIN] if program == "train_unet" else [sys.executable, ROOT / program]
     return re.findall("^note: (.*)", run(*command, *words, *quick).stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_schedules_that_end_too_early(tmp_path, images8, program):
+    """More steps than a schedule has learn nothing at its end, and both programs say so before they begin."""
+    flags = [*flags_of(Config(**TOY | dict(lr_schedule="cosine"))), "--data_file", images8, "--out_dir", tmp_path / "run"]
+    assert not [line for line in notes_of(program, *flags, "--steps", 3) if "--lr_schedule" in line]
+    notes = notes_of(program, "--resume", tmp_path / "run", "--steps", 6)
+    ended = [line for line in notes if line.startswith("--lr_schedule cosine has come to its end")]
+    early = "--lr_schedule cosine comes to its end before --steps 6, and then the learning rate is 0; see --lr_schedule constant" \
+            " and a lower --lr"
+    assert early in notes or (ended and program == "train_unet")
+
+
+def test_flags_of_training_while_drawing(tmp_path):
+    """They do nothing, and the program says so; the seed and the batch size mean something there."""
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    words = ["--generate", "--model_weights", tmp_path / "w.bin", "--num_samples", 1, "--sample_steps", 1, "--seed", 3,
+             "--batch_size", 1, "--steps", 50, "--lr", 1, "--output_name", tmp_path / "x.png"]
+    notes = re.findall("^note: (.*)", run(TRAIN, *words).stdout, re.MULTILINE)
+    assert notes == [f"--{name} does nothing with --generate" for name in ("steps", "lr")]
+
+
+@pytest.mark.parametrize("module", [generate, train_unet])
+@pytest.mark.parametrize("device", ["meta", "privateuseone", "foo"])
+def test_devices_that_are_none(tmp_path, images8, module, device):
+    perturbed_file(tmp_path / "w.bin", Config(**SMALL))
+    words = ["--model_weights", tmp_path / "w.bin", "--device", device]
+    if module == train_unet:
+        words += ["--data_file", images8, "--steps", 1, "--out_dir", tmp_path / "run"]
+    assert call(module, *words) == f"--device {device} is none of cpu, cuda, mps and xpu"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
