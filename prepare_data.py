@@ -604,11 +604,12 @@ def grey_of_16_bits(image, tags, white_level, remarks):
     low, high = image.getextrema()
     if low < 0 or high > 65535:
         raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
-    if tags.get(258) == (12,):  # BitsPerSample: here 12 bits are no guess
+    has_12_bits = tags.get(258) == (12,)  # BitsPerSample: here 12 bits are no guess
+    if has_12_bits:
         white_level = 4095
     if high > white_level:
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
-    if tags.get(258) != (12,):
+    if not has_12_bits:
         remarks.deep.append(high)
     table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
     grey = image.point(table, "L")

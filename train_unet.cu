@@ -2626,10 +2626,9 @@ static SampleUpdate consistency_step(NoiseLevel to) {
 }
 
 // DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models" (2022),
-// algorithm 2: DDIM, with x0 extrapolated by means of the step before,
-// which came from `before`; its time is -log(noise_ratio). A step more than twice as long as the one before is DDIM's, because
-// extrapolation would overshoot; so is the last, which is infinitely long. After a step that came from noise alone, whose
-// length is infinite, w is 0: that makes DDIM's step, too.
+// algorithm 2: DDIM, with x0 extrapolated by means of the step before, which came from `before`; its time is -log(noise_ratio).
+// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot; so is the last, which is
+// infinitely long. After a step that came from noise alone, whose length is infinite, w is 0: that makes DDIM's step, too.
 static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
     auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
     double w = length(from, to) / length(before, from) / 2;
@@ -2641,9 +2640,9 @@ static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to
     return update;
 }
 
-// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha at the noise_ratio: DDIM's
-// step, then, with a second call of the network at its end, the same again with the mean of the slopes at
-// both ends. The first call saves what does not depend on the second.
+// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha at the noise_ratio: DDIM's step, then, with a second call of
+// the network at its end, the same again with the mean of the slopes at both ends. The first call saves what does not depend on
+// the second.
 static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
     SampleUpdate first = ddim_step(from, to, 0);
     first.save_x0 = first.x0 / 2;
@@ -2872,8 +2871,8 @@ struct SquaredNorm {
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
 // of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All arrays are (n), a multiple of 4,
-// and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The EMAs, whose number varies, are loaded
-// first, so that no branch stands between the other loads and the arithmetic.
+// and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The EMAs, whose number varies, are
+// loaded first, so that no branch stands between the other loads and the arithmetic.
 template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
     const float* gradient;             // (n)
@@ -4130,6 +4129,7 @@ struct SampleGrid {
     std::vector<SampleSpec> specs;
     int columns;
     std::string rows;
+    size_t num_classes;  // of which samples are wanted; 0 where the network knows none
 };
 
 // Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally many
@@ -4144,7 +4144,7 @@ static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds,
     int groups = 0;
     if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
     int columns = grid_columns((int)count, groups, c.image_size);
-    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : ""};
+    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : "", num_classes};
 }
 
 // How many of the samples hold a NaN or an infinity.
@@ -4662,12 +4662,11 @@ static void run_generate(const GivenFlags& given) {
     std::vector<uint32_t> wanted = wanted_seeds(config, given);
     if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
         fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
-    Strings names = shown_names(config, file.class_names, config.num_classes);
-    SampleGrid grid = plan_grid(config, wanted, names);
+    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
     int count = (int)wanted.size();
-    if (size_t classes = wanted_classes(config, names).size(); *config.classes && (int)classes > count)
+    if (*config.classes && grid.num_classes > wanted.size())
         fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
-                   config.classes, classes, counted(count, "picture"), classes);
+                   config.classes, grid.num_classes, counted(count, "picture"), grid.num_classes);
     for (const GivenFlag& g : given) {
         bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
         if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
@@ -4979,6 +4978,9 @@ static bool is_schedule_over(const Config& c, long step) {
     return step && c.hyper.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
 }
 
+// The flags with which a run whose schedule is over learns on.
+static std::string constant_rate(const Config& c) { return text("--lr_schedule constant --lr %g", c.hyper.lr / 10); }
+
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
 }
@@ -5063,7 +5065,7 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     std::string more;
     if (t.step >= c.steps) {
         more = text(" --steps %ld", std::max(1L, 2 * t.step));
-        if (is_schedule_over(c, t.step)) more += text(" --lr_schedule constant --lr %g", c.hyper.lr / 10);
+        if (is_schedule_over(c, t.step)) more += " " + constant_rate(c);
     }
     say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
 }
@@ -5283,8 +5285,8 @@ static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     if (trainer.step >= config.steps)
         printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
     else if (is_schedule_over(config, trainer.step))
-        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with --lr_schedule constant --lr %g\n",
-              flag_text(config, flag_named("lr_schedule")), config.hyper.lr / 10);
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n",
+              flag_text(config, flag_named("lr_schedule")), constant_rate(config));
     else if (is_schedule_over(config, config.steps - 1))
         print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
               "constant and a lower --lr\n",
@@ -7556,7 +7558,6 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
     gemm_backward_weight(layer, dout, x, {});
 }
-
 
 // A block does a tile of the product that has it, the last one whose first tile is no later.
 template <class Block>

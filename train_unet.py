@@ -925,8 +925,7 @@ def make_batch(images, config, step):
     t = unet_io.timesteps(config, rows, step)
     noise = training_noise(config, Stream.NOISE, rows, step, x0[0].shape)
     if not config.path_steps:  # a path begins with a sampler's noise
-        shift = unet_io.normals(config.seed, Stream.OFFSET, x0.shape[1], rows, step)
-        noise += np.float32(config.offset_noise) * shift[..., None, None]
+        noise += np.float32(config.offset_noise) * training_noise(config, Stream.OFFSET, rows, step, (x0.shape[1], 1, 1))
     y = None
     if config.class_cond:
         hidden = unet_io.dropped(config.seed, rows, step, config.cond_drop_prob)

@@ -1151,10 +1151,11 @@ static Dataset read_images(const std::string& path, const Config& c) {
     in.seek(HEADER_BYTES);
     if (h.type == IMAGES_UINT8) data.bytes = in.take<std::vector<uint8_t>>(count);
     else data.floats = in.take<std::vector<float>>(count);
-    for (float value : data.floats)
+    for (float value : data.floats) {
         if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
             fail("%s is damaged: it holds a pixel of %g", path, value);
-    for (float value : data.floats) data.largest = std::max(data.largest, fabsf(value));
+        data.largest = std::max(data.largest, fabsf(value));
+    }
 
     data.labels = in.take<std::vector<int>>(h.classes ? h.N : 0);
     for (int label : data.labels)

@@ -372,9 +372,7 @@ def normals(seed, stream, count, sample=0, step=0):
 def timesteps(config, sample, step, stream=Stream.TIMESTEP):
     """One timestep in [0, diffusion_steps) a sample, drawn by --timestep_sampling: int64 of the shape of `sample`."""
     drawn = words(config.seed, stream, 1, sample, step)[..., 0]
-    bounds = last_words(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr,
-                        config.timestep_sampling, config.timestep_mean, config.timestep_std)
-    return np.searchsorted(bounds, drawn).astype(np.int64)
+    return np.searchsorted(config.last_words(), drawn).astype(np.int64)
 
 
 def flips(seed, sample, step):
@@ -747,6 +745,11 @@ class Settings:
     def noise_levels(self):
         """The NoiseLevels of its schedule: see noise_levels."""
         return noise_levels(self.diffusion_steps, self.noise_schedule, self.zero_terminal_snr)
+
+    def last_words(self):
+        """The largest random word that draws each timestep: see last_words."""
+        return last_words(self.diffusion_steps, self.noise_schedule, self.zero_terminal_snr,
+                          self.timestep_sampling, self.timestep_mean, self.timestep_std)
 
     def timestep_unit(self):
         """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""

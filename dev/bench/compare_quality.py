@@ -56,8 +56,6 @@ class DeviceReplay:
     losses: (steps,), after run().
     """
     def __init__(self, model, images, config, steps, device, precision="fp32", compile=False):
-        if config.class_cond:
-            raise UserError("this compares models without classes: leave --class_cond out")
         images.check_size(config.image_size, config.in_channels)
         self.config, self.steps, self.device = config, steps, torch.device(device)
         self.model = model.to(device)
@@ -70,9 +68,7 @@ class DeviceReplay:
         places = [unet_io.batch_indices(config.seed, n, config.batch_size, len(images)) for n in range(steps)]
         self.places = torch.from_numpy(np.stack(places)).to(device)  # (steps, B)
         self.rates = torch.tensor([unet_io.learning_rate(config, n) for n in range(steps)], device=device)
-        bounds = unet_io.last_words(config.diffusion_steps, config.noise_schedule, config.zero_terminal_snr,
-                                    config.timestep_sampling, config.timestep_mean, config.timestep_std)
-        self.bounds = torch.from_numpy(bounds.astype(np.int64)).to(device)
+        self.bounds = torch.from_numpy(config.last_words().astype(np.int64)).to(device)
         self.rows = torch.arange(config.batch_size, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(steps, device=device)
