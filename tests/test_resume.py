@@ -19,7 +19,7 @@ import generate
 import train_unet
 import unet_io
 from harness import (
-    LONG, QUICK, RESUMED, SMALL, TOY, TRAIN, another, call, checkpoint_in, effective, fill, finish, is_delivered,
+    LONG, QUICK, RESUMED, ROOT, SMALL, TOY, TRAIN, another, call, checkpoint_in, effective, fill, finish, is_delivered,
     losses_in, perturbed_file, read_until, refused, run, same_bits, script, settings, start_flags, started, state_in,
     stored_flags, wait_until)
 from unet_io import Config, flags_of
@@ -539,6 +539,13 @@ def test_tuning_of_a_checkpoint_without_a_teacher(tmp_path, images8):
     path = checkpoint_in(tmp_path / "run", 1)
     assert call(train_unet, "--resume", tmp_path / "run", "--steps", 2, "--consistency", 1, "--path_steps", 4, *quiet) == (
         f"--consistency 1 contradicts {path}, which was made with 0; leave the flag out, or start a new run")
+
+
+def test_what_stays_in_the_twin():
+    """train_unet.py keeps the flags of training that unet_io.h marks as fixed."""
+    table = (ROOT / "unet_io.h").read_text()
+    fixed = re.findall(r"^    \{(?:FIELD|OPTIMISER)\((\w+)\), \w+, TRAINING, FIXED,", table, re.MULTILINE)
+    assert len(fixed) > 10 and sorted(fixed) == sorted(train_unet.FIXED_ON_RESUME)
 
 
 @pytest.mark.parametrize("words", [("--optimizer", "muon"), ("--batch_size", 4), ("--seed", 7), ("--flip", 1), ("--ema_rate", "0.9"),
