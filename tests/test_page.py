@@ -233,9 +233,14 @@ def test_saved_pictures(tmp_path, browser):
     def saved():
         before = set(os.listdir(tmp_path / "saved"))
         browser.evaluate("find('save').click()")
-        new = lambda: [name for name in set(os.listdir(tmp_path / "saved")) - before if name.endswith(".png")]
-        wait_until(new, browser.process)
-        return tmp_path / "saved" / new()[0]
+
+        def whole():
+            """The new PNG, once its last chunk is there: a browser may show a download's name before its bytes."""
+            new = set(os.listdir(tmp_path / "saved")) - before
+            paths = [tmp_path / "saved" / name for name in new if name.endswith(".png")]
+            return [path for path in paths if path.read_bytes()[-8:-4] == b"IEND"]
+        wait_until(whole, browser.process)
+        return whole()[0]
 
     pixels, path = grid(browser), saved()
     assert picture(path).shape[:2] == (42, 42) and (picture(path)[2:10, 2:10, :3] == pixels[0]).all()
