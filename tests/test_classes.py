@@ -15,6 +15,7 @@ import pytest
 
 import generate
 import prepare_data
+import quality
 import train_unet
 import unet_io
 from harness import (
@@ -666,9 +667,9 @@ def test_quality_by_name(tmp_path, monkeypatch, capsys):
     named_file(tmp_path / "w.bin", Config(**CLASSES), FRUIT)
     perturbed_file(tmp_path / "bare.bin", Config(**CLASSES))
     seen = []
-    monkeypatch.setattr(generate, "classification_accuracy",
+    monkeypatch.setattr(quality, "classification_accuracy",
                         lambda images, labels, tests, of_tests, *_: seen.append([labels, of_tests]) or 0.5)
-    monkeypatch.setattr(generate, "feature_network", lambda: (None, "nothing"))
+    monkeypatch.setattr(quality, "feature_network", lambda: (None, "nothing"))
 
     def judged(names, *flags, shown=FRUIT, weights="w.bin"):
         held_out = write_fruit(tmp_path / "held.bin", names, shown)

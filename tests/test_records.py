@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import generate
+import quality
 import train_unet
 import unet_io
 from harness import ROOT, TOY, TRAIN, call, error_of
@@ -126,7 +126,7 @@ class Means(torch.nn.Module):
 @pytest.fixture
 def small(records, monkeypatch, tmp_path):
     """(Options of small jobs, the records.py that runs them); two of its recipes, and the judge's network, are replaced."""
-    monkeypatch.setattr(generate, "feature_network", lambda: (Means(), ""))
+    monkeypatch.setattr(quality, "feature_network", lambda: (Means(), ""))
     for name in ("ours", "ours_adamw", "flow"):
         recipe = records.RECIPES[name]
         monkeypatch.setitem(records.RECIPES, name, dataclasses.replace(recipe, samplers=(f"{records.HEUN} 2",)))
@@ -201,7 +201,7 @@ def test_sets_have_all_classes(small, monkeypatch):
     classes, _ = unet_io.spread_classes(Config(class_cond=True, num_classes=10), range(10), 50)
     judge.features = lambda pictures: np.array(classes) + np.arange(50) / 100  # the class, and which picture
     seen = []
-    monkeypatch.setattr(generate, "feature_figures", lambda points, theirs: seen.append(points.tolist()) or {"Frechet": 0.0})
+    monkeypatch.setattr(quality, "feature_figures", lambda points, theirs: seen.append(points.tolist()) or {"Frechet": 0.0})
     judge.figures(np.zeros((50, 1, 8, 8), np.uint8), None)
     assert [len(points) for points in seen] == [50, 20, 20] and not set(seen[1]) & set(seen[2])
     for points, of_each in zip(seen, (5, 2, 2), strict=True):

@@ -33,6 +33,7 @@ import torch
 
 import generate
 import prepare_data
+import quality
 from benchmark import ROOT, launched, preset_config, processor_name, text_between, write_between
 from opponents import DEVICE, ON_GPU, PyTorch, Unfinished, checkpoint_in, log_interval
 from unet_io import UserError
@@ -212,7 +213,7 @@ class Program:
 class Judge:
     """The figures of pictures beside held-out images, all by generate.py's functions. Raises UserError without its network."""
     def __init__(self, job):
-        self.network, missing = generate.feature_network()
+        self.network, missing = quality.feature_network()
         if self.network is None:
             raise UserError(f"records need {missing}")
         self.network.to(DEVICE)
@@ -232,7 +233,7 @@ class Judge:
     def features(self, images):
         """In fp32, whatever the trainer before allowed."""
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        return generate.features(self.network, images, DEVICE)
+        return quality.features(self.network, images, DEVICE)
 
     @staticmethod
     def floats(pixels):
@@ -248,13 +249,13 @@ class Judge:
         for size in self.sizes:
             sets = len(points) // size
             places = np.arange(sets * size) * len(points) // (sets * size)
-            rows = [generate.feature_figures(points[places[k::sets]], self.held_out_features[:size]) for k in range(sets)]
+            rows = [quality.feature_figures(points[places[k::sets]], self.held_out_features[:size]) for k in range(sets)]
             for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
                 title = name if size == self.sizes[0] else f"{name} of {size}"
                 found[title] = float(np.mean([row[name] for row in rows]))
         if classes is not None:
             labels, theirs = (torch.from_numpy(np.asarray(values)).long() for values in (classes, self.labels))
-            found["accuracy %"] = 100 * generate.classification_accuracy(drawn, labels, self.held_out, theirs, self.config.seed,
+            found["accuracy %"] = 100 * quality.classification_accuracy(drawn, labels, self.held_out, theirs, self.config.seed,
                                                                           DEVICE)
         return found
 
