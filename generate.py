@@ -590,26 +590,36 @@ def check_guidance(args, config):
             raise UserError(f"--{name} does nothing without a --guidance_scale; 2 is usual")
 
 
+def spread_steps(steps, count):
+    """The steps whose predicted pictures a strip of `count` shows: evenly spread, from the first to the last; one: the last."""
+    if count == 1:
+        return [steps - 1]
+    return [k * (steps - 1) // (count - 1) for k in range(count)]
+
+
 def draw(args, model, device, classes, guide, edit):
     """(the pictures (N, C, H, W), as bytes or for a .npy as floats; their strips (N, columns, C, H, W), or None)"""
     shape = (model.config.in_channels, model.config.image_size, model.config.image_size)
     as_floats = is_array(args.output_name, ".npy")
     check_memory(args.count, args.strip, shape, 4 if as_floats else 1)
     ends = seed_noise(args.seeds, shape) if args.interpolate else None
+    steps = sampler_steps(model.config, args.sampler, args.sample_steps)
+    shown = spread_steps(steps, args.strip)
     pictures, strips = [], []
     for start in range(0, args.count, args.batch_size):
         some = slice(start, start + args.batch_size)
         names = args.names[some]
         label = f"pictures {start + 1}-{start + len(names)} of {args.count}"
+        strip = []
         x = sample(model, names, sampler=args.sampler, sample_steps=args.sample_steps, spacing=args.spacing,
                    eta=args.eta, threshold=args.threshold, device=device,
                    progress=lambda calls: tqdm(calls, label, disable=None),
-                   start=slerp(*ends, args.count, some) if args.interpolate else None, columns=args.strip,
+                   start=slerp(*ends, args.count, some) if args.interpolate else None,
                    classes=classes and classes[some], guidance_scale=args.guidance_scale,
-                   guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit)
+                   guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit,
+                   watch=lambda i, x, x0: strip.extend([x0.cpu()] * shown.count(i)))
         if args.strip:
-            x, strip = x
-            strips.append(unet_io.to_uint8(strip.numpy()))
+            strips.append(unet_io.to_uint8(torch.stack(strip, 1).numpy()))
         if not torch.isfinite(x).all():
             raise UserError(f"the pictures that {args.model_weights} draws are NaN or infinite, so none are"
                             f" written: its training had gone wrong; use an older one")

@@ -24,6 +24,7 @@ import shlex
 import signal
 import sys
 import time
+import typing
 
 import unet_io  # first, because it explains a missing package
 
@@ -770,30 +771,139 @@ def seed_noise(seeds, shape, call=0):
     return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
 
 
+class Level(typing.NamedTuple):
+    """A level of noise, x = alpha x0 + sigma eps."""
+    alpha: float
+    sigma: float
+    ratio: float  # sigma / alpha, the sigma of Karras et al. 2022; infinite where alpha is 0
+    half_log_snr: float  # -log(ratio), the lambda of Lu et al. 2022
+
+
+def levels_of(chain, times):
+    """The Levels of a chain (a NoiseLevels) that a sampler visits at these timesteps, and after them that of no noise."""
+    alpha, sigma = np.append(chain.alpha[times], 1.0), np.append(chain.sigma[times], 0.0)
+    ratios = unet_io.noise_ratios(unet_io.NoiseLevels(alpha, sigma))
+    with np.errstate(divide="ignore"):  # the last ratio is 0
+        half_log_snr = -np.log(ratios)
+    return [Level(*map(float, level)) for level in zip(alpha, sigma, ratios, half_log_snr)]
+
+
+def network_output(model, x, t, y, config, guidance_scale, guide):
+    """What the network says of x (B, C, H, W) at t (B,) of classes y (B,) or None: float32 (B, C or 2C, H, W).
+
+    With guidance, C channels are what it says without a class plus guidance_scale times the difference that the class makes
+    (Ho and Salimans 2022, equation 6), or those of another model, the guide, plus the difference from it (Karras et al. 2024,
+    "Guiding a Diffusion Model with a Bad Version of Itself").
+    """
+    classes = [] if y is None else [y]
+    if guidance_scale == 1 or not (guide or classes):
+        return model(x, t, *classes).float()
+    if guide:
+        told, weak = model(x, t, *classes), guide(x, t, *(classes if guide.config.class_cond else []))
+    else:
+        no_class = torch.full_like(y, config.num_classes)
+        told, weak = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, no_class])).chunk(2)
+    C = config.in_channels
+    told, weak = told.float(), weak[:, :C].float()
+    return torch.cat([weak + guidance_scale * (told[:, :C] - weak), told[:, C:]], 1)
+
+
+def predicted_picture(predict, x, out, level):
+    """x0 from what the network says of x: see Diffusion.noised for what it was taught to say."""
+    a, s = level.alpha, level.sigma
+    if predict == "eps":
+        return (x - s * out) / a
+    if predict == "v":
+        return (a * x - s * out) / (a**2 + s**2)
+    if predict == "flow":
+        return (x - s * out) / (a + s)
+    if predict == "edm":
+        scale = s**2 + (unet_io.SIGMA_DATA * a) ** 2
+        return unet_io.SIGMA_DATA**2 * a / scale * x + unet_io.SIGMA_DATA * s / math.sqrt(scale) * out
+    return out
+
+
+# The samplers, each as its paper has it: a step takes x from the level `now` to the next one, which has less noise.
+# x0: the predicted picture; noise(): normals like x, fresh in every step.
+
+def variance_between(now, later):
+    """The variance of the noise that x has at `now` beyond that of `later`: beta of Ho et al. 2020, over more than one step."""
+    return now.sigma**2 - (now.alpha / later.alpha * later.sigma) ** 2
+
+
+def ddpm_step(x, x0, now, later, noise, v=None):
+    """Ho et al. 2020, equations 6 and 7. v: what a network with learn_sigma says of the variance."""
+    beta = variance_between(now, later)
+    mean = later.alpha * beta / now.sigma**2 * x0 + now.alpha / later.alpha * later.sigma**2 / now.sigma**2 * x
+    if later.sigma == 0:
+        return mean
+    variance = later.sigma**2 / now.sigma**2 * beta
+    if v is not None:  # from there to beta (Nichol and Dhariwal 2021, equation 15)
+        variance *= (beta / variance) ** ((v + 1) / 2)
+    return mean + variance**0.5 * noise()
+
+
+def ddim_step(x, x0, now, later, noise, eta):
+    """Song et al. 2021, equations 12 and 16; with the flow schedule it is Euler's method."""
+    eps = (x - now.alpha * x0) / now.sigma
+    fresh = eta * later.sigma / now.sigma * math.sqrt(variance_between(now, later))
+    x = later.alpha * x0 + math.sqrt(max(later.sigma**2 - fresh**2, 0)) * eps
+    return x + fresh * noise() if fresh > 0 else x
+
+
+def consistency_step(x0, later, noise):
+    """Song et al. 2023, "Consistency Models", algorithm 1."""
+    x = later.alpha * x0
+    return x + later.sigma * noise() if later.sigma > 0 else x
+
+
+def dpmpp_step(x, x0, now, later, before=None, x0_before=None):
+    """Lu et al. 2022, "DPM-Solver++", algorithm 2; before: the level of the step before, where x0_before was predicted."""
+    h, D = later.half_log_snr - now.half_log_snr, x0
+    if before and later.sigma > 0:
+        h_before = now.half_log_snr - before.half_log_snr
+        if h <= 2 * h_before:  # over a longer step it would overshoot
+            r = h_before / h
+            D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
+    return later.sigma / now.sigma * x - later.alpha * math.expm1(-h) * D
+
+
+def heun_step(x, x0, now, later, predict):
+    """(x, the picture predicted last); Karras et al. 2022, algorithm 1. predict(x): the picture, at the level `later`."""
+    if later.ratio < 0.1 * now.ratio:  # Euler's step, for a slope there would be a guess
+        eps = (x - now.alpha * x0) / now.sigma
+        return later.alpha * x0 + later.sigma * eps, x0
+    y = x / now.alpha
+    slope = (y - x0) / now.ratio
+    y_later = y + (later.ratio - now.ratio) * slope
+    x0 = predict(later.alpha * y_later)
+    slope_later = (y_later - x0) / later.ratio
+    return later.alpha * (y + (later.ratio - now.ratio) * (slope + slope_later) / 2), x0
+
+
+def back_to_more_noise(x, now, earlier, noise):
+    """x as if it had been noised from `now` on, to the level `earlier` (Lugmayr et al. 2022, "RePaint", algorithm 1)."""
+    ratio = earlier.alpha / now.alpha
+    return ratio * x + math.sqrt(earlier.sigma**2 - (ratio * now.sigma) ** 2) * noise()
+
+
 @torch.no_grad()
-def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progress=lambda calls: calls,
-           eta=0.0, threshold="clamp", start=None, columns=0, classes=None, guidance_scale=1.0,
-           guidance_interval=(0.0, 1.0), guide=None, edit=None, spacing="auto", path=None):
+def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", *, progress=lambda calls: calls,
+           eta=0.0, threshold="clamp", start=None, classes=None, guidance_scale=1.0, guidance_interval=(0.0, 1.0),
+           guide=None, edit=None, spacing="auto", watch=lambda i, x, x0: None):
     """Pictures float32 (len(seeds), C, H, W) on the CPU; each depends on its own seed alone.
 
-    model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'.
-    columns: if not 0, a second tensor (len(seeds), columns, C, H, W) is returned, of the predicted pictures
-    after steps evenly spread from the first to the last (not with an edit). classes: with class_cond, one for
-    each picture. guidance_scale: what is drawn differs so many times as much from a picture without a class
-    (Ho and Salimans 2022, equation 6), in this part of the chain; or from that of another model, the guide
-    (Karras et al. 2024, "Guiding a Diffusion Model with a Bad Version of Itself"). edit: an Edit; its mask is
-    for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING. path: a list, which gets the tensors
-    (len(seeds), C, H, W) that the steps start from.
+    model: has .config and is called as model(x, t). start: the noise to start from, if not the seeds'. classes: with
+    class_cond, one for each picture. guidance_scale, guide: see network_output; guidance_interval: in which part of the
+    chain. edit: an Edit; its mask is for ddim and ddpm. spacing: see unet_io.spaced_timesteps; auto: USUAL_SPACING.
+    watch: called after step i, 0-based, with the tensors (len(seeds), C, H, W) that it began with and predicted last.
     Raises UserError where a strength above 0 leaves no timestep.
-    Each sampler stands here as its paper has it, for x = alpha x0 + sigma eps: step i goes from the levels alpha[i], near
-    0, and sigma[i] to those of i + 1; the last are 1 and 0.
     """
     config = model.config
     for network in (model, guide):
         if isinstance(network, nn.Module):
             network.eval()
     T, strength = config.diffusion_steps, edit.strength if edit else 1
-    chain = config.noise_levels()
     steps = sampler_steps(config, sampler, sample_steps)
     times = sampler_timesteps(config, sampler, steps, spacing)[::-1]
     times = times[times < np.float32(strength) * np.float32(T)]
@@ -803,106 +913,53 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", progre
                         f" --spacing uniform")
     steps = len(times)
     places = [steps - 1 - t for t in visited_levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
-    alpha, sigma = np.append(chain.alpha[times], 1.0).tolist(), np.append(chain.sigma[times], 0.0).tolist()
-    ratios = unet_io.noise_ratios(unet_io.NoiseLevels(np.array(alpha), np.array(sigma)))
-    with np.errstate(divide="ignore"):  # the last ratio is 0
-        lambdas = (-np.log(ratios)).tolist()
+    levels = levels_of(config.noise_levels(), times)
     C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
-    shown = [k * (steps - 1) // (columns - 1) if columns > 1 else steps - 1 for k in range(columns)]
-    strip, x0_before = [], None
-
-    def answer(x, i):
-        t = torch.full((len(x),), int(times[i]), device=device)
-        y = [torch.as_tensor(classes, device=device)] if config.class_cond else []
-        low, high = guidance_interval
-        guided = guidance_scale != 1 and low <= times[i] / config.diffusion_steps <= high
-        if not guided or not (guide or y):
-            return model(x, t, *y).float()
-        if guide:
-            told, weak = model(x, t, *y), guide(x, t, *(y if guide.config.class_cond else []))
-        else:
-            none = torch.full_like(y[0], config.num_classes)
-            told, weak = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([*y, none])).chunk(2)
-        told, weak = told.float(), weak[:, :C].float()
-        return torch.cat([weak + guidance_scale * (told[:, :C] - weak), told[:, C:]], 1)
+    y = torch.as_tensor(classes, device=device) if config.class_cond else None
 
     def predict(x, i):
-        """(the predicted picture, what the network says of the variance)"""
-        out, v = answer(x, i).tensor_split([C], 1)
-        a, s = alpha[i], sigma[i]
-        if config.predict == "eps":
-            out = (x - s * out) / a
-        elif config.predict == "v":
-            out = (a * x - s * out) / (a**2 + s**2)
-        elif config.predict == "flow":
-            out = (x - s * out) / (a + s)
-        elif config.predict == "edm":
-            scale = s**2 + (unet_io.SIGMA_DATA * a) ** 2
-            out = unet_io.SIGMA_DATA**2 * a / scale * x + unet_io.SIGMA_DATA * s / math.sqrt(scale) * out
-        return limited(out, threshold), v
-
-    def noise(k):
-        return seed_noise(seeds, shape, k).to(device)
+        """(the predicted picture, with learn_sigma what the network says of the variance, otherwise None)"""
+        low, high = guidance_interval
+        scale = guidance_scale if low <= times[i] / T <= high else 1
+        t = torch.full((len(x),), int(times[i]), device=device)
+        out, v = network_output(model, x, t, y, config, scale, guide).tensor_split([C], 1)
+        x0 = limited(predicted_picture(config.predict, x, out, levels[i]), threshold)
+        return x0, v if config.learn_sigma else None
 
     def noised(i, z):
-        return alpha[i] * edit.image.to(device) + sigma[i] * z
+        return levels[i].alpha * edit.image.to(device) + levels[i].sigma * z
 
     def with_known(x, i, k):
         """x, at place i after k steps, with the image where the mask says so"""
         if edit is None or edit.mask is None:
             return x
-        return torch.where(edit.mask.to(device), noised(i, noise(KNOWN_NOISE + k)), x)
+        return torch.where(edit.mask.to(device), noised(i, seed_noise(seeds, shape, KNOWN_NOISE + k).to(device)), x)
 
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
     if edit and (edit.mask is None or edit.strength < 1):
         x = noised(0, x)
+    before = None  # of dpmpp: the level of the step before, and the picture that was predicted there
     for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
         x = with_known(x, i, k - 1)
-        if path is not None:
-            path.append(x)
-        a, s, a_next, s_next = alpha[i], sigma[i], alpha[j], sigma[j]
-        if j < i:  # back to more noise
-            x = a_next / a * x + math.sqrt(s_next**2 - (a_next / a * s) ** 2) * noise(k)
+        begun, now, later = x, levels[i], levels[j]
+        noise = lambda: seed_noise(seeds, shape, k).to(device)
+        if j < i:
+            x = back_to_more_noise(x, now, later, noise)
             continue
         x0, v = predict(x, i)
-        eps = (x - a * x0) / s
-        beta = s**2 - (a / a_next * s_next) ** 2  # the variance of the noise between the two, 1 - alpha of the paper
-        if sampler == "ddpm":  # Ho et al. 2020, equations 6 and 7
-            x = a_next * beta / s**2 * x0 + a / a_next * s_next**2 / s**2 * x
-            if s_next > 0:
-                variance = s_next**2 / s**2 * beta
-                if config.learn_sigma:  # from there to beta (Nichol and Dhariwal 2021, equation 15)
-                    variance *= (beta / variance) ** ((v + 1) / 2)
-                x = x + variance**0.5 * noise(k)
-        elif sampler == "ddim":  # Song et al. 2021, equations 12 and 16; with the flow schedule Euler's method
-            fresh = eta * s_next / s * math.sqrt(beta)
-            x = a_next * x0 + math.sqrt(max(s_next**2 - fresh**2, 0)) * eps
-            if fresh > 0:
-                x = x + fresh * noise(k)
-        elif sampler == "consistency":  # Song et al. 2023, "Consistency Models", algorithm 1
-            x = a_next * x0
-            if s_next > 0:
-                x = x + s_next * noise(k)
-        elif sampler == "dpmpp":  # Lu et al. 2022, "DPM-Solver++", algorithm 2
-            h, D = lambdas[i + 1] - lambdas[i], x0
-            if i and s_next > 0 and h <= 2 * (lambdas[i] - lambdas[i - 1]):  # over a longer step it would overshoot
-                r = (lambdas[i] - lambdas[i - 1]) / h
-                D = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
-            x = s_next / s * x - a_next * math.expm1(-h) * D
-            x0_before = x0
-        elif ratios[i + 1] >= 0.1 * ratios[i]:  # Karras et al. 2022, algorithm 1, where the slope is no guess
-            ratio, ratio_next = float(ratios[i]), float(ratios[i + 1])
-            y = x / a
-            slope = (y - x0) / ratio
-            y_next = y + (ratio_next - ratio) * slope
-            x0, _ = predict(a_next * y_next, i + 1)
-            slope_next = (y_next - x0) / ratio_next
-            x = a_next * (y + (ratio_next - ratio) * (slope + slope_next) / 2)
-        else:  # its Euler step, which for a ratio of infinity can only be written so
-            x = a_next * x0 + s_next * eps
-        strip += [x0.cpu()] * shown.count(i)
-    x = with_known(x, steps, len(places) - 1)
-    return (x.cpu(), torch.stack(strip, 1)) if columns else x.cpu()
+        if sampler == "ddpm":
+            x = ddpm_step(x, x0, now, later, noise, v)
+        elif sampler == "ddim":
+            x = ddim_step(x, x0, now, later, noise, eta)
+        elif sampler == "consistency":
+            x = consistency_step(x0, later, noise)
+        elif sampler == "dpmpp":
+            x = dpmpp_step(x, x0, now, later, *(before or ()))
+            before = now, x0
+        else:
+            x, x0 = heun_step(x, x0, now, later, lambda x: predict(x, j)[0])
+        watch(i, begun, x0)
+    return with_known(x, steps, len(places) - 1).cpu()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -1043,7 +1100,7 @@ class Trainer:
             seeds, classes = unet_io.path_starts(self.config, number, self.images.labels)
             points = []
             ends = sample(self.teacher, seeds, "dpmpp", self.config.path_steps, self.device, threshold=self.threshold,
-                          classes=classes, path=points)
+                          classes=classes, watch=lambda i, x, x0: points.append(x))
             kept = {at: points[at].cpu().numpy() for at in unet_io.path_beginnings(self.config)}
             self.paths[number] = ends.numpy(), kept, classes
         return self.paths[number]
