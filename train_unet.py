@@ -1750,16 +1750,8 @@ def train(config, run, given):
         train_from(*start, config, run, given)
 
 
-def train_from(model, checkpoint, path, config, run, given):
-    """Train, log, save and sample until --steps are done or a signal asks to stop. The first three: of start_model."""
-    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
-    torch.backends.cudnn.benchmark = True
-    resumes = run.resume is not None
-    note_unused_start(run)
-    images = open_images(config, run)
-    validation = unet_io.read_images(run.val_file) if run.val_file else None
-    if validation:
-        validation.check_size(config.image_size, config.in_channels)
+def classes_and_notes(checkpoint, path, config, run, given, images, validation):
+    """(the names of the classes, their rows of the table as with_rows takes them, and what is to be said of the run)"""
     names, rows, notes = (), None, []
     if config.class_cond:
         names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
@@ -1767,40 +1759,26 @@ def train_from(model, checkpoint, path, config, run, given):
     if run.steps > 1 and config.lr and not unet_io.learning_rate(config, run.steps - 1):
         notes.append(f"--lr_schedule {config.lr_schedule} comes to its end before --steps {run.steps}, and then the learning"
                      f" rate is 0; see --lr_schedule constant and a lower --lr")
-    before = checkpoint.sections.get("data_checksum", "") if resumes else ""
+    before = checkpoint.sections.get("data_checksum", "") if run.resume is not None else ""
     if before and images.checksum and before != images.checksum:
         notes.append(f"{images.path} is not the file that the run had images from until step {checkpoint.step} (its"
                      f" checksum is {images.checksum}, and was {before}); from here on it learns from this one")
     if config.class_cond and len(names) <= config.num_classes:  # or else check_labels says so
         notes += filter(None, [images.match_classes(names)])
-        notes += filter(None, [validation.match_classes(names, trains=False)] if validation else [])
+        if validation:
+            notes += filter(None, [validation.match_classes(names, trains=False)])
     notes += image_notes(config, images, validation)
-    model = new_model(config, run) if model is None else with_rows(model, config, rows) if rows else model
-    for line in notes + absent_sizes(config, given):
-        unet_io.say(f"note: {line}")
-    compile = run.device != "cpu" if run.compile is None else run.compile
-    trainer = Trainer(model, images, config, run.device, precision=run.precision, compile=compile,
-                      operators=run.operators, threshold=run.threshold)
-    smoothed = None
-    if resumes:
-        trainer.restore(checkpoint, path)
-        smoothed = checkpoint.smoothed_loss if checkpoint.step else None
-        unet_io.say(f"resumed {path} after step {trainer.steps_done}")
-    unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
-                f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
-                f" seed {config.seed}")
-    if config.path_steps:
-        unet_io.say(f"note: the network learns from what {run.model_weights} draws; the images are no examples")
-    on_paths = unet_io.steps_on_paths(config)
-    if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
-        unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")
+    return names, rows, notes
 
-    stop = []
+
+def stops_asked():
+    """The signals that ask the run to stop: a list, to which each is added as it comes. They are caught from here on."""
+    stops = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def finish_step(number, _):
         """As in ./train_unet: only a second later another Ctrl-C or SIGTERM ends at once."""
-        stop.append(number)
+        stops.append(number)
         if number == signal.SIGHUP:  # printing to a terminal that is gone would be an error
             for descriptor in terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
@@ -1815,70 +1793,150 @@ def train_from(model, checkpoint, path, config, run, given):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
             signal.signal(number, finish_step)
+    return stops
 
-    def save():
-        name = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
-        settings = {name: value for name, value in checkpoint.run.items() if name in SAMPLING} if resumes else {}
+
+@dataclasses.dataclass
+class Progress:
+    """A run of a Trainer: what it prints, logs, saves and draws."""
+    trainer: Trainer
+    run: argparse.Namespace
+    images: unet_io.Images
+    validation: unet_io.Images  # or None
+    class_names: tuple
+    start: Checkpoint  # of --resume; without it None
+    saved: str = ""  # the path of the newest checkpoint
+    smoothed: float = None  # the mean loss; None until one was finite
+
+    def __post_init__(self):
+        self.config = self.trainer.config
+        if self.start and self.start.step:
+            self.smoothed = self.start.smoothed_loss
+        self.metrics = Metrics(os.path.join(self.run.out_dir, "metrics.jsonl"), self.trainer.steps_done)
+        self.restart_clock()
+
+    def restart_clock(self):
+        self.last_time, self.last_step = time.time(), self.trainer.steps_done
+
+    def take_loss(self, loss):
+        if not math.isfinite(loss):
+            return
+        smoothed = loss if self.smoothed is None else 0.98 * self.smoothed + 0.02 * loss
+        self.smoothed = float(np.float32(smoothed))  # as it is saved
+
+    def log(self, loss):
+        """Print how the newest steps went, and write it to metrics.jsonl."""
+        config, step, steps = self.config, self.trainer.steps_done, self.run.steps
+        seconds = (time.time() - self.last_time) / (step - self.last_step)
+        rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
+        on_paths = unet_io.steps_on_paths(config)
+        end = steps
+        if config.matching_fraction and step <= on_paths:  # later steps take longer
+            end = min(on_paths, steps)
+        left = tqdm.format_interval(seconds * (end - step))
+        if end < steps:
+            left += f" to step {end}"
+        smoothed = math.nan if self.smoothed is None else self.smoothed
+        unet_io.say(f"step {step:6d}/{steps}  loss {loss:.5f}  smoothed {smoothed:.5f}"
+                    f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
+        self.metrics.note(step=step, loss=loss, smoothed=smoothed, ms=1000 * seconds, images_per_s=rate, lr=lr,
+                          skipped=self.trainer.history.skipped)
+        self.restart_clock()
+
+    def save(self):
+        """Write a checkpoint, with the settings by which its pictures are drawn and the files that it comes from."""
+        run, trainer = self.run, self.trainer
+        path = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
+        settings = {}
+        if self.start:
+            settings = {name: value for name, value in self.start.run.items() if name in SAMPLING}
         settings |= {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
-        files = {"data_file": images.path, "val_file": run.val_file, "model_weights": run.model_weights}
+        files = {"data_file": self.images.path, "val_file": run.val_file, "model_weights": run.model_weights}
         settings |= {name: path and os.path.abspath(path) for name, path in files.items()}
-        state = trainer.checkpoint(smoothed or 0.0, settings, data_checksum=images.checksum, **unet_io.class_section(names))
-        unet_io.write_checkpoint(name, state)
-        unet_io.say(f"saved {name}")
-        return name
+        unet_io.write_checkpoint(path, trainer.checkpoint(self.smoothed or 0.0, settings, data_checksum=self.images.checksum,
+                                                          **unet_io.class_section(self.class_names)))
+        unet_io.say(f"saved {path}")
+        self.saved = path
 
-    saved = path if resumes else ""
-    metrics = Metrics(os.path.join(run.out_dir, "metrics.jsonl"), trainer.steps_done)
+    def validate(self):
+        if not self.validation:
+            return
+        with averaged_weights(self.trainer):
+            loss = self.trainer.validation_loss(self.validation)
+        step = self.trainer.steps_done
+        unet_io.say(f"step {step:6d}  validation loss {loss:.5f}")
+        self.metrics.note(step=step, val_loss=loss)
+
+    def draw(self):
+        """Write a grid of 16 pictures; if it can't be written, the run goes on."""
+        path = os.path.join(self.run.out_dir, f"samples_{self.trainer.steps_done:08d}.png")
+        classes, groups = unet_io.spread_classes(self.config, range(len(self.class_names) or self.config.num_classes), 16)
+        columns = unet_io.grid_columns(16, groups, self.config.image_size)
+        pictures = unet_io.to_uint8(sample_average(self.trainer, range(16), classes).numpy())
+        try:
+            unet_io.save_grid(path, pictures, columns)
+            unet_io.say(f"wrote {path}{unet_io.rows_text(self.class_names, 16, groups, columns)}")
+        except UserError as error:
+            tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
+
+
+def train_from(model, checkpoint, path, config, run, given):
+    """Train, log, save and sample until --steps are done or a signal asks to stop. The first three: of start_model."""
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
+    torch.backends.cudnn.benchmark = True
+    resumes = run.resume is not None
+    note_unused_start(run)
+    images = open_images(config, run)
+    validation = unet_io.read_images(run.val_file) if run.val_file else None
+    if validation:
+        validation.check_size(config.image_size, config.in_channels)
+    names, rows, notes = classes_and_notes(checkpoint, path, config, run, given, images, validation)
+    if model is None:
+        model = new_model(config, run)
+    elif rows:
+        model = with_rows(model, config, rows)
+    for line in notes + absent_sizes(config, given):
+        unet_io.say(f"note: {line}")
+    compile = run.device != "cpu" if run.compile is None else run.compile
+    trainer = Trainer(model, images, config, run.device, precision=run.precision, compile=compile,
+                      operators=run.operators, threshold=run.threshold)
+    if resumes:
+        trainer.restore(checkpoint, path)
+        unet_io.say(f"resumed {path} after step {trainer.steps_done}")
+    unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
+                f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
+                f" seed {config.seed}")
+    if config.path_steps:
+        unet_io.say(f"note: the network learns from what {run.model_weights} draws; the images are no examples")
+    on_paths = unet_io.steps_on_paths(config)
+    if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
+        unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")
+
+    stops = stops_asked()
+    progress = Progress(trainer, run, images, validation, names, checkpoint if resumes else None, path if resumes else "")
     if run.steps == 0 and not resumes:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
-        saved = save()
-    bar = tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None)
-    last_time, last_step = time.time(), trainer.steps_done
-    while trainer.steps_done < run.steps and not stop:
-        loss = trainer.step()
-        if math.isfinite(loss):
-            smoothed = loss if smoothed is None else 0.98 * smoothed + 0.02 * loss
-            smoothed = float(np.float32(smoothed))  # as it is saved
-        step = trainer.steps_done
-        bar.update()
-        if step % run.log_every == 0 or step == run.steps or stop:
-            seconds = (time.time() - last_time) / (step - last_step)
-            rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
-            follows = config.matching_fraction and step <= on_paths  # later steps take longer
-            end = min(on_paths, run.steps) if follows else run.steps
-            left = tqdm.format_interval(seconds * (end - step)) + (f" to step {end}" if end < run.steps else "")
-            shown = math.nan if smoothed is None else smoothed  # None: no loss was finite yet
-            unet_io.say(f"step {step:6d}/{run.steps}  loss {loss:.5f}  smoothed {shown:.5f}"
-                        f"  {1000 * seconds:.1f} ms  {rate:.1f} images/s  lr {lr:.2e}  left {left}")
-            metrics.note(step=step, loss=loss, smoothed=shown, ms=1000 * seconds, images_per_s=rate, lr=lr,
-                         skipped=trainer.history.skipped)
-            last_time, last_step = time.time(), step
-        final = step == run.steps or stop
-        if final or run.save_every and step % run.save_every == 0:
-            saved = save()
-            if validation:
-                with averaged_weights(trainer):
-                    value = trainer.validation_loss(validation)
-                unet_io.say(f"step {step:6d}  validation loss {value:.5f}")
-                metrics.note(step=step, val_loss=value)
-            last_time, last_step = time.time(), step
-        if run.sample_every and step % run.sample_every == 0:
-            name = os.path.join(run.out_dir, f"samples_{step:08d}.png")
-            classes, groups = unet_io.spread_classes(config, range(len(names) or config.num_classes), 16)
-            columns = unet_io.grid_columns(16, groups, config.image_size)
-            pictures = unet_io.to_uint8(sample_average(trainer, range(16), classes).numpy())
-            try:
-                unet_io.save_grid(name, pictures, columns)
-                unet_io.say(f"wrote {name}{unet_io.rows_text(names, 16, groups, columns)}")
-            except UserError as error:
-                tqdm.write(f"warning: {unet_io.printable(error)}", file=sys.stderr)
-            last_time, last_step = time.time(), step
-    bar.close()
-    if stop:
-        unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(saved or run.out_dir)}"
+        progress.save()
+    with tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None) as bar:
+        while trainer.steps_done < run.steps and not stops:
+            loss = trainer.step()
+            progress.take_loss(loss)
+            bar.update()
+            step = trainer.steps_done
+            if step % run.log_every == 0 or step == run.steps or stops:
+                progress.log(loss)
+            if step == run.steps or stops or (run.save_every and step % run.save_every == 0):
+                progress.save()
+                progress.validate()
+                progress.restart_clock()
+            if run.sample_every and step % run.sample_every == 0:
+                progress.draw()
+                progress.restart_clock()
+    if stops:
+        unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(progress.saved or run.out_dir)}"
                     f" --steps {run.steps}")
     else:
-        unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(saved)}")
+        unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(progress.saved)}")
 
 
 @contextlib.contextmanager
@@ -1900,31 +1958,34 @@ def sample_average(trainer, seeds, classes=None):
                       threshold=trainer.threshold, classes=classes)
 
 
+def write_initial_model(config, run, given):
+    """Write the weights that --init_model_only asks for, and say how they are trained."""
+    target = run.init_model_filename
+    if not target.endswith(".bin"):
+        raise UserError(f"--init_model_filename {target} must end in .bin, which is what is written")
+    if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
+        raise UserError(f"--init_model_filename {target} is the file that the weights come from: name another")
+    unet_io.check_kept(target, "init_model_filename", "images", "a checkpoint of a run")
+    model, source, path = start_model(config, run, given)
+    if source and any(getattr(config, name) != getattr(source.config, name) for name in OF_CLASSES):
+        raise UserError(f"--init_model_only writes {path} with its own classes, whatever --class_cond, --num_classes"
+                        f" and --cond_drop_prob say; leave them out")
+    model = new_model(config, run) if model is None else model
+    weights = to_numpy(file_order(model, model.parameters()))
+    sections = {"weights": weights} | unet_io.class_section(source.class_names if source else ())
+    unet_io.write_checkpoint(target, Checkpoint(config, sections))
+    preset = f" --preset {run.preset}" if "preset" in given else ""
+    unet_io.say(f"wrote {target}: {sum(p.numel() for p in model.parameters()):,} parameters; to train it:")
+    unet_io.say(f"./train_unet --model_weights {shlex.quote(target)}{preset}")
+
+
 def main():
     given, config, run = parse_flags()
     if run.write_debug_state:
         images = unet_io.read_images(run.data_file) if "data_file" in given else None
         debug_state(run.write_debug_state, config, images, run.debug_steps)
     elif run.init_model_only:
-        target = run.init_model_filename
-        if not target.endswith(".bin"):
-            raise UserError(f"--init_model_filename {target} must end in .bin, which is what is written")
-        if run.model_weights and os.path.realpath(run.model_weights) == os.path.realpath(target):
-            raise UserError(f"--init_model_filename {target} is the file that the weights come from: name"
-                            f" another")
-        unet_io.check_kept(target, "init_model_filename", "images", "a checkpoint of a run")
-        model, source, path = start_model(config, run, given)
-        if source and any(getattr(config, name) != getattr(source.config, name) for name in OF_CLASSES):
-            raise UserError(f"--init_model_only writes {path} with its own classes, whatever --class_cond, --num_classes"
-                            f" and --cond_drop_prob say; leave them out")
-        model = new_model(config, run) if model is None else model
-        checkpoint = Checkpoint(config, {"weights": to_numpy(file_order(model, model.parameters()))}
-                                | unet_io.class_section(source.class_names if source else ()))
-        unet_io.write_checkpoint(target, checkpoint)
-        preset = f" --preset {run.preset}" if "preset" in given else ""
-        count = sum(p.numel() for p in model.parameters())
-        unet_io.say(f"wrote {target}: {count:,} parameters; to train it:")
-        unet_io.say(f"./train_unet --model_weights {shlex.quote(target)}{preset}")
+        write_initial_model(config, run, given)
     else:
         train(config, run, given)
 
