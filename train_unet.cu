@@ -4309,8 +4309,10 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 static void print_flags(const Config& c) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
+        if (flag.group == OTHER) continue;
         std::string value = flag_text(c, flag);
-        if (flag.group == OTHER || value.empty()) continue;
+        if (value.empty()) continue;
+
         column = (column + 1) % 3;
         print("%-22s %-14s%s", flag.name, printable(value), column ? "  " : "\n");
     }
@@ -4318,54 +4320,80 @@ static void print_flags(const Config& c) {
     printf("\n");
 }
 
-// Prints the blocks of the network, a line each.
+// Prints the network's block number i as a line of the table below.
+static void print_block(const Plan& plan, int i) {
+    Block b = plan.blocks[i];
+
+    std::string reads = text("%d %d %d", b.H, b.H, b.C);
+    if (b.C2) reads += text(" + %d", b.C2);
+    std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
+    std::string skip;
+    if (b.skip >= 0) skip = text("%d", b.skip);
+
+    size_t parameters = 0;
+    for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
+
+    size_t kept = 0;  // bytes that are still read after the block's forward pass
+    for (const Buffer* buffer : buffers_of(&b))
+        if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+
+    print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+          reads, writes, skip, parameters, human_bytes(kept));
+}
+
 static void print_blocks(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
-    for (int i = 0; i < (int)plan.blocks.size(); i++) {
-        Block b = plan.blocks[i];
-        size_t parameters = 0, kept = 0;
-        for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
-        for (const Buffer* buffer : buffers_of(&b))
-            if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+    for (int i = 0; i < (int)plan.blocks.size(); i++) print_block(plan, i);
+}
 
-        std::string reads = text("%d %d %d", b.H, b.H, b.C), skip;
-        std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
-        if (b.C2) reads += text(" + %d", b.C2);
-        if (b.skip >= 0) skip = text("%d", b.skip);
-        print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-              reads, writes, skip, parameters, human_bytes(kept));
+// How often training has an array of the weights' size, and what they hold: " (6 times: gradients, AdamW, EMA)".
+static std::string copies_text(const Model& m) {
+    const Config& c = m.config;
+    int arrays = 3 + gradient_buffers(&m);  // 3: the weights themselves and AdamW's two moments
+    std::string names = "gradients, AdamW";
+    if (m.muon.count) {
+        arrays += 4 * sizeof(floatX) / sizeof(float);
+        names += ", Muon";
     }
+    if (ema_count(c)) {
+        arrays += ema_count(c);
+        names += ", EMA";
+    }
+    if (c.path_steps) {
+        arrays++;
+        names += ", teacher";
+    }
+    if (c.matching_fraction > 0) {
+        arrays += 3;
+        names += ", fake with AdamW";
+    }
+    return text(" (%d times: %s)", arrays, names);
+}
+
+// Prints what each of several ranks computes and sends in a step.
+static void print_shards(const Model& m) {
+    int images = std::min(microbatch_count(&m) * m.plan.batch, m.config.batch_size);
+    double sent = (1 - 1.0 / world.size) * (double)m.plan.num_floats;  // floats that a rank sends in a step
+
+    printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
+    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
+    print("and %s of weights", human_bytes(sent * sizeof(floatX)));
+    if (m.muon.count) printf(", and as much of Muon's momentum");
+    printf("; --microbatch %d makes the same on any number of ranks\n\n", microbatch_size(m.config));
 }
 
 static void print_memory(const Model& m) {
-    const Config& c = m.config;
     const Plan& plan = m.plan;
-    const char* ema = ema_count(c) ? ", EMA" : "";
-    const char* teacher = c.path_steps ? ", teacher" : "";
-    const char* fake = c.matching_fraction > 0 ? ", fake with AdamW" : "";
-    const char* gradients = plan.training ? ", their gradients" : "";
-    int arrays = 3 + ema_count(c) + gradient_buffers(&m);  // of the weights' size
-    if (c.path_steps) arrays++;
-    if (c.matching_fraction > 0) arrays += 3;
-    if (m.muon.count) arrays += 4 * sizeof(floatX) / sizeof(float);
     std::string copies;
-    if (plan.training && !is_sharded(&m))
-        copies = text(" (%d times: gradients, AdamW%s%s%s%s)", arrays, m.muon.count ? ", Muon" : "", ema, teacher, fake);
+    if (plan.training && !is_sharded(&m)) copies = copies_text(m);
+    const char* gradients = plan.training ? ", their gradients" : "";
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
     print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
     print("%s activations%s and scratch; ", human_bytes(plan.arena_bytes), gradients);
     print("%s in all\n\n", human_bytes(memory_of(m)));
-    if (!is_sharded(&m)) return;
-
-    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
-    int images = std::min(microbatch_count(&m) * plan.batch, c.batch_size);
-    printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
-    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
-    print("and %s of weights", human_bytes(sent * sizeof(floatX)));
-    printf("%s; ", m.muon.count ? ", and as much of Muon's momentum" : "");
-    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_size(c));
+    if (is_sharded(&m)) print_shards(m);
 }
 
 static void print_run(const Model& m) {
@@ -4374,12 +4402,13 @@ static void print_run(const Model& m) {
     print_memory(m);
 }
 
-// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. It says nothing of the
-// defaults, even where config.txt lists them, and of a preset's: those are meant for any --image_size.
+// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. The defaults and presets
+// are meant for any --image_size, and a config.txt lists the defaults too: nothing is said of either.
 static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--")) return;
-    if (!g->origin.empty() && g->value == g->flag->standard) return;
+    bool from_file = !g->origin.empty();
+    if (from_file && g->value == g->flag->standard) return;
 
     std::set<int> sizes;  // the levels'
     for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
