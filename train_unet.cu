@@ -4424,7 +4424,9 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     int B = config.batch_size;
     t->images.count = B;
     t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
-    for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
+    if (config.class_cond)
+        for (int i = 0; i < B; i++) t->images.labels.push_back(i % config.num_classes);
+
     t->model = plan_model(config, microbatch_size(config), true);
     check_memory(t->model);
     allocate_model(&t->model);
@@ -4447,39 +4449,49 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     for (int i = 0; i < STEPS_IN_FLIGHT; i++) take_step();  // to warm up; on a GPU the second step is captured
 
     double start = seconds_now();
-    int n = 0;
-    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) take_step();
+    int steps = 0;
+    while (steps < STEPS_IN_FLIGHT || (steps < 20 && seconds_now() - start < seconds)) {
+        take_step();
+        steps++;
+    }
     double taken = seconds_now() - start;
     backend_wait();  // for what is still under way
-    return 1e3 * taken / n;
+    return 1e3 * taken / steps;
 }
 
-// Prints how long a training step takes, and all that are left. To be quick a CPU may time a part of the batch. Afterwards
-// `world` has one rank; the program ends then.
+// How many images are timed, of the `own` that a step has on this device: on a GPU all, on a CPU as many as take a second.
+static int images_to_time(const Config& config, int own) {
+    if (ON_GPU) return own;
+    int in_a_second = (int)(1000 / time_step(config, 1, 0));
+    return std::clamp(in_a_second, 1, own);
+}
+
+static std::string milliseconds(double ms) { return text("%.*f ms", ms < 100 ? 2 : 0, ms); }
+
+// Prints how long a training step takes, and all that are left. Afterwards `world` has one rank; the program ends then.
 static void print_time(const Config& config, long steps_done) {
-    int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
+    int ranks = world.size;
+    world = World();  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size;
     int own = ON_GPU ? batch_size / ranks : batch_size;  // the images of a step that run on this device
-    int timed = own;
-    if (!ON_GPU) timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    int timed = images_to_time(config, own);
     auto ms_from = [&](long first) { return time_step(config, timed, 2, first) * own / timed; };
-    auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
     double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    print("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how);
+    print("one training step: %s, %.1f images/s (%s)\n", milliseconds(ms), 1e3 * batch_size / ms, how);
 
-    long left = std::max(0L, config.steps - steps_done), matching = 0;
-    double matching_ms = 0;
+    long left = std::max(0L, config.steps - steps_done);
+    double all_ms = left * ms;
     if (config.matching_fraction > 0) {
-        matching = std::clamp(config.steps - (long)steps_on_paths(config), 0L, left);
-        matching_ms = ms_from(steps_on_paths(config));
-        printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
+        long first = (long)steps_on_paths(config);  // that matches distributions, as all after it
+        long matching = std::clamp(config.steps - first, 0L, left);
+        double matching_ms = ms_from(first);
+        print("one that matches distributions: %s\n", milliseconds(matching_ms));
+        all_ms = (left - matching) * ms + matching * matching_ms;
     }
-    double all_ms = (left - matching) * ms + matching * matching_ms;
-    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"),
-          human_time(all_ms / 1e3));
+    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"), human_time(all_ms / 1e3));
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
