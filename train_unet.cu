@@ -4495,25 +4495,30 @@ static void print_time(const Config& config, long steps_done) {
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
-// The variables by which a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
-static const char* const LAUNCHERS[][3] = {
+// The variables of the environment by which a cluster's launcher tells a process its place among the ranks: see World.
+struct Launcher {
+    const char *rank, *size, *local;
+};
+static const Launcher LAUNCHERS[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // other mpiruns
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
-#define OTHERS_END ", and the others end with it; the last checkpoint stands"
 
 // The number in a variable of the environment; -1 where there is none.
 static int environment_number(const char* name) {
     std::string value = environment(name);
     int number, end = 0;
-    return sscanf(value.c_str(), "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
+    if (sscanf(value.c_str(), "%d%n", &number, &end) != 1) return -1;
+    return value[end] ? -1 : number;
 }
 
 // If a launcher has started several processes, this one becomes the rank that the launcher says.
 static void read_launcher() {
-    for (auto [rank, size, local] : LAUNCHERS) {
-        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
+    for (const auto& [rank, size, local] : LAUNCHERS) {
+        if (world.size > 1) return;
+        if (!getenv(rank) || !getenv(size)) continue;
+
         world.rank = environment_number(rank);
         world.size = environment_number(size);
         world.local = getenv(local) ? environment_number(local) : world.rank;
@@ -4522,13 +4527,19 @@ static void read_launcher() {
     }
 }
 
-// Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
+// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that one
+// fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, the launcher
+// ends them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. So nobody is left
+// waiting in the middle of a message.
+#define OTHERS_END ", and the others end with it; the last checkpoint stands"
+
+// Whether this thread is the first, among those of all ranks of a machine, to find what ends them: only the first reports it.
 static bool first_to_report() {
     int nobody = 0;
     return forked_ranks->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
-// Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
+// Ends this process with a sentence. Where another rank has one to report already, this one waits to be ended.
 [[noreturn]] static void end_ranks(int status, const std::string& sentence) {
     while (!first_to_report()) pause();
     fprintf(stderr, "error: %s\n", sentence.c_str());
@@ -4541,41 +4552,45 @@ static bool first_to_report() {
     _exit(EXIT_FAILURE);
 }
 
-// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
-// one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
-// them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. Nobody is left waiting in
-// the middle of a message, and the last checkpoint stands.
+// Waits for a rank that rank 0 has forked: a thread of rank 0 does.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (forked_ranks->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+
+    bool has_reported = forked_ranks->reporter == rank + 1;
+    if (has_reported) _exit(std::max(1, WEXITSTATUS(status)));
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
 
-// When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
+// Handles the signal that the kernel sends a forked rank when rank 0 has ended.
 static void end_after_rank_0(int) {
     if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to exit
+    bool reports = forked_ranks->reporter == world.rank + 1;  // the main thread does, and is about to exit
+    if (!reports) _exit(EXIT_FAILURE);
+}
+
+// Makes this process, which rank 0 has just forked, another rank.
+static void become_rank(int rank, pid_t rank_0) {
+    world.rank = rank;
+    world.local = rank;
+    signal(SIGUSR1, end_after_rank_0);
+    prctl(PR_SET_PDEATHSIG, SIGUSR1);
+    if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
 }
 
 // Makes this process rank 0, and forks the others. It comes before CUDA is used, which a forked process can't share.
 static void fork_ranks() {
     backend_prepare_fork();
-    fflush(nullptr);
+    fflush(nullptr);  // or else each process prints what is still buffered
     pid_t rank_0 = getpid();
     std::vector<pid_t> forked;
     for (int rank = 1; rank < world.size; rank++) {
-        forked.push_back(fork());
-        if (forked.back() < 0) fail("could not start rank %d: too many processes", rank);
-        if (forked.back()) continue;
-
-        world.rank = world.local = rank;
-        signal(SIGUSR1, end_after_rank_0);
-        prctl(PR_SET_PDEATHSIG, SIGUSR1);
-        if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
-        return;
+        pid_t process = fork();
+        if (process < 0) fail("could not start rank %d: too many processes", rank);
+        if (process == 0) return become_rank(rank, rank_0);
+        forked.push_back(process);
     }
     for (int rank = 1; rank < world.size; rank++)
         rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
@@ -4583,18 +4598,19 @@ static void fork_ranks() {
 
 // Starts the ranks that --gpus or --processes asks for; or becomes one of those that a launcher has started.
 static void start_ranks(const Config& c) {
+    if (ON_GPU && c.processes > 1) fail_usage("this program was built for the GPU: use --gpus");
+    if (!ON_GPU && c.gpus > 1) fail_usage("this program was built for the CPU: use --processes");
+
     int asked = ON_GPU ? c.gpus : c.processes;
-    if ((ON_GPU ? c.processes : c.gpus) > 1)
-        fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     read_launcher();
     if (world.size > 1 && (!ON_GPU || asked > 1))
         fail_usage("a launcher has started %d ranks: leave --gpus out, or on a CPU start the program once, with "
                    "--processes %d",
                    world.size, world.size);
-
     world.forked = asked > 1;
     if (world.forked) world.size = asked;
     if (world.size == 1 || c.dry_run) return;
+
     if (world.forked) fork_ranks();
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
 }
