@@ -4634,11 +4634,13 @@ static void leave_ranks() {
 // The seeds of the pictures that --num_samples and --seed, or --seeds, ask for.
 static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& given) {
     if (!*c.seeds) {
-        if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
+        double end = (double)c.seed + c.num_samples;
+        if (end > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
                  counted(c.num_samples, "picture"), UINT32_MAX);
         return consecutive(c.seed, c.num_samples);
     }
+
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
@@ -4646,67 +4648,96 @@ static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& giv
     return seeds;
 }
 
+// "DDIM with eta 0.5 in 50 steps": how pictures are drawn.
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun", "consistency"};  // of Sampler
     std::string line = NAMES[c.sampler];
-    long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", c.eta);
     line += " in " + counted(sampler_steps(c), "step");
+    long calls = network_calls(make_sampler(c));
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
     if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
     return line;
 }
 
-// What --generate draws with: the configuration, the weights' file, and which flags were taken from its run.
-static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
+// Opens the weights that --generate draws with: --model_weights, or the newest of the run in --out_dir.
+static WeightsFile weights_to_draw_with(const Config& c, const GivenFlags& given) {
+    // A file for --config that names both is a run's: the run began with --model_weights, and has newer ones in its folder.
+    bool began_with_them = *c.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
+                           !list_checkpoints(c.out_dir).empty();
+    if (*c.model_weights && !began_with_them) return open_weights(c.model_weights);
+    return newest_checkpoint(c.out_dir, "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER");
+}
+
+// Refuses a --threshold and notes a --sampler that do not fit the weights of this file.
+static void check_sampling(const Config& c, const GivenFlags& given, const WeightsFile& file) {
+    if (c.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
+        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
+             file.path);
+    if (c.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
+    if (c.sampler == SAMPLER_CONSISTENCY && !c.consistency)
+        note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
+}
+
+// What --generate draws with.
+struct Drawing {
+    Config config;
+    WeightsFile file;
+    const char* section;  // of the file: the raw weights or one of their averages
+    std::string taken;    // the flags that were taken from the file's run, such as --sampler and --sample_steps
+};
+
+static Drawing plan_drawing(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // one from a file was for training
     if (*config.seeds && seed)
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
 
-    // If a file for --config names --model_weights and --out_dir, it is a run's: the run began with these weights, and the
-    // newest are in its folder.
-    bool began = *config.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
-                 !list_checkpoints(config.out_dir).empty();
-    const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    WeightsFile file = *config.model_weights && !began ? open_weights(config.model_weights)
-                                                       : newest_checkpoint(config.out_dir, otherwise);
+    WeightsFile file = weights_to_draw_with(config, given);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
     memcpy(config.hyper.ema_rate, file.config.hyper.ema_rate, sizeof config.hyper.ema_rate);
     check_config(config);
-
-    if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
-        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
-             file.path);
-    if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
-    if (config.sampler == SAMPLER_CONSISTENCY && !config.consistency)
-        note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
+    check_sampling(config, given, file);
 
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s for --use_ema %d; choose another, or 0 for the raw weights", file.path, section,
              config.use_ema);
+
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
         fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
              "in .png or .npy", config.output_name);
-    return {config, file, taken};
+    return {config, file, section, taken};
 }
 
-// Writes the grid or the array, and to --output_dir each picture on its own.
-static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
-                          double seconds) {
-    size_t count = grid.specs.size(), elements = samples.size() / count;
-    bool as_array = has_ending(c.output_name, ".npy");
-    Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
-    if (as_array) write_array(c.output_name, samples, c);
-    else write_png(c.output_name, picture);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
-        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
-    if (c.show && !as_array) show_grid(c.output_name, picture);
-    if (!*c.output_dir) return;
+// Plans the grid of the pictures with these seeds.
+static SampleGrid plan_pictures(const Drawing& drawing, const std::vector<uint32_t>& seeds) {
+    const Config& c = drawing.config;
+    bool has_twins = std::set(seeds.begin(), seeds.end()).size() < seeds.size();
+    if (*c.output_dir && has_twins)
+        fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
 
+    SampleGrid grid = plan_grid(c, seeds, shown_names(c, drawing.file.class_names, c.num_classes));
+    if (*c.classes && grid.num_classes > seeds.size())
+        fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
+                   c.classes, grid.num_classes, counted((long)seeds.size(), "picture"), grid.num_classes);
+    return grid;
+}
+
+// Says which typed flags are for training alone.
+static void note_training_flags(const GivenFlags& given) {
+    for (const GivenFlag& g : given) {
+        bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
+        if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
+    }
+}
+
+// Writes each picture to a file of its own in --output_dir.
+static void write_each(const Config& c, const SampleGrid& grid, const std::vector<float>& samples) {
+    size_t count = grid.specs.size();
+    size_t elements = samples.size() / count;
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
         write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), 1, c, 0));
@@ -4714,52 +4745,74 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     say("%s: each picture on its own", c.output_dir);
 }
 
-static void run_generate(const GivenFlags& given) {
-    auto [config, file, taken] = sampling_config(given);
-    std::vector<uint32_t> wanted = wanted_seeds(config, given);
-    if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
-        fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
-    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
-    int count = (int)wanted.size();
-    if (*config.classes && grid.num_classes > wanted.size())
-        fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
-                   config.classes, grid.num_classes, counted(count, "picture"), grid.num_classes);
-    for (const GivenFlag& g : given) {
-        bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
-        if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
+// Writes the pictures, which took so many seconds: as a grid or an array, and to --output_dir each on its own.
+static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
+                          double seconds) {
+    size_t count = grid.specs.size();
+    bool as_array = has_ending(c.output_name, ".npy");
+    Raster picture;
+    if (as_array) {
+        write_array(c.output_name, samples, c);
+    } else {
+        picture = draw_grid(samples, grid.columns, c);
+        write_png(c.output_name, picture);
     }
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
+        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
 
-    int rows = rows_a_sample(config);
-    config.batch_size = rows * std::min({config.batch_size, count, most_images(config) / rows});
-    Model m = plan_model(config, config.batch_size, false);
-    check_memory(m);
-    check_samples(m, count, "draw them in parts, with --seeds");
-    if (!taken.empty()) say("drawing as in training:%s", taken);
-    if (config.dry_run) return print_run(m);
+    if (c.show && !as_array) show_grid(c.output_name, picture);
+    if (*c.output_dir) write_each(c, grid, samples);
+}
 
-    // fails before the pictures are drawn, if they could not be written
-    if (!world.rank) Writer trial(config.output_name);
-    if (*config.output_dir) make_folder(config.output_dir);
-    allocate_model(&m);
-    read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
-    std::string seeds = config.seeds;
-    if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
+static void draw_pictures(Model* m, const Drawing& drawing, const SampleGrid& grid) {
+    const Config& c = m->config;
+    const WeightsFile& file = drawing.file;
+    long count = (long)grid.specs.size();
+    std::string seeds = c.seeds;
+    if (seeds.empty()) seeds = text("%u to %u", grid.specs[0].seed, grid.specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture"), file.path,
-        chosen_name(config), file.step, sampler_text(config), seeds);
+        chosen_name(c), file.step, sampler_text(c), seeds);
 
     std::vector<float> samples;
     double start = seconds_now();
-    bool done = sample(&m, &samples, grid.specs, true);
+    bool done = sample(m, &samples, grid.specs, true);
     if (world.rank) return;
     if (!done) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
-    write_samples(config, grid, samples, seconds_now() - start);
+
+    write_samples(c, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture"), file.path);
+}
+
+static void run_generate(const GivenFlags& given) {
+    Drawing drawing = plan_drawing(given);
+    Config& config = drawing.config;
+    std::vector<uint32_t> seeds = wanted_seeds(config, given);
+    SampleGrid grid = plan_pictures(drawing, seeds);
+    note_training_flags(given);
+
+    int count = (int)seeds.size();
+    int rows = rows_a_sample(config);
+    int at_a_time = std::min({config.batch_size, count, most_images(config) / rows});
+    config.batch_size = rows * at_a_time;
+    Model m = plan_model(config, config.batch_size, false);
+    check_memory(m);
+    check_samples(m, count, "draw them in parts, with --seeds");
+    if (!drawing.taken.empty()) say("drawing as in training:%s", drawing.taken);
+    if (config.dry_run) return print_run(m);
+
+    // what could not be written is refused before the pictures are drawn
+    if (!world.rank) Writer trial(config.output_name);
+    if (*config.output_dir) make_folder(config.output_dir);
+
+    allocate_model(&m);
+    read_parameters(m, m.master, drawing.file, drawing.section);
+    draw_pictures(&m, drawing, grid);
 }
 
 // Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
