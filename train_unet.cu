@@ -4815,22 +4815,30 @@ static void run_generate(const GivenFlags& given) {
     draw_pictures(&m, drawing, grid);
 }
 
+// Refuses a --resume that names a file, and an --out_dir that names another folder.
+static void check_resumed_folder(const Config& c, const GivenFlags& given) {
+    if (file_exists(c.out_dir) && !is_folder(c.out_dir)) {
+        std::string parent = fs::path(c.out_dir).parent_path().string();
+        if (parent.empty()) parent = ".";
+        fail("%s is a file, and --resume takes a run's folder: --resume %s", c.out_dir, shell_word(parent));
+    }
+
+    const GivenFlag* out_dir = was_typed(given, "out_dir");
+    if (!out_dir || out_dir->value == c.out_dir) return;
+    if (!fs::equivalent(out_dir->value, c.out_dir, ignored))
+        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
+             out_dir->value, c.resume);
+}
+
 // Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
-    std::string parent = fs::path(config->out_dir).parent_path().string();
-    if (file_exists(config->out_dir) && !is_folder(config->out_dir))
-        fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
-             shell_word(parent.empty() ? "." : parent));
-    const GivenFlag* out_dir = was_typed(given, "out_dir");
-    std::error_code missing;
-    if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
-        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value, config->resume);
-
+    check_resumed_folder(*config, given);
     t->checkpoints = list_checkpoints(config->out_dir);
-    const WeightsFile& file = t->start = newest_checkpoint(
-        config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
+    t->start = newest_checkpoint(config->out_dir,
+                                 "start without --resume, or name the run's folder with --resume FOLDER");
+    const WeightsFile& file = t->start;
     take_from_file(config, given, file, TO_RESUME);
+
     // Flags that come from a preset were for the run's start, and must not overwrite what was typed then.
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
@@ -4843,12 +4851,14 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
 
 // Divides a batch among the ranks. Each gets equally many micro-batches, so that reduce_gradient completes their tree.
 static void share_batch(Config* c) {
-    int ranks = world.size, batch = c->batch_size;
+    int ranks = world.size;
+    int batch = c->batch_size;
     if (!std::has_single_bit((unsigned)ranks))
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
-    int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
+    int microbatch = microbatch_size(*c);
+    int count = ceil_div(batch, microbatch);
     if (count % ranks)
         fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a multiple of %d",
              batch, microbatch, counted(count, "part"), ranks, microbatch * ranks);
@@ -4863,64 +4873,87 @@ static Strings row_names(const Config& c, Strings names) {
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
     return names;
 }
+static bool is_real_name(const std::string& row) { return row[0] != '\n'; }
 
-// Decides which rows of the file's table of classes a new run keeps, those of the same name, and notes it for the log.
-static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
-    if (rows == file_rows) return;
+static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
+
+// "cat and dog are kept, bird is new, and the row for no class is dropped": what becomes of the classes of a file's table in
+// a model with these rows.
+static std::string change_of_rows(const Strings& rows, const Strings& file_rows) {
     Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
-        int row = index_of(file_rows, name);
-        t->kept_rows.push_back(row);
-        if (name[0] == '\n') continue;
-        if (row < 0) fresh.push_back(name);
-        else kept.push_back(name);
+        if (!is_real_name(name)) continue;
+        if (contains(file_rows, name)) kept.push_back(name);
+        else fresh.push_back(name);
     }
     for (const std::string& name : file_rows)
-        if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
+        if (is_real_name(name) && !contains(rows, name)) dropped.push_back(name);
 
     auto are = [](const Strings& names, const char* what) {
         return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
     };
+    std::string change = kept.empty() ? "none is known" : are(kept, "kept");
+    if (!fresh.empty()) change += ", " + are(fresh, "new");
+    if (!dropped.empty()) change += ", " + are(dropped, "dropped");
+
+    bool has_none = contains(rows, NO_CLASS);
+    bool had_none = contains(file_rows, NO_CLASS);
+    if (has_none && !had_none) change += ", and the row for no class is new";
+    if (had_none && !has_none) change += ", and the row for no class is dropped";
+    return change;
+}
+
+// Decides which rows of the file's table of classes a new run keeps, those of the same name, and notes it for the log.
+static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
+    if (rows == file_rows) return;
+    for (const std::string& name : rows) t->kept_rows.push_back(index_of(file_rows, name));
+
     std::string line = t->start.path + " is trained on for the classes of " + c.data_file + ": ";
-    line += kept.empty() ? "none is known" : are(kept, "kept");
-    if (!fresh.empty()) line += ", " + are(fresh, "new");
-    if (!dropped.empty()) line += ", " + are(dropped, "dropped");
-    bool has_none = std::ranges::count(rows, NO_CLASS), had_none = std::ranges::count(file_rows, NO_CLASS);
-    if (has_none && !had_none) line += ", and the row for no class is new";
-    if (had_none && !has_none) line += ", and the row for no class is dropped";
+    line += change_of_rows(rows, file_rows);
     t->notes.push_back(line);
-    if (c.path_steps && std::ranges::count(t->kept_rows, -1))
+    bool has_fresh_rows = std::ranges::count(t->kept_rows, -1);
+    if (c.path_steps && has_fresh_rows)
         fail("%s; --consistency learns from what the model draws: train it for these classes first", line);
+}
+
+// The names of the classes of the model that a run starts from; empty: there is none, or it does not tell them.
+static Strings names_of_start(Trainer* t, const Config& c, const GivenFlags& given, int num_classes) {
+    const WeightsFile& file = t->start;
+    if (num_classes && file.class_names.empty()) {
+        Strings names = shown_names(c, {}, num_classes);  // those of --class_names, if it is given
+        check_class_names(names, c.class_names);
+        return names;
+    }
+    if (was_typed(given, "class_names")) {
+        std::string named_by = file.class_names.empty() ? c.data_file : file.path;
+        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
+                                c.class_names, named_by));
+    }
+    return file.class_names;
 }
 
 // The names of a run's classes, by which all files are matched: those of the weights that it continues, or those of
 // its images. It also sets the configuration's number of classes.
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
-    const WeightsFile& file = t->start;
-    const std::string& path = file.path;
-    int known = file.config.class_cond ? file.config.num_classes : 0;  // how many classes the file's model has
-    Strings names, file_names = file.class_names;
+    const std::string& path = t->start.path;
+    const Config& start = t->start.config;
+    int known = start.class_cond ? start.num_classes : 0;  // classes of the model that the run starts from
+
+    Strings names;  // those of the images
     if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
 
-    if (known && file_names.empty()) {
-        file_names = shown_names(*c, {}, known);  // those of --class_names, if it is given
-        check_class_names(file_names, c->class_names);
-    } else if (was_typed(given, "class_names")) {
-        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
-                                c->class_names, file_names.empty() ? c->data_file : path));
-    }
-
-    bool is_assumed = known && file_names.empty();  // that the file has the images' classes
+    Strings start_names = names_of_start(t, *c, given, known);
+    bool is_assumed = known && start_names.empty();  // that the model has the images' classes
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
                                 path, c->data_file, listed(names)));
-        file_names = names;
+        start_names = names;
     }
-    if (c->resume_given) return file_names;
+    if (c->resume_given) return start_names;
 
     if (!c->num_classes || !was_given(given, "num_classes")) {
-        bool same = known && (names.empty() || names == file_names);
+        bool same = known && (names.empty() || names == start_names);
         c->num_classes = same ? known : (int)names.size();
     }
     if (is_assumed && c->num_classes != known)
@@ -4931,8 +4964,21 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     if (c->num_classes > seen)
         t->notes.push_back(text("--num_classes %d: only %ld have images, and the others are never learned",
                                 c->num_classes, seen));
-    if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(file.config, file_names));
+
+    if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(start, start_names));
     return names;
+}
+
+// The flags that --resume came with, each as "--lr 0.001 (was 0.0001)".
+static Strings changed_flags(const Config& before, const Config& now) {
+    Strings changes;
+    for (const Flag& flag : FLAGS) {
+        if (flag.on_resume == FORGOTTEN) continue;
+        std::string old_value = flag_text(before, flag);
+        std::string value = flag_text(now, flag);
+        if (value != old_value) changes.push_back(text("--%s %s (was %s)", flag.name, value, old_value));
+    }
+    return changes;
 }
 
 // Makes a run's configuration and plan from its flags and from the file that it starts from, if there is one.
@@ -4947,6 +4993,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     } else if (config.consistency) {
         fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }
+
     Strings class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
@@ -4957,11 +5004,8 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
         fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 or more, "
              "or --num_samples 0",
              config.guidance_scale);
-    for (const Flag& flag : FLAGS) {
-        if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
-        std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
-    }
+
+    if (config.resume_given) t->changes = changed_flags(t->start.config, config);
     t->model = plan_model(config, microbatch_size(config), true);
     t->model.class_names = class_names;
     for (const std::string& line : idle_flags(config, given)) t->notes.push_back(line);
