@@ -5021,6 +5021,7 @@ static void lock_folder(Trainer* t) {
             fail("another process is training in %s; name another folder with --out_dir", folder);
         note(text("%s can't be locked (%s): see that no other run is started", folder, strerror(errno)));
     }
+
     std::vector<long> there = list_checkpoints(folder);
     if (there != t->checkpoints)
         fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
@@ -5032,12 +5033,14 @@ static void load_start(Trainer* t) {
     Model* m = &t->model;
     const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
+
     if (!m->config.resume_given) {
         // consistency tuning starts from the average, which draws better
         bool use_average = m->config.consistency && file.sections.contains("ema");
         read_parameters(*m, m->master, file, use_average ? "ema" : "weights", t->kept_rows);
         return start_from_master(m);
     }
+
     for (auto [section, parameters] : arrays_of(*m)) {
         if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
@@ -5050,7 +5053,8 @@ static void load_start(Trainer* t) {
 // Says where a run goes on with other images than it had.
 static void note_other_images(Trainer* t) {
     const Config& c = t->model.config;
-    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
+    const std::string& before = t->start.data_checksum;
+    const std::string& now = t->images.checksum;
     if (!c.resume_given || before.empty() || now.empty() || before == now) return;
     t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
                             "and was %s); from here on it learns from this one",
@@ -5068,6 +5072,7 @@ static void check_classes(Trainer* t, Dataset* data, const char* path) {
                                     path, data->class_names.size()));
         return;
     }
+
     if (data->labels.empty() || (int)names.size() > c.num_classes)
         fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
              c.num_classes);
@@ -5081,6 +5086,7 @@ static void read_datasets(Trainer* t) {
     t->model.data_checksum = t->images.checksum;
     note_other_images(t);
     check_classes(t, &t->images, c.data_file);
+
     if (*c.val_file) {
         t->validation = read_images(c.val_file, c);
         check_classes(t, &t->validation, c.val_file);
@@ -5091,7 +5097,7 @@ static void read_datasets(Trainer* t) {
     wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
 }
 
-// config.txt: the configuration, and in comments what was changed on resuming, now and before.
+// The text of config.txt: the configuration, and in comments what was changed on resuming, now and before.
 static std::string config_with_changes(const Trainer& t, const std::string& before) {
     std::string config = config_text(t.model.config);
     for (const std::string& line : split(before, '\n')) {
@@ -5104,32 +5110,44 @@ static std::string config_with_changes(const Trainer& t, const std::string& befo
     return config;
 }
 
+// Writes config.txt and opens metrics.jsonl. Both of the old files are read before either is replaced.
+static void begin_files(Trainer* t) {
+    const char* folder = t->model.config.out_dir;
+    std::string config = text("%s/config.txt", folder);
+    std::string metrics = text("%s/metrics.jsonl", folder);
+    std::string old_config = read_text(config);
+    std::string old_metrics = read_text(metrics);
+    write_text(config, config_with_changes(*t, old_config));
+    t->metrics.open(metrics, old_metrics, t->step, &t->validated);
+}
+
+// Refuses ranks that would go on from different steps, as on machines that do not share the run's folder.
+static void check_ranks_agree(Trainer* t) {
+    auto [lowest, highest] = std::ranges::minmax(gather_numbers(&t->model, (int)t->step));
+    if (lowest != highest)
+        fail("the ranks see other checkpoints, of step %d and of %d: they must share %s", lowest, highest,
+             t->model.config.out_dir);
+}
+
 // Does everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
-    const Config& c = t->model.config;
     check_memory(t->model);
-    check_samples(t->model, c.num_samples, "lower --num_samples");
+    check_samples(t->model, t->model.config.num_samples, "lower --num_samples");
     read_datasets(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
-    auto [lowest, highest] = std::ranges::minmax(gather_numbers(&t->model, (int)t->step));
-    if (lowest != highest)
-        fail("the ranks see other checkpoints, of step %d and of %d: they must share %s", lowest, highest, c.out_dir);
+    check_ranks_agree(t);
     load_start(t);
     prepare_steps(t);
-    if (world.rank) return;
-
-    // both of the old files are read before either is replaced
-    std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
-    std::string old_config = read_text(config), old_log = read_text(log);
-    write_text(config, config_with_changes(*t, old_config));
-    t->metrics.open(log, old_log, t->step, &t->validated);
+    if (!world.rank) begin_files(t);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
 // Whether --lr_schedule has come to its end: the rate is 0 from this step on.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && c.hyper.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
+    if (step == 0 || c.hyper.lr == 0) return false;
+    Hyper hyper = hyper_of(c, objective_of(c, step));
+    return learning_rate(hyper, step) <= 0;
 }
 
 // The flags with which a run whose schedule is over learns on.
@@ -5142,22 +5160,27 @@ static std::string samples_path(const std::string& folder, long step) {
 // Whether what is done every `every` steps (0: never) is due after this step.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
+// Deletes the checkpoints before this step that neither --keep nor --keep_every keeps. Those of later steps are left alone:
+// they are damaged, because --resume has passed over them.
+static void delete_old_checkpoints(const Config& c, long newest) {
+    int newer = 0;
+    for (long step : list_checkpoints(c.out_dir)) {  // the newest first
+        if (step > newest) continue;
+        bool is_kept = newer < c.keep || is_due(step, c.keep_every);
+        if (!is_kept) unlink(checkpoint_path(c.out_dir, step).c_str());
+        newer++;
+    }
+}
+
 // Saves a checkpoint, and deletes old ones. If it can't be written, the run ends.
 static void save(Trainer* t) {
     const Config& c = t->model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
     t->saved = t->step;
     if (world.rank) return;
-    std::string why = failure_of([&] {
-        // Checkpoints of later steps are left alone: they are damaged, because --resume has passed over them.
-        int newer = 0;
-        for (long step : list_checkpoints(c.out_dir)) {  // the newest first
-            if (step > t->step) continue;
-            if (newer >= c.keep && !is_due(step, c.keep_every)) unlink(checkpoint_path(c.out_dir, step).c_str());
-            newer++;
-        }
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
+
+    std::string failure = failure_of([&] { delete_old_checkpoints(c, t->step); });
+    if (!failure.empty()) note("old checkpoints stay: " + failure);
 }
 
 // Draws a grid of samples, and saves it. If it can't be written, the run goes on.
@@ -5176,6 +5199,7 @@ static void save_samples(Trainer* t) {
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture"),
         human_time(seconds_now() - start), chosen_name(c), path, grid.rows);
+
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -5191,9 +5215,10 @@ static void print_best_validation(const Trainer& t) {
         best_step = step;
     }
     if (!std::isfinite(best)) return;
-    bool kept = file_exists(checkpoint_path(folder, best_step));
+
+    bool is_kept = file_exists(checkpoint_path(folder, best_step));
     printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best, best_step,
-           kept ? "there" : "not kept");
+           is_kept ? "there" : "not kept");
 }
 
 // Prints the end of a run that began after step `first`. seconds: the time of all its steps but the first.
