@@ -5221,6 +5221,14 @@ static void print_best_validation(const Trainer& t) {
            is_kept ? "there" : "not kept");
 }
 
+// The flags that --resume needs for a run that has come to its end: more steps, and a rate above 0.
+static std::string flags_to_go_on(const Config& c, long step) {
+    if (step < c.steps) return "";
+    std::string flags = text(" --steps %ld", std::max(1L, 2 * step));
+    if (is_schedule_over(c, step)) flags += " " + constant_rate(c);
+    return flags;
+}
+
 // Prints the end of a run that began after step `first`. seconds: the time of all its steps but the first.
 static void print_summary(const Trainer& t, long first, double seconds) {
     const Config& c = t.model.config;
@@ -5234,19 +5242,14 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     printf("\n");
     print_best_validation(t);
 
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    std::string samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint);
     if (file_exists(samples)) say("samples:    %s", samples);
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint));
-
-    std::string more;
-    if (t.step >= c.steps) {
-        more = text(" --steps %ld", std::max(1L, 2 * t.step));
-        if (is_schedule_over(c, t.step)) more += " " + constant_rate(c);
-    }
-    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
+    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), flags_to_go_on(c, t.step));
 }
 
 // Clears a terminal's line, which is still to be overwritten.
@@ -5257,6 +5260,7 @@ static void clear_line() {
 static void validate(Trainer* t) {
     double loss;
     if (!validation_loss(t, &loss)) return;
+
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
     print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
@@ -5274,6 +5278,7 @@ static void give_up(Trainer* t, const StepState& result) {
              "of prepare_data.py bring to about 1; or the weights of --model_weights are too large",
              what, value, c.data_file, t->images.largest);
     }
+
     std::string advice = "start again with a lower --lr";
     if (t->saved)
         advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the one "
@@ -5284,17 +5289,24 @@ static void give_up(Trainer* t, const StepState& result) {
 
 // The times of a run. The time that saving, sampling and validating take is left out, by moving start, end and log_start on.
 struct Pace {
-    long first;                    // the step that the run began after
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // when the run's first step ended, which is not timed
-    double end = start;            // when the newest step ended
-    double log_start = start;      // when the log's newest line was printed
-    double shown = start;          // when any line was printed, also one that is overwritten
+    long first;        // the step that the run began after
+    long logged;       // the step of the log's newest line
+    double start;      // when the run's first step ended, which is not timed
+    double end;        // when the newest step ended
+    double log_start;  // when the log's newest line was printed
+    double shown;      // when any line was printed, also one that is overwritten
 
     void pause(double seconds) {
-        for (double* moved : {&start, &end, &log_start}) *moved += seconds;
+        start += seconds;
+        end += seconds;
+        log_start += seconds;
     }
 };
+
+static Pace begin_pace(long step) {
+    double now = seconds_now();
+    return {.first = step, .logged = step, .start = now, .end = now, .log_start = now, .shown = now};
+}
 
 // Writes a line of metrics.jsonl. ms: a mean since the line before.
 static void log_step(Trainer* t, const StepState& result, double ms, double images_per_s) {
@@ -5319,16 +5331,28 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     t->metrics.add(line + "]}\n");
 }
 
+// " | ETA 3m": the time that is left, where steps go on to take so many milliseconds. Steps that match distributions take
+// longer than those before, so that in these it is the time until then.
+static std::string eta_text(const Config& c, long step, double ms) {
+    long end = c.steps;
+    bool is_on_paths = c.matching_fraction > 0 && objective_of(c, step - 1) == OBJECTIVE_PATHS;
+    if (is_on_paths) end = std::min(end, (long)steps_on_paths(c));
+
+    std::string line = " | ETA " + human_time(1e-3 * ms * (double)(end - step));
+    if (end < c.steps) line += text(" to step %ld", end);
+    return line;
+}
+
 // Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the next
 // one overwrites.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1;
+    bool is_first = t->step == pace->first + 1;
     double now = seconds_now();
-    if (first) pace->start = now;
+    if (is_first) pace->start = now;
     pace->end = now;
 
-    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    bool logs = is_first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     bool shows = logs || (isatty(1) && now - pace->shown > 1);
     if (!shows) return;
     pace->shown = now;
@@ -5342,11 +5366,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    // the time that is left, where steps go on like this: those that match distributions take longer than those before
-    bool is_followed = c.matching_fraction > 0 && objective_of(c, t->step - 1) == OBJECTIVE_PATHS;
-    long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
-    print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
-    if (end < c.steps) printf(" to step %ld", end);
+    print("%s", eta_text(c, t->step, ms));
     if (!logs) return;
 
     if (t->history.skipped) printf(" | %d skipped", t->history.skipped);
@@ -5357,38 +5377,65 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 }
 
 // Whether the weights of this step are validated: every val_every steps, and at the run's end.
-static bool is_validated(const Trainer& t, bool ended) {
-    return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
+static bool is_validation_due(const Trainer& t, bool is_last) {
+    if (!t.validation.count) return false;
+    return is_last || is_due(t.step, t.model.config.val_every);
 }
 
-// rank 0's `found`, on every rank.
+// What rank 0 has found, on every rank.
 static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
 
 // Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended before.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
-    bool ended = t->step == t->start.config.steps;
-    bool validates = is_validated(*t, ended), draws = ended || is_due(t->step, c.sample_every);
-    if (validates && !on_rank_0(t, t->validated.contains(t->step))) validate(t);
-    if (on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)))) t->sampled = t->step;  // nor does the run's end draw it
-    if (draws && t->sampled != t->step) save_samples(t);
+    bool was_last = t->step == t->start.config.steps;
+    if (is_validation_due(*t, was_last)) {
+        bool is_validated = on_rank_0(t, t->validated.contains(t->step));
+        if (!is_validated) validate(t);
+    }
+
+    bool is_sampled = on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)));
+    if (is_sampled) t->sampled = t->step;  // so that the run's end does not draw them either
+    bool is_sampling_due = was_last || is_due(t->step, c.sample_every);
+    if (is_sampling_due && t->sampled != t->step) save_samples(t);
     fflush(stdout);
 }
 
 // The step up to which steps may be given to the device: not past one after which the host needs the weights.
 static long last_to_begin(const Trainer& t) {
     const Config& c = t.model.config;
+    int val_every = t.validation.count ? c.val_every : 0;
     long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) last = std::min(last, (t.step / every + 1) * every);
+    for (int every : {c.save_every, c.sample_every, val_every}) {
+        if (!every) continue;
+        long next_due = (t.step / every + 1) * every;
+        last = std::min(last, next_due);
+    }
     return last;
+}
+
+// Shows the steps that were under way when the run was stopped.
+static void finish_steps(Trainer* t, Pace* pace) {
+    while (t->step < t->begun) {
+        StepState result = await_step(t);
+        if (!result.finite) break;
+        show_step(t, result, pace);
+    }
+}
+
+// Saves and draws what the last step has not.
+static void finish_run(Trainer* t) {
+    const Config& c = t->model.config;
+    bool is_saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
+    if (!is_saved) save(t);
+    if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
     if (t->step && c.resume_given) catch_up(t);
 
-    Pace pace = {t->step};
+    Pace pace = begin_pace(t->step);
     while (t->step < c.steps && !stop_agreed) {
         while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
@@ -5397,22 +5444,16 @@ static void train(Trainer* t) {
         fflush(stdout);
 
         double paused = seconds_now();
-        if (is_validated(*t, t->step == c.steps)) validate(t);
+        if (is_validation_due(*t, t->step == c.steps)) validate(t);
         if (is_due(t->step, c.save_every)) save(t);
         if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun) {  // what Ctrl-C left under way
-        StepState result = await_step(t);
-        if (!result.finite) break;
-        show_step(t, result, &pace);
-    }
-
+    finish_steps(t, &pace);
     clear_line();
-    bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
-    if (!saved) save(t);
-    if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
+
+    finish_run(t);
     print_summary(*t, pace.first, pace.end - pace.start);
 }
 
