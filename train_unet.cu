@@ -5331,8 +5331,8 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     t->metrics.add(line + "]}\n");
 }
 
-// " | ETA 3m": the time that is left, where steps go on to take so many milliseconds. Steps that match distributions take
-// longer than those before, so that in these it is the time until then.
+// " | ETA 3m 20s": the time that is left if steps go on taking so many milliseconds. Steps that match distributions take longer
+// than those before them; until these begin, it is the time up to the first.
 static std::string eta_text(const Config& c, long step, double ms) {
     long end = c.steps;
     bool is_on_paths = c.matching_fraction > 0 && objective_of(c, step - 1) == OBJECTIVE_PATHS;
@@ -5477,16 +5477,18 @@ static void handle_signals() {
 
 // Runs `program`, and reports what it fails with. Returns main's status.
 static int guarded(auto program) {
+    // the sentence is made while there is memory for it
     Failure failure = {1, "out of memory; use a smaller --batch_size or --num_samples, or fewer images"};
     try {
         return program();
     } catch (const Failure& thrown) {
         failure = thrown;
-    } catch (const std::bad_alloc&) {
-    } catch (const std::length_error&) {
     } catch (const std::system_error& thrown) {
         failure.sentence = text("the system did not give what was asked of it, such as a thread: %s", thrown.what());
+    } catch (const std::bad_alloc&) {
+    } catch (const std::length_error&) {
     }
+
     fflush(stdout);
     if (world.size > 1) end_ranks(failure.status, failure.sentence);  // the device may wait for other ranks
     fprintf(stderr, "error: %s\n", failure.sentence.c_str());
@@ -5494,6 +5496,21 @@ static int guarded(auto program) {
 }
 
 #ifndef TESTING
+// Says where --steps or --lr_schedule leave a run nothing to learn.
+static void note_schedule(const Config& c, long step) {
+    std::string schedule = flag_text(c, flag_named("lr_schedule"));
+    if (step >= c.steps) {
+        printf("already at step %ld of --steps %d: nothing is left to train\n", step, c.steps);
+    } else if (is_schedule_over(c, step)) {
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n", schedule,
+              constant_rate(c));
+    } else if (is_schedule_over(c, c.steps - 1)) {
+        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
+              "constant and a lower --lr\n",
+              schedule, c.steps);
+    }
+}
+
 // Says what is to be known of a run before it starts.
 static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     const Config& config = trainer.model.config;
@@ -5502,15 +5519,7 @@ static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     note_attention(config, given);
     if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
-    if (trainer.step >= config.steps)
-        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (is_schedule_over(config, trainer.step))
-        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n",
-              flag_text(config, flag_named("lr_schedule")), constant_rate(config));
-    else if (is_schedule_over(config, config.steps - 1))
-        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
-              "constant and a lower --lr\n",
-              flag_text(config, flag_named("lr_schedule")), config.steps);
+    note_schedule(config, trainer.step);
 }
 
 // Says what a run learns from, and where it starts.
@@ -5518,9 +5527,11 @@ static void print_start(const Trainer& trainer) {
     const Config& config = trainer.model.config;
     if (config.path_steps)
         say("note: the network learns from what %s draws; the images are no examples", config.model_weights);
+
     long last = (long)steps_on_paths(config);
     if (config.matching_fraction > 0 && trainer.step < last && last < config.steps)
         say("note: up to step %ld it learns paths; then it matches distributions, and its loss is another", last);
+
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
@@ -5533,57 +5544,75 @@ static void run_training(const GivenFlags& given) {
     if (!config.dry_run) prepare_run(&trainer);
     print_notes(trainer, given);
     print_run(trainer.model);
+
     if (config.dry_run) {
         check_memory(trainer.model);
         check_samples(trainer.model, config.num_samples, "lower --num_samples");
         return print_time(config, trainer.step);
     }
+
     print_start(trainer);
     train(&trainer);
 }
 
-#ifndef PROFILING  // dev/bench/profile.cu has its own
+#ifndef PROFILING  // dev/bench/profile.cu has its own run_program
+// Prints the configuration that a run with these flags would have.
+static void print_configuration(const GivenFlags& given) {
+    Trainer trainer;
+    plan_run(&trainer, given);
+    fputs(config_text(trainer.model.config).c_str(), stdout);
+}
+
 static void run_program(int argc, char** argv) {
     GivenFlags given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
+
     bool draws = config.generate || *config.seeds;
     if (config.generate && !config.num_samples)
         fail_usage("--num_samples 0 draws nothing; leave --generate out to train, or say how many pictures");
-    if (const GivenFlag* g = was_typed(given, "output_dir"); g && !draws)
+    const GivenFlag* output_dir = was_typed(given, "output_dir");
+    if (output_dir && !draws)
         fail_usage("--output_dir %s draws nothing by itself; add --generate, or say which with --seeds",
-                   g->value);
-    if (config.print_config) {
-        Trainer trainer;
-        plan_run(&trainer, given);
-        fputs(config_text(trainer.model.config).c_str(), stdout);
-        return;
-    }
+                   output_dir->value);
+    if (config.print_config) return print_configuration(given);
+
     start_ranks(config);
     backend_init();
     std::string ranks = connect_ranks(config);
     if (!config.dry_run) handle_signals();  // a timing has nothing to save
     print("%s on %s%s\n", network.program, backend_name(), ranks);
+
     if (draws) run_generate(given);
     else run_training(given);
     leave_ranks();
 }
 #endif
 
+// If a standard stream is closed, the next file opened would take its place: /dev/null does instead.
+static void open_standard_streams() {
+    for (int standard : {0, 1, 2})
+        if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
+}
+
+// Fails where what was printed could not be written. Where a pipe's reader or the terminal has gone, which sets stop_asked,
+// there is nobody to tell.
+static void check_output() {
+    errno = 0;
+    bool is_written = !fflush(stdout) && !ferror(stdout);
+    if (!is_written && !stop_asked)
+        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+}
+
 int main(int argc, char** argv) {
     signal(SIGILL, [](int) {  // -march=native has used what the processor has that compiled it
         end_at_signal("error: this program was built for another processor; run make on this machine\n");
     });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write then fails with a message
-    // If a standard stream is closed, the next file opened would take its place: /dev/null does instead.
-    for (int standard : {0, 1, 2})
-        if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    open_standard_streams();
     return guarded([&] {
         run_program(argc, argv);
-        // where stop_asked because a pipe's reader or the terminal has gone, there is nobody to tell
-        errno = 0;
-        if ((fflush(stdout) || ferror(stdout)) && !stop_asked)
-            fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+        check_output();
         return EXIT_SUCCESS;
     });
 }
