@@ -58,7 +58,8 @@
 //   7  OPTIMISER: AdamW and averaged weights; Muon
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
-//  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
+//  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to pictures; from flags to
+//        a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; which kernel does a GEMM; weight gradient; launchers
@@ -4402,8 +4403,8 @@ static void print_run(const Model& m) {
     print_memory(m);
 }
 
-// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. The defaults and presets
-// are meant for any --image_size, and a config.txt lists the defaults too: nothing is said of either.
+// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. Nothing is said
+// of the defaults, which a config.txt may list, and of a preset's sizes: those are meant for any --image_size.
 static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--")) return;
@@ -4435,7 +4436,8 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images, a mean over 20 steps from `first` on, or over as many as `seconds` allow.
+// Milliseconds of a training step of `batch` images: a mean over 20 steps from `first` on, or over as many as
+// `seconds` allow.
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
@@ -4459,7 +4461,8 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     return 1e3 * taken / steps;
 }
 
-// How many images are timed, of the `own` that a step has on this device: on a GPU all, on a CPU as many as take a second.
+// How many images are timed, of the `own` that a step has on this device: on a GPU all, on a CPU, to be quick, as
+// many as take a second.
 static int images_to_time(const Config& config, int own) {
     if (ON_GPU) return own;
     int in_a_second = (int)(1000 / time_step(config, 1, 0));
@@ -4468,7 +4471,7 @@ static int images_to_time(const Config& config, int own) {
 
 static std::string milliseconds(double ms) { return text("%.*f ms", ms < 100 ? 2 : 0, ms); }
 
-// Prints how long a training step takes, and all that are left. Afterwards `world` has one rank; the program ends then.
+// Prints how long a training step takes, and all that are left. Afterwards `world` has one rank: the program ends.
 static void print_time(const Config& config, long steps_done) {
     int ranks = world.size;
     world = World();  // timed alone, on a CPU with all threads
@@ -4485,9 +4488,9 @@ static void print_time(const Config& config, long steps_done) {
     long left = std::max(0L, config.steps - steps_done);
     double all_ms = left * ms;
     if (config.matching_fraction > 0) {
-        long first = (long)steps_on_paths(config);  // that matches distributions, as all after it
-        long matching = std::clamp(config.steps - first, 0L, left);
-        double matching_ms = ms_from(first);
+        long first_matching = (long)steps_on_paths(config);
+        long matching = std::clamp(config.steps - first_matching, 0L, left);
+        double matching_ms = ms_from(first_matching);
         print("one that matches distributions: %s\n", milliseconds(matching_ms));
         all_ms = (left - matching) * ms + matching * matching_ms;
     }
@@ -4527,13 +4530,13 @@ static void read_launcher() {
     }
 }
 
-// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that one
-// fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, the launcher
-// ends them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. So nobody is left
-// waiting in the middle of a message.
+// When a rank dies, all end, so that nobody is left waiting in the middle of a message. Rank 0 has a thread for
+// each rank that it has forked, which waits for this rank and ends rank 0 when it fails. The kernel then ends the
+// other ranks: see end_after_rank_0. Ranks that a launcher has started are ended by the launcher. With NCCL each
+// rank also ends itself when NCCL says that another is gone: see watch_nccl.
 #define OTHERS_END ", and the others end with it; the last checkpoint stands"
 
-// Whether this thread is the first, among those of all ranks of a machine, to find what ends them: only the first reports it.
+// Whether this thread is the first on its machine, among all ranks', to find what ends them. Only the first reports.
 static bool first_to_report() {
     int nobody = 0;
     return forked_ranks->reporter.compare_exchange_strong(nobody, world.rank + 1);
@@ -4552,7 +4555,7 @@ static bool first_to_report() {
     _exit(EXIT_FAILURE);
 }
 
-// Waits for a rank that rank 0 has forked: a thread of rank 0 does.
+// Waits for a rank that rank 0 has forked, in a thread of rank 0.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
@@ -4603,10 +4606,12 @@ static void start_ranks(const Config& c) {
 
     int asked = ON_GPU ? c.gpus : c.processes;
     read_launcher();
-    if (world.size > 1 && (!ON_GPU || asked > 1))
+    bool is_launched = world.size > 1;
+    if (is_launched && (!ON_GPU || asked > 1))
         fail_usage("a launcher has started %d ranks: leave --gpus out, or on a CPU start the program once, with "
                    "--processes %d",
                    world.size, world.size);
+
     world.forked = asked > 1;
     if (world.forked) world.size = asked;
     if (world.size == 1 || c.dry_run) return;
@@ -4630,7 +4635,7 @@ static void leave_ranks() {
     for (std::thread& watcher : rank_watchers) watcher.join();
 }
 
-// ---- from flags to a run ----------------------------------------------------------------------------------
+// ---- from flags to pictures -------------------------------------------------------------------------------
 // The seeds of the pictures that --num_samples and --seed, or --seeds, ask for.
 static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& given) {
     if (!*c.seeds) {
@@ -4662,11 +4667,14 @@ static std::string sampler_text(const Config& c) {
 
 // Opens the weights that --generate draws with: --model_weights, or the newest of the run in --out_dir.
 static WeightsFile weights_to_draw_with(const Config& c, const GivenFlags& given) {
-    // A file for --config that names both is a run's: the run began with --model_weights, and has newer ones in its folder.
-    bool began_with_them = *c.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
-                           !list_checkpoints(c.out_dir).empty();
-    if (*c.model_weights && !began_with_them) return open_weights(c.model_weights);
-    return newest_checkpoint(c.out_dir, "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER");
+    // A file for --config that names both is a run's: the run began with --model_weights, and its folder may hold
+    // newer ones.
+    bool names_both = *c.model_weights && was_given(given, "out_dir");
+    bool is_of_run = names_both && !was_typed(given, "model_weights");
+    bool has_newer = is_of_run && !list_checkpoints(c.out_dir).empty();
+    if (*c.model_weights && !has_newer) return open_weights(c.model_weights);
+    return newest_checkpoint(c.out_dir,
+                             "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER");
 }
 
 // Refuses a --threshold and notes a --sampler that do not fit the weights of this file.
@@ -4707,8 +4715,9 @@ static Drawing plan_drawing(const GivenFlags& given) {
              config.use_ema);
 
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
-        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
-             "in .png or .npy", config.output_name);
+        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the "
+             "name in .png or .npy",
+             config.output_name);
     return {config, file, section, taken};
 }
 
@@ -4726,11 +4735,13 @@ static SampleGrid plan_pictures(const Drawing& drawing, const std::vector<uint32
     return grid;
 }
 
-// Says which typed flags are for training alone.
+// Says which of the typed flags are for training alone.
 static void note_training_flags(const GivenFlags& given) {
     for (const GivenFlag& g : given) {
-        bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
-        if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
+        bool is_typed = g.origin.empty();
+        bool is_used = index_of({"batch_size", "seed"}, g.flag->name) >= 0;
+        if (is_typed && !is_used && g.flag->group == TRAINING)
+            say("note: --%s does nothing with --generate", g.flag->name);
     }
 }
 
@@ -4815,6 +4826,7 @@ static void run_generate(const GivenFlags& given) {
     draw_pictures(&m, drawing, grid);
 }
 
+// ---- from flags to a run ----------------------------------------------------------------------------------
 // Refuses a --resume that names a file, and an --out_dir that names another folder.
 static void check_resumed_folder(const Config& c, const GivenFlags& given) {
     if (file_exists(c.out_dir) && !is_folder(c.out_dir)) {
@@ -4830,7 +4842,8 @@ static void check_resumed_folder(const Config& c, const GivenFlags& given) {
              out_dir->value, c.resume);
 }
 
-// Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
+// Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were
+// typed.
 static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     check_resumed_folder(*config, given);
     t->checkpoints = list_checkpoints(config->out_dir);
@@ -4844,7 +4857,8 @@ static void resume_run(Trainer* t, Config* config, GivenFlags given) {
     *config = file.config;
     apply_flags(config, given);
 
-    t->step = t->saved = file.step;
+    t->step = file.step;
+    t->saved = file.step;
     t->smoothed = file.smoothed;
     t->history = file.history;
 }
@@ -4860,12 +4874,13 @@ static void share_batch(Config* c) {
     int microbatch = microbatch_size(*c);
     int count = ceil_div(batch, microbatch);
     if (count % ranks)
-        fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a multiple of %d",
+        fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a "
+             "multiple of %d",
              batch, microbatch, counted(count, "part"), ranks, microbatch * ranks);
 }
 
-// A name for every row of a model's table of classes. A class without a name has its number, and the last row, which stands
-// for no class, has NO_CLASS. Such names begin with a line feed, so that they differ from every real name.
+// A name for every row of a model's table of classes. A class without a name has its number, and the last row, which
+// stands for no class, has NO_CLASS. Such names begin with a line feed, so that they differ from every real name.
 static const char NO_CLASS[] = "\nnone";
 static Strings row_names(const Config& c, Strings names) {
     if (!c.class_cond) return {};
@@ -4877,8 +4892,8 @@ static bool is_real_name(const std::string& row) { return row[0] != '\n'; }
 
 static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
 
-// "cat and dog are kept, bird is new, and the row for no class is dropped": what becomes of the classes of a file's table in
-// a model with these rows.
+// What becomes of a file's table of classes in a model with these rows: "cat and dog are kept, bird is new, and the
+// row for no class is dropped".
 static std::string change_of_rows(const Strings& rows, const Strings& file_rows) {
     Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
@@ -4940,10 +4955,11 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     int known = start.class_cond ? start.num_classes : 0;  // classes of the model that the run starts from
 
     Strings names;  // those of the images
-    if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
+    bool is_number_known = c->num_classes || known;
+    if (!is_number_known || file_exists(c->data_file)) names = read_class_names(c->data_file);
 
     Strings start_names = names_of_start(t, *c, given, known);
-    bool is_assumed = known && start_names.empty();  // that the model has the images' classes
+    bool is_assumed = known && start_names.empty();  // that the model has the images' classes, in their order
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
@@ -4960,6 +4976,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
+
     long seen = std::max((long)names.size(), (long)known);
     if (c->num_classes > seen)
         t->notes.push_back(text("--num_classes %d: only %ld have images, and the others are never learned",
@@ -5001,8 +5018,8 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
-        fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 or more, "
-             "or --num_samples 0",
+        fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 "
+             "or more, or --num_samples 0",
              config.guidance_scale);
 
     if (config.resume_given) t->changes = changed_flags(t->start.config, config);
@@ -5151,7 +5168,9 @@ static bool is_schedule_over(const Config& c, long step) {
 }
 
 // The flags with which a run whose schedule is over learns on.
-static std::string constant_rate(const Config& c) { return text("--lr_schedule constant --lr %g", c.hyper.lr / 10); }
+static std::string constant_rate_flags(const Config& c) {
+    return text("--lr_schedule constant --lr %g", c.hyper.lr / 10);
+}
 
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
@@ -5160,8 +5179,8 @@ static std::string samples_path(const std::string& folder, long step) {
 // Whether what is done every `every` steps (0: never) is due after this step.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
-// Deletes the checkpoints before this step that neither --keep nor --keep_every keeps. Those of later steps are left alone:
-// they are damaged, because --resume has passed over them.
+// Deletes the checkpoints up to step `newest` that neither --keep nor --keep_every keeps. Those of later steps are
+// left alone: they are damaged, because --resume has passed over them.
 static void delete_old_checkpoints(const Config& c, long newest) {
     int newer = 0;
     for (long step : list_checkpoints(c.out_dir)) {  // the newest first
@@ -5192,7 +5211,8 @@ static void save_samples(Trainer* t) {
     std::vector<float> samples;
     double start = seconds_now();
     SampleGrid grid = plan_grid(c, consecutive(c.seed, c.num_samples), t->model.class_names);
-    if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
+    bool done = sample(&t->model, &samples, grid.specs, false);
+    if (!done || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
@@ -5225,7 +5245,7 @@ static void print_best_validation(const Trainer& t) {
 static std::string flags_to_go_on(const Config& c, long step) {
     if (step < c.steps) return "";
     std::string flags = text(" --steps %ld", std::max(1L, 2 * step));
-    if (is_schedule_over(c, step)) flags += " " + constant_rate(c);
+    if (is_schedule_over(c, step)) flags += " " + constant_rate_flags(c);
     return flags;
 }
 
@@ -5281,13 +5301,13 @@ static void give_up(Trainer* t, const StepState& result) {
 
     std::string advice = "start again with a lower --lr";
     if (t->saved)
-        advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the one "
-                      "before",
+        advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the "
+                      "one before",
                       shell_word(c.out_dir), checkpoint_path(c.out_dir, t->saved));
     fail("the %s became %s in step %ld; %s", what, value, t->step + 1, advice);
 }
 
-// The times of a run. The time that saving, sampling and validating take is left out, by moving start, end and log_start on.
+// The times of a run. What saving, sampling and validating take is left out: pause() moves the times on by it.
 struct Pace {
     long first;        // the step that the run began after
     long logged;       // the step of the log's newest line
@@ -5331,8 +5351,8 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     t->metrics.add(line + "]}\n");
 }
 
-// " | ETA 3m 20s": the time that is left if steps go on taking so many milliseconds. Steps that match distributions take longer
-// than those before them; until these begin, it is the time up to the first.
+// " | ETA 3m 20s": the time that is left if steps go on taking so many milliseconds. Steps that match distributions
+// take longer than those before them; until they begin, it is the time up to the first of them.
 static std::string eta_text(const Config& c, long step, double ms) {
     long end = c.steps;
     bool is_on_paths = c.matching_fraction > 0 && objective_of(c, step - 1) == OBJECTIVE_PATHS;
@@ -5343,8 +5363,8 @@ static std::string eta_text(const Config& c, long step, double ms) {
     return line;
 }
 
-// Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the next
-// one overwrites.
+// Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the
+// next one overwrites.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
     bool is_first = t->step == pace->first + 1;
@@ -5385,7 +5405,8 @@ static bool is_validation_due(const Trainer& t, bool is_last) {
 // What rank 0 has found, on every rank.
 static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
 
-// Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended before.
+// Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended
+// before.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
     bool was_last = t->step == t->start.config.steps;
@@ -5503,10 +5524,10 @@ static void note_schedule(const Config& c, long step) {
         printf("already at step %ld of --steps %d: nothing is left to train\n", step, c.steps);
     } else if (is_schedule_over(c, step)) {
         print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n", schedule,
-              constant_rate(c));
+              constant_rate_flags(c));
     } else if (is_schedule_over(c, c.steps - 1)) {
-        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
-              "constant and a lower --lr\n",
+        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see "
+              "--lr_schedule constant and a lower --lr\n",
               schedule, c.steps);
     }
 }
@@ -5595,8 +5616,8 @@ static void open_standard_streams() {
         if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
 }
 
-// Fails where what was printed could not be written. Where a pipe's reader or the terminal has gone, which sets stop_asked,
-// there is nobody to tell.
+// Fails if what was printed could not be written. If a pipe's reader or the terminal has gone, which sets
+// stop_asked, there is nobody to tell.
 static void check_output() {
     errno = 0;
     bool is_written = !fflush(stdout) && !ferror(stdout);
