@@ -4746,7 +4746,7 @@ static void note_training_flags(const GivenFlags& given) {
 }
 
 // Writes each picture to a file of its own in --output_dir.
-static void write_each(const Config& c, const SampleGrid& grid, const std::vector<float>& samples) {
+static void write_each_picture(const Config& c, const SampleGrid& grid, const std::vector<float>& samples) {
     size_t count = grid.specs.size();
     size_t elements = samples.size() / count;
     for (size_t n = 0; n < count; n++) {
@@ -4772,7 +4772,7 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
         human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
 
     if (c.show && !as_array) show_grid(c.output_name, picture);
-    if (*c.output_dir) write_each(c, grid, samples);
+    if (*c.output_dir) write_each_picture(c, grid, samples);
 }
 
 static void draw_pictures(Model* m, const Drawing& drawing, const SampleGrid& grid) {
@@ -4932,7 +4932,7 @@ static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const St
 }
 
 // The names of the classes of the model that a run starts from; empty: there is none, or it does not tell them.
-static Strings names_of_start(Trainer* t, const Config& c, const GivenFlags& given, int num_classes) {
+static Strings class_names_of_start(Trainer* t, const Config& c, const GivenFlags& given, int num_classes) {
     const WeightsFile& file = t->start;
     if (num_classes && file.class_names.empty()) {
         Strings names = shown_names(c, {}, num_classes);  // those of --class_names, if it is given
@@ -4958,7 +4958,7 @@ static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
     bool is_number_known = c->num_classes || known;
     if (!is_number_known || file_exists(c->data_file)) names = read_class_names(c->data_file);
 
-    Strings start_names = names_of_start(t, *c, given, known);
+    Strings start_names = class_names_of_start(t, *c, given, known);
     bool is_assumed = known && start_names.empty();  // that the model has the images' classes, in their order
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
