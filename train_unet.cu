@@ -58,7 +58,8 @@
 //   7  OPTIMISER: AdamW and averaged weights; Muon
 //   8  TRAINING: memory of a run; the first and the last launch of a step; a training step; sampling
 //   9  CHECKPOINTS
-//  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to a run; the loop; main
+//  10  A RUN AND MAIN: what a run prints; how long a step takes; ranks; from flags to pictures; from flags to
+//        a run; the loop; main
 //  11  LAYERS ON THE GPU: the machine; what the kernels share; layers written once; group norm + SiLU;
 //        attention; linear layers, 1x1 and 3x3 convolutions; vectors and instructions; patches; forward and
 //        input gradient; which kernel does a GEMM; weight gradient; launchers
@@ -4309,8 +4310,10 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
 static void print_flags(const Config& c) {
     int column = 0;
     for (const Flag& flag : FLAGS) {
+        if (flag.group == OTHER) continue;
         std::string value = flag_text(c, flag);
-        if (flag.group == OTHER || value.empty()) continue;
+        if (value.empty()) continue;
+
         column = (column + 1) % 3;
         print("%-22s %-14s%s", flag.name, printable(value), column ? "  " : "\n");
     }
@@ -4318,54 +4321,80 @@ static void print_flags(const Config& c) {
     printf("\n");
 }
 
-// Prints the blocks of the network, a line each.
+// Prints the network's block number i as a line of the table below.
+static void print_block(const Plan& plan, int i) {
+    Block b = plan.blocks[i];
+
+    std::string reads = text("%d %d %d", b.H, b.H, b.C);
+    if (b.C2) reads += text(" + %d", b.C2);
+    std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
+    std::string skip;
+    if (b.skip >= 0) skip = text("%d", b.skip);
+
+    size_t parameters = 0;
+    for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
+
+    size_t kept = 0;  // bytes that are still read after the block's forward pass
+    for (const Buffer* buffer : buffers_of(&b))
+        if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+
+    print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
+          reads, writes, skip, parameters, human_bytes(kept));
+}
+
 static void print_blocks(const Plan& plan) {
     printf("%-4s %-20s %-10s %-24s %-16s %5s %11s %10s\n", "", "block", "kind", "reads (H, W, C)", "writes",
            "skip", "parameters", "kept");
-    for (int i = 0; i < (int)plan.blocks.size(); i++) {
-        Block b = plan.blocks[i];
-        size_t parameters = 0, kept = 0;
-        for (int k = 0; k < b.num_params; k++) parameters += plan.tensors[b.param + k].count;
-        for (const Buffer* buffer : buffers_of(&b))
-            if (buffer->first <= i && buffer->last > i) kept += buffer->bytes;
+    for (int i = 0; i < (int)plan.blocks.size(); i++) print_block(plan, i);
+}
 
-        std::string reads = text("%d %d %d", b.H, b.H, b.C), skip;
-        std::string writes = text("%d %d %d", b.out_H, b.out_H, b.O);
-        if (b.C2) reads += text(" + %d", b.C2);
-        if (b.skip >= 0) skip = text("%d", b.skip);
-        print("%-4d %-20s %-10s %-24s %-16s %5s %11zu %10s\n", i, b.name, network.block_kinds[b.kind],
-              reads, writes, skip, parameters, human_bytes(kept));
+// How often training has an array of the weights' size, and what they hold: " (6 times: gradients, AdamW, EMA)".
+static std::string copies_text(const Model& m) {
+    const Config& c = m.config;
+    int arrays = 3 + gradient_buffers(&m);  // 3: the weights themselves and AdamW's two moments
+    std::string names = "gradients, AdamW";
+    if (m.muon.count) {
+        arrays += 4 * sizeof(floatX) / sizeof(float);
+        names += ", Muon";
     }
+    if (ema_count(c)) {
+        arrays += ema_count(c);
+        names += ", EMA";
+    }
+    if (c.path_steps) {
+        arrays++;
+        names += ", teacher";
+    }
+    if (c.matching_fraction > 0) {
+        arrays += 3;
+        names += ", fake with AdamW";
+    }
+    return text(" (%d times: %s)", arrays, names);
+}
+
+// Prints what each of several ranks computes and sends in a step.
+static void print_shards(const Model& m) {
+    int images = std::min(microbatch_count(&m) * m.plan.batch, m.config.batch_size);
+    double sent = (1 - 1.0 / world.size) * (double)m.plan.num_floats;  // floats that a rank sends in a step
+
+    printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
+    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
+    print("and %s of weights", human_bytes(sent * sizeof(floatX)));
+    if (m.muon.count) printf(", and as much of Muon's momentum");
+    printf("; --microbatch %d makes the same on any number of ranks\n\n", microbatch_size(m.config));
 }
 
 static void print_memory(const Model& m) {
-    const Config& c = m.config;
     const Plan& plan = m.plan;
-    const char* ema = ema_count(c) ? ", EMA" : "";
-    const char* teacher = c.path_steps ? ", teacher" : "";
-    const char* fake = c.matching_fraction > 0 ? ", fake with AdamW" : "";
-    const char* gradients = plan.training ? ", their gradients" : "";
-    int arrays = 3 + ema_count(c) + gradient_buffers(&m);  // of the weights' size
-    if (c.path_steps) arrays++;
-    if (c.matching_fraction > 0) arrays += 3;
-    if (m.muon.count) arrays += 4 * sizeof(floatX) / sizeof(float);
     std::string copies;
-    if (plan.training && !is_sharded(&m))
-        copies = text(" (%d times: gradients, AdamW%s%s%s%s)", arrays, m.muon.count ? ", Muon" : "", ema, teacher, fake);
+    if (plan.training && !is_sharded(&m)) copies = copies_text(m);
+    const char* gradients = plan.training ? ", their gradients" : "";
 
     printf("%zu parameters in %zu tensors; memory: ", plan.num_parameters, plan.tensors.size());
     print("%s weights%s, ", human_bytes(4.0 * (double)plan.num_parameters), copies);
     print("%s activations%s and scratch; ", human_bytes(plan.arena_bytes), gradients);
     print("%s in all\n\n", human_bytes(memory_of(m)));
-    if (!is_sharded(&m)) return;
-
-    double sent = (1 - 1.0 / world.size) * (double)plan.num_floats;  // floats that a rank sends in a step
-    int images = std::min(microbatch_count(&m) * plan.batch, c.batch_size);
-    printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
-    print("for which it sends %s of gradients ", human_bytes(sent * sizeof(float)));
-    print("and %s of weights", human_bytes(sent * sizeof(floatX)));
-    printf("%s; ", m.muon.count ? ", and as much of Muon's momentum" : "");
-    printf("--microbatch %d makes the same on any number of ranks\n\n", microbatch_size(c));
+    if (is_sharded(&m)) print_shards(m);
 }
 
 static void print_run(const Model& m) {
@@ -4374,12 +4403,13 @@ static void print_run(const Model& m) {
     print_memory(m);
 }
 
-// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. It says nothing of the
-// defaults, even where config.txt lists them, and of a preset's: those are meant for any --image_size.
+// Says which sizes of --attention_resolutions no level has, if they were typed or come from a file. Nothing is said
+// of the defaults, which a config.txt may list, and of a preset's sizes: those are meant for any --image_size.
 static void note_attention(const Config& c, const GivenFlags& given) {
     const GivenFlag* g = was_given(given, "attention_resolutions");
     if (!g || g->origin.starts_with("--")) return;
-    if (!g->origin.empty() && g->value == g->flag->standard) return;
+    bool from_file = !g->origin.empty();
+    if (from_file && g->value == g->flag->standard) return;
 
     std::set<int> sizes;  // the levels'
     for (int level = 0; level < list_length(c.channel_mult); level++) sizes.insert(c.image_size >> level);
@@ -4395,7 +4425,9 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     int B = config.batch_size;
     t->images.count = B;
     t->images.bytes.assign(B * config.in_channels * pixels_of(config), 127);
-    for (int i = 0; i < B && config.class_cond; i++) t->images.labels.push_back(i % config.num_classes);
+    if (config.class_cond)
+        for (int i = 0; i < B; i++) t->images.labels.push_back(i % config.num_classes);
+
     t->model = plan_model(config, microbatch_size(config), true);
     check_memory(t->model);
     allocate_model(&t->model);
@@ -4404,7 +4436,8 @@ static void prepare_trial_run(Trainer* t, const Config& config, long first = 0) 
     prepare_steps(t);
 }
 
-// Milliseconds of a training step of `batch` images, a mean over 20 steps from `first` on, or over as many as `seconds` allow.
+// Milliseconds of a training step of `batch` images: a mean over 20 steps from `first` on, or over as many as
+// `seconds` allow.
 static double time_step(Config config, int batch, double seconds, long first = 0) {
     Trainer t;
     config.batch_size = batch;
@@ -4418,61 +4451,77 @@ static double time_step(Config config, int batch, double seconds, long first = 0
     for (int i = 0; i < STEPS_IN_FLIGHT; i++) take_step();  // to warm up; on a GPU the second step is captured
 
     double start = seconds_now();
-    int n = 0;
-    for (; n < STEPS_IN_FLIGHT || (n < 20 && seconds_now() - start < seconds); n++) take_step();
+    int steps = 0;
+    while (steps < STEPS_IN_FLIGHT || (steps < 20 && seconds_now() - start < seconds)) {
+        take_step();
+        steps++;
+    }
     double taken = seconds_now() - start;
     backend_wait();  // for what is still under way
-    return 1e3 * taken / n;
+    return 1e3 * taken / steps;
 }
 
-// Prints how long a training step takes, and all that are left. To be quick a CPU may time a part of the batch. Afterwards
-// `world` has one rank; the program ends then.
+// How many images are timed, of the `own` that a step has on this device: on a GPU all, on a CPU, to be quick, as
+// many as take a second.
+static int images_to_time(const Config& config, int own) {
+    if (ON_GPU) return own;
+    int in_a_second = (int)(1000 / time_step(config, 1, 0));
+    return std::clamp(in_a_second, 1, own);
+}
+
+static std::string milliseconds(double ms) { return text("%.*f ms", ms < 100 ? 2 : 0, ms); }
+
+// Prints how long a training step takes, and all that are left. Afterwards `world` has one rank: the program ends.
 static void print_time(const Config& config, long steps_done) {
-    int ranks = std::exchange(world, World()).size;  // timed alone, on a CPU with all threads
+    int ranks = world.size;
+    world = World();  // timed alone, on a CPU with all threads
     int batch_size = config.batch_size;
     int own = ON_GPU ? batch_size / ranks : batch_size;  // the images of a step that run on this device
-    int timed = own;
-    if (!ON_GPU) timed = std::clamp((int)(1000 / time_step(config, 1, 0)), 1, own);
+    int timed = images_to_time(config, own);
     auto ms_from = [&](long first) { return time_step(config, timed, 2, first) * own / timed; };
-    auto digits = [](double ms) { return ms < 100 ? 2 : 0; };
 
     double ms = ms_from(0);
     std::string how = "measured, on grey images";
     if (timed != batch_size) how = text("an estimate from %d of its %d images", timed, batch_size);
-    print("one training step: %.*f ms, %.1f images/s (%s)\n", digits(ms), ms, 1e3 * batch_size / ms, how);
+    print("one training step: %s, %.1f images/s (%s)\n", milliseconds(ms), 1e3 * batch_size / ms, how);
 
-    long left = std::max(0L, config.steps - steps_done), matching = 0;
-    double matching_ms = 0;
+    long left = std::max(0L, config.steps - steps_done);
+    double all_ms = left * ms;
     if (config.matching_fraction > 0) {
-        matching = std::clamp(config.steps - (long)steps_on_paths(config), 0L, left);
-        matching_ms = ms_from(steps_on_paths(config));
-        printf("one that matches distributions: %.*f ms\n", digits(matching_ms), matching_ms);
+        long first_matching = (long)steps_on_paths(config);
+        long matching = std::clamp(config.steps - first_matching, 0L, left);
+        double matching_ms = ms_from(first_matching);
+        print("one that matches distributions: %s\n", milliseconds(matching_ms));
+        all_ms = (left - matching) * ms + matching * matching_ms;
     }
-    double all_ms = (left - matching) * ms + matching * matching_ms;
-    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"),
-          human_time(all_ms / 1e3));
+    print("%s: %s, besides validation, samples and checkpoints\n", counted(left, "step"), human_time(all_ms / 1e3));
 }
 
 // ---- ranks: start and end ---------------------------------------------------------------------------------
-// The variables by which a cluster's launcher tells a process its rank, the number of ranks, and its number on its machine.
-static const char* const LAUNCHERS[][3] = {
+// The variables of the environment by which a cluster's launcher tells a process its place among the ranks: see World.
+struct Launcher {
+    const char *rank, *size, *local;
+};
+static const Launcher LAUNCHERS[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},                                     // other mpiruns
     {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}};                      // srun
-#define OTHERS_END ", and the others end with it; the last checkpoint stands"
 
 // The number in a variable of the environment; -1 where there is none.
 static int environment_number(const char* name) {
     std::string value = environment(name);
     int number, end = 0;
-    return sscanf(value.c_str(), "%d%n", &number, &end) == 1 && !value[end] ? number : -1;
+    if (sscanf(value.c_str(), "%d%n", &number, &end) != 1) return -1;
+    return value[end] ? -1 : number;
 }
 
 // If a launcher has started several processes, this one becomes the rank that the launcher says.
 static void read_launcher() {
-    for (auto [rank, size, local] : LAUNCHERS) {
-        if (world.size > 1 || !getenv(rank) || !getenv(size)) continue;
+    for (const auto& [rank, size, local] : LAUNCHERS) {
+        if (world.size > 1) return;
+        if (!getenv(rank) || !getenv(size)) continue;
+
         world.rank = environment_number(rank);
         world.size = environment_number(size);
         world.local = getenv(local) ? environment_number(local) : world.rank;
@@ -4481,13 +4530,19 @@ static void read_launcher() {
     }
 }
 
-// Among the ranks of a machine and the threads of each, the first that finds what ends all reports it.
+// When a rank dies, all end, so that nobody is left waiting in the middle of a message. Rank 0 has a thread for
+// each rank that it has forked, which waits for this rank and ends rank 0 when it fails. The kernel then ends the
+// other ranks: see end_after_rank_0. Ranks that a launcher has started are ended by the launcher. With NCCL each
+// rank also ends itself when NCCL says that another is gone: see watch_nccl.
+#define OTHERS_END ", and the others end with it; the last checkpoint stands"
+
+// Whether this thread is the first on its machine, among all ranks', to find what ends them. Only the first reports.
 static bool first_to_report() {
     int nobody = 0;
     return forked_ranks->reporter.compare_exchange_strong(nobody, world.rank + 1);
 }
 
-// Ends this process with a sentence. Where another rank reports one already, it waits until that one ends all.
+// Ends this process with a sentence. Where another rank has one to report already, this one waits to be ended.
 [[noreturn]] static void end_ranks(int status, const std::string& sentence) {
     while (!first_to_report()) pause();
     fprintf(stderr, "error: %s\n", sentence.c_str());
@@ -4500,41 +4555,45 @@ static bool first_to_report() {
     _exit(EXIT_FAILURE);
 }
 
-// When a rank dies, all end. A thread of rank 0 waits for each rank that rank 0 has forked, and ends rank 0 when that
-// one fails; the kernel then ends the other ranks: see end_after_rank_0. Where a launcher has started the ranks, it ends
-// them; with NCCL each rank also ends itself when NCCL says that another is gone: see watch_nccl. Nobody is left waiting in
-// the middle of a message, and the last checkpoint stands.
+// Waits for a rank that rank 0 has forked, in a thread of rank 0.
 static void await_rank(int rank, pid_t process) {
     int status = 0;
     waitpid(process, &status, 0);
     if (!status) return;
-    if (forked_ranks->reporter == rank + 1) _exit(std::max(1, WEXITSTATUS(status)));  // it has said why
+
+    bool has_reported = forked_ranks->reporter == rank + 1;
+    if (has_reported) _exit(std::max(1, WEXITSTATUS(status)));
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
 static std::vector<std::thread> rank_watchers;
 
-// When rank 0 has ended, the kernel sends the ranks that it has forked this signal.
+// Handles the signal that the kernel sends a forked rank when rank 0 has ended.
 static void end_after_rank_0(int) {
     if (first_to_report()) end_at_signal("error: rank 0 failed or was killed" OTHERS_END "\n");
-    if (forked_ranks->reporter != world.rank + 1) _exit(EXIT_FAILURE);  // otherwise the main thread is about to exit
+    bool reports = forked_ranks->reporter == world.rank + 1;  // the main thread does, and is about to exit
+    if (!reports) _exit(EXIT_FAILURE);
+}
+
+// Makes this process, which rank 0 has just forked, another rank.
+static void become_rank(int rank, pid_t rank_0) {
+    world.rank = rank;
+    world.local = rank;
+    signal(SIGUSR1, end_after_rank_0);
+    prctl(PR_SET_PDEATHSIG, SIGUSR1);
+    if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
 }
 
 // Makes this process rank 0, and forks the others. It comes before CUDA is used, which a forked process can't share.
 static void fork_ranks() {
     backend_prepare_fork();
-    fflush(nullptr);
+    fflush(nullptr);  // or else each process prints what is still buffered
     pid_t rank_0 = getpid();
     std::vector<pid_t> forked;
     for (int rank = 1; rank < world.size; rank++) {
-        forked.push_back(fork());
-        if (forked.back() < 0) fail("could not start rank %d: too many processes", rank);
-        if (forked.back()) continue;
-
-        world.rank = world.local = rank;
-        signal(SIGUSR1, end_after_rank_0);
-        prctl(PR_SET_PDEATHSIG, SIGUSR1);
-        if (getppid() != rank_0) raise(SIGUSR1);  // it had ended before the kernel was asked
-        return;
+        pid_t process = fork();
+        if (process < 0) fail("could not start rank %d: too many processes", rank);
+        if (process == 0) return become_rank(rank, rank_0);
+        forked.push_back(process);
     }
     for (int rank = 1; rank < world.size; rank++)
         rank_watchers.emplace_back(await_rank, rank, forked[rank - 1]);
@@ -4542,11 +4601,13 @@ static void fork_ranks() {
 
 // Starts the ranks that --gpus or --processes asks for; or becomes one of those that a launcher has started.
 static void start_ranks(const Config& c) {
+    if (ON_GPU && c.processes > 1) fail_usage("this program was built for the GPU: use --gpus");
+    if (!ON_GPU && c.gpus > 1) fail_usage("this program was built for the CPU: use --processes");
+
     int asked = ON_GPU ? c.gpus : c.processes;
-    if ((ON_GPU ? c.processes : c.gpus) > 1)
-        fail_usage("this program was built for the %s", ON_GPU ? "GPU: use --gpus" : "CPU: use --processes");
     read_launcher();
-    if (world.size > 1 && (!ON_GPU || asked > 1))
+    bool is_launched = world.size > 1;
+    if (is_launched && (!ON_GPU || asked > 1))
         fail_usage("a launcher has started %d ranks: leave --gpus out, or on a CPU start the program once, with "
                    "--processes %d",
                    world.size, world.size);
@@ -4554,6 +4615,7 @@ static void start_ranks(const Config& c) {
     world.forked = asked > 1;
     if (world.forked) world.size = asked;
     if (world.size == 1 || c.dry_run) return;
+
     if (world.forked) fork_ranks();
     if (world.rank && !freopen("/dev/null", "w", stdout)) fail("can't open /dev/null: %s", strerror(errno));
 }
@@ -4573,15 +4635,17 @@ static void leave_ranks() {
     for (std::thread& watcher : rank_watchers) watcher.join();
 }
 
-// ---- from flags to a run ----------------------------------------------------------------------------------
+// ---- from flags to pictures -------------------------------------------------------------------------------
 // The seeds of the pictures that --num_samples and --seed, or --seeds, ask for.
 static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& given) {
     if (!*c.seeds) {
-        if ((double)c.seed + c.num_samples > UINT32_MAX + 1.0)
+        double end = (double)c.seed + c.num_samples;
+        if (end > UINT32_MAX + 1.0)
             fail("--seed %u leaves no seeds for %s: the last is %u", c.seed,
                  counted(c.num_samples, "picture"), UINT32_MAX);
         return consecutive(c.seed, c.num_samples);
     }
+
     std::vector<uint32_t> seeds = parse_list("seeds", c.seeds, UINT32_MAX);
     if (was_typed(given, "num_samples") && c.num_samples != (int)seeds.size())
         fail("--num_samples %d contradicts --seeds, which asks for %s; leave --num_samples out", c.num_samples,
@@ -4589,67 +4653,102 @@ static std::vector<uint32_t> wanted_seeds(const Config& c, const GivenFlags& giv
     return seeds;
 }
 
+// "DDIM with eta 0.5 in 50 steps": how pictures are drawn.
 static std::string sampler_text(const Config& c) {
     static const char* const NAMES[] = {"DDIM", "DDPM", "DPM-Solver++(2M)", "Heun", "consistency"};  // of Sampler
     std::string line = NAMES[c.sampler];
-    long calls = network_calls(make_sampler(c));
     if (c.eta > 0) line += text(" with eta %g", c.eta);
     line += " in " + counted(sampler_steps(c), "step");
+    long calls = network_calls(make_sampler(c));
     if (calls != sampler_steps(c)) line += text(" (%ld network calls)", calls);
     if (c.threshold == THRESHOLD_NONE) line += ", no threshold";
     return line;
 }
 
-// What --generate draws with: the configuration, the weights' file, and which flags were taken from its run.
-static std::tuple<Config, WeightsFile, std::string> sampling_config(const GivenFlags& given) {
+// Opens the weights that --generate draws with: --model_weights, or the newest of the run in --out_dir.
+static WeightsFile weights_to_draw_with(const Config& c, const GivenFlags& given) {
+    // A file for --config that names both is a run's: the run began with --model_weights, and its folder may hold
+    // newer ones.
+    bool names_both = *c.model_weights && was_given(given, "out_dir");
+    bool is_of_run = names_both && !was_typed(given, "model_weights");
+    bool has_newer = is_of_run && !list_checkpoints(c.out_dir).empty();
+    if (*c.model_weights && !has_newer) return open_weights(c.model_weights);
+    return newest_checkpoint(c.out_dir,
+                             "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER");
+}
+
+// Refuses a --threshold and notes a --sampler that do not fit the weights of this file.
+static void check_sampling(const Config& c, const GivenFlags& given, const WeightsFile& file) {
+    if (c.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
+        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
+             file.path);
+    if (c.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
+    if (c.sampler == SAMPLER_CONSISTENCY && !c.consistency)
+        note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
+}
+
+// What --generate draws with.
+struct Drawing {
+    Config config;
+    WeightsFile file;
+    const char* section;  // of the file: the raw weights or one of their averages
+    std::string taken;    // the flags that were taken from the file's run, such as --sampler and --sample_steps
+};
+
+static Drawing plan_drawing(const GivenFlags& given) {
     Config config = given_config(given);
     const GivenFlag* seed = was_typed(given, "seed");  // one from a file was for training
     if (*config.seeds && seed)
         fail("--seed %s contradicts --seeds, which names every picture; leave one out", seed->value);
 
-    // If a file for --config names --model_weights and --out_dir, it is a run's: the run began with these weights, and the
-    // newest are in its folder.
-    bool began = *config.model_weights && !was_typed(given, "model_weights") && was_given(given, "out_dir") &&
-                 !list_checkpoints(config.out_dir).empty();
-    const char* otherwise = "name weights with --model_weights FILE, or a run's folder with --out_dir FOLDER";
-    WeightsFile file = *config.model_weights && !began ? open_weights(config.model_weights)
-                                                       : newest_checkpoint(config.out_dir, otherwise);
+    WeightsFile file = weights_to_draw_with(config, given);
     take_from_file(&config, given, file, TO_SAMPLE);
     std::string taken = take_sampling(&config, given, file.config);
     memcpy(config.hyper.ema_rate, file.config.hyper.ema_rate, sizeof config.hyper.ema_rate);
     check_config(config);
-
-    if (config.threshold == THRESHOLD_DYNAMIC && !was_given(given, "threshold"))
-        fail("%s is drawn with --threshold dynamic, which is generate.py's; name another, such as --threshold clamp",
-             file.path);
-    if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
-    if (config.sampler == SAMPLER_CONSISTENCY && !config.consistency)
-        note(file.path + " was not tuned for --sampler consistency (see --preset consistency)");
+    check_sampling(config, given, file);
 
     if (config.use_ema == 1 && !file.sections.contains("ema")) config.use_ema = 0;
     const char* section = ARRAY_SECTIONS[config.use_ema];
     if (!file.sections.contains(section))
         fail("%s has no section %s for --use_ema %d; choose another, or 0 for the raw weights", file.path, section,
              config.use_ema);
+
     if (!has_ending(config.output_name, ".png") && !has_ending(config.output_name, ".npy"))
-        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the name "
-             "in .png or .npy", config.output_name);
-    return {config, file, taken};
+        fail("--output_name %s: pictures are written as PNG or .npy, which docs/formats.md turns into .npz; end the "
+             "name in .png or .npy",
+             config.output_name);
+    return {config, file, section, taken};
 }
 
-// Writes the grid or the array, and to --output_dir each picture on its own.
-static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
-                          double seconds) {
-    size_t count = grid.specs.size(), elements = samples.size() / count;
-    bool as_array = has_ending(c.output_name, ".npy");
-    Raster picture = as_array ? Raster() : draw_grid(samples, grid.columns, c);
-    if (as_array) write_array(c.output_name, samples, c);
-    else write_png(c.output_name, picture);
-    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
-        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
-    if (c.show && !as_array) show_grid(c.output_name, picture);
-    if (!*c.output_dir) return;
+// Plans the grid of the pictures with these seeds.
+static SampleGrid plan_pictures(const Drawing& drawing, const std::vector<uint32_t>& seeds) {
+    const Config& c = drawing.config;
+    bool has_twins = std::set(seeds.begin(), seeds.end()).size() < seeds.size();
+    if (*c.output_dir && has_twins)
+        fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
 
+    SampleGrid grid = plan_grid(c, seeds, shown_names(c, drawing.file.class_names, c.num_classes));
+    if (*c.classes && grid.num_classes > seeds.size())
+        fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
+                   c.classes, grid.num_classes, counted((long)seeds.size(), "picture"), grid.num_classes);
+    return grid;
+}
+
+// Says which of the typed flags are for training alone.
+static void note_training_flags(const GivenFlags& given) {
+    for (const GivenFlag& g : given) {
+        bool is_typed = g.origin.empty();
+        bool is_used = index_of({"batch_size", "seed"}, g.flag->name) >= 0;
+        if (is_typed && !is_used && g.flag->group == TRAINING)
+            say("note: --%s does nothing with --generate", g.flag->name);
+    }
+}
+
+// Writes each picture to a file of its own in --output_dir.
+static void write_each_picture(const Config& c, const SampleGrid& grid, const std::vector<float>& samples) {
+    size_t count = grid.specs.size();
+    size_t elements = samples.size() / count;
     for (size_t n = 0; n < count; n++) {
         std::string path = text("%s/%06u.png", c.output_dir, grid.specs[n].seed);
         write_png(path, draw_grid(std::span(samples).subspan(n * elements, elements), 1, c, 0));
@@ -4657,95 +4756,131 @@ static void write_samples(const Config& c, const SampleGrid& grid, const std::ve
     say("%s: each picture on its own", c.output_dir);
 }
 
-static void run_generate(const GivenFlags& given) {
-    auto [config, file, taken] = sampling_config(given);
-    std::vector<uint32_t> wanted = wanted_seeds(config, given);
-    if (*config.output_dir && std::set(wanted.begin(), wanted.end()).size() < wanted.size())
-        fail_usage("--seeds names a seed twice, and --output_dir writes each picture as SEED.png: draw them in parts");
-    SampleGrid grid = plan_grid(config, wanted, shown_names(config, file.class_names, config.num_classes));
-    int count = (int)wanted.size();
-    if (*config.classes && grid.num_classes > wanted.size())
-        fail_usage("--class %s names %zu classes, and of %s some would be left out; use --num_samples %zu or more",
-                   config.classes, grid.num_classes, counted(count, "picture"), grid.num_classes);
-    for (const GivenFlag& g : given) {
-        bool is_for_training = g.flag->group == TRAINING && index_of({"batch_size", "seed"}, g.flag->name) < 0;
-        if (g.origin.empty() && is_for_training) say("note: --%s does nothing with --generate", g.flag->name);
+// Writes the pictures, which took so many seconds: as a grid or an array, and to --output_dir each on its own.
+static void write_samples(const Config& c, const SampleGrid& grid, const std::vector<float>& samples,
+                          double seconds) {
+    size_t count = grid.specs.size();
+    bool as_array = has_ending(c.output_name, ".npy");
+    Raster picture;
+    if (as_array) {
+        write_array(c.output_name, samples, c);
+    } else {
+        picture = draw_grid(samples, grid.columns, c);
+        write_png(c.output_name, picture);
     }
+    say("%s: %s in %s, %.3fs each%s", c.output_name, counted((long)count, "picture"),
+        human_time(seconds), seconds / (double)count, as_array ? "" : grid.rows);
 
-    int rows = rows_a_sample(config);
-    config.batch_size = rows * std::min({config.batch_size, count, most_images(config) / rows});
-    Model m = plan_model(config, config.batch_size, false);
-    check_memory(m);
-    check_samples(m, count, "draw them in parts, with --seeds");
-    if (!taken.empty()) say("drawing as in training:%s", taken);
-    if (config.dry_run) return print_run(m);
+    if (c.show && !as_array) show_grid(c.output_name, picture);
+    if (*c.output_dir) write_each_picture(c, grid, samples);
+}
 
-    // fails before the pictures are drawn, if they could not be written
-    if (!world.rank) Writer trial(config.output_name);
-    if (*config.output_dir) make_folder(config.output_dir);
-    allocate_model(&m);
-    read_parameters(m, m.master, file, ARRAY_SECTIONS[config.use_ema]);
-    std::string seeds = config.seeds;
-    if (seeds.empty()) seeds = text("%u to %u", wanted[0], wanted.back());
+static void draw_pictures(Model* m, const Drawing& drawing, const SampleGrid& grid) {
+    const Config& c = m->config;
+    const WeightsFile& file = drawing.file;
+    long count = (long)grid.specs.size();
+    std::string seeds = c.seeds;
+    if (seeds.empty()) seeds = text("%u to %u", grid.specs[0].seed, grid.specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture"), file.path,
-        chosen_name(config), file.step, sampler_text(config), seeds);
+        chosen_name(c), file.step, sampler_text(c), seeds);
 
     std::vector<float> samples;
     double start = seconds_now();
-    bool done = sample(&m, &samples, grid.specs, true);
+    bool done = sample(m, &samples, grid.specs, true);
     if (world.rank) return;
     if (!done) {
         fprintf(stderr, "stopped before the pictures were done; nothing was written\n");
         leave_ranks();
         exit(130);
     }
-    write_samples(config, grid, samples, seconds_now() - start);
+
+    write_samples(c, grid, samples, seconds_now() - start);
     if (long broken = count_broken(samples, count))
         fail("%s became NaN and black: the weights of %s have grown too large; use those of an earlier step",
              counted(broken, "picture"), file.path);
 }
 
-// Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were typed.
-static void resume_run(Trainer* t, Config* config, GivenFlags given) {
-    std::string parent = fs::path(config->out_dir).parent_path().string();
-    if (file_exists(config->out_dir) && !is_folder(config->out_dir))
-        fail("%s is a file, and --resume takes a run's folder: --resume %s", config->out_dir,
-             shell_word(parent.empty() ? "." : parent));
-    const GivenFlag* out_dir = was_typed(given, "out_dir");
-    std::error_code missing;
-    if (out_dir && out_dir->value != config->out_dir && !fs::equivalent(out_dir->value, config->out_dir, missing))
-        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
-             out_dir->value, config->resume);
+static void run_generate(const GivenFlags& given) {
+    Drawing drawing = plan_drawing(given);
+    Config& config = drawing.config;
+    std::vector<uint32_t> seeds = wanted_seeds(config, given);
+    SampleGrid grid = plan_pictures(drawing, seeds);
+    note_training_flags(given);
 
+    int count = (int)seeds.size();
+    int rows = rows_a_sample(config);
+    int at_a_time = std::min({config.batch_size, count, most_images(config) / rows});
+    config.batch_size = rows * at_a_time;
+    Model m = plan_model(config, config.batch_size, false);
+    check_memory(m);
+    check_samples(m, count, "draw them in parts, with --seeds");
+    if (!drawing.taken.empty()) say("drawing as in training:%s", drawing.taken);
+    if (config.dry_run) return print_run(m);
+
+    // what could not be written is refused before the pictures are drawn
+    if (!world.rank) Writer trial(config.output_name);
+    if (*config.output_dir) make_folder(config.output_dir);
+
+    allocate_model(&m);
+    read_parameters(m, m.master, drawing.file, drawing.section);
+    draw_pictures(&m, drawing, grid);
+}
+
+// ---- from flags to a run ----------------------------------------------------------------------------------
+// Refuses a --resume that names a file, and an --out_dir that names another folder.
+static void check_resumed_folder(const Config& c, const GivenFlags& given) {
+    if (file_exists(c.out_dir) && !is_folder(c.out_dir)) {
+        std::string parent = fs::path(c.out_dir).parent_path().string();
+        if (parent.empty()) parent = ".";
+        fail("%s is a file, and --resume takes a run's folder: --resume %s", c.out_dir, shell_word(parent));
+    }
+
+    const GivenFlag* out_dir = was_typed(given, "out_dir");
+    if (!out_dir || out_dir->value == c.out_dir) return;
+    if (!fs::equivalent(out_dir->value, c.out_dir, ignored))
+        fail("--out_dir %s contradicts --resume %s: a run stays in its folder; leave --out_dir out",
+             out_dir->value, c.resume);
+}
+
+// Takes the newest checkpoint of the run that --resume names, and its configuration, changed by the flags that were
+// typed.
+static void resume_run(Trainer* t, Config* config, GivenFlags given) {
+    check_resumed_folder(*config, given);
     t->checkpoints = list_checkpoints(config->out_dir);
-    const WeightsFile& file = t->start = newest_checkpoint(
-        config->out_dir, "start without --resume, or name the run's folder with --resume FOLDER");
+    t->start = newest_checkpoint(config->out_dir,
+                                 "start without --resume, or name the run's folder with --resume FOLDER");
+    const WeightsFile& file = t->start;
     take_from_file(config, given, file, TO_RESUME);
+
     // Flags that come from a preset were for the run's start, and must not overwrite what was typed then.
     std::erase_if(given, [](const GivenFlag& g) { return g.origin.starts_with("--"); });
     *config = file.config;
     apply_flags(config, given);
 
-    t->step = t->saved = file.step;
+    t->step = file.step;
+    t->saved = file.step;
     t->smoothed = file.smoothed;
     t->history = file.history;
 }
 
 // Divides a batch among the ranks. Each gets equally many micro-batches, so that reduce_gradient completes their tree.
 static void share_batch(Config* c) {
-    int ranks = world.size, batch = c->batch_size;
+    int ranks = world.size;
+    int batch = c->batch_size;
     if (!std::has_single_bit((unsigned)ranks))
         fail("a batch can't be shared by %d ranks; use 2, 4, 8 or 16", ranks);
     if (ranks > 1 && !c->microbatch) c->microbatch = std::max(1, batch / ranks);
 
-    int microbatch = microbatch_size(*c), count = ceil_div(batch, microbatch);
+    int microbatch = microbatch_size(*c);
+    int count = ceil_div(batch, microbatch);
     if (count % ranks)
-        fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a multiple of %d",
+        fail("%d images in parts of %d make %s, which %d ranks can't share evenly; use a --batch_size that is a "
+             "multiple of %d",
              batch, microbatch, counted(count, "part"), ranks, microbatch * ranks);
 }
 
-// A name for every row of a model's table of classes. A class without a name has its number, and the last row, which stands
-// for no class, has NO_CLASS. Such names begin with a line feed, so that they differ from every real name.
+// A name for every row of a model's table of classes. A class without a name has its number, and the last row, which
+// stands for no class, has NO_CLASS. Such names begin with a line feed, so that they differ from every real name.
 static const char NO_CLASS[] = "\nnone";
 static Strings row_names(const Config& c, Strings names) {
     if (!c.class_cond) return {};
@@ -4753,76 +4888,114 @@ static Strings row_names(const Config& c, Strings names) {
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
     return names;
 }
+static bool is_real_name(const std::string& row) { return row[0] != '\n'; }
 
-// Decides which rows of the file's table of classes a new run keeps, those of the same name, and notes it for the log.
-static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
-    if (rows == file_rows) return;
+static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
+
+// What becomes of a file's table of classes in a model with these rows: "cat and dog are kept, bird is new, and the
+// row for no class is dropped".
+static std::string change_of_rows(const Strings& rows, const Strings& file_rows) {
     Strings kept, fresh, dropped;
     for (const std::string& name : rows) {
-        int row = index_of(file_rows, name);
-        t->kept_rows.push_back(row);
-        if (name[0] == '\n') continue;
-        if (row < 0) fresh.push_back(name);
-        else kept.push_back(name);
+        if (!is_real_name(name)) continue;
+        if (contains(file_rows, name)) kept.push_back(name);
+        else fresh.push_back(name);
     }
     for (const std::string& name : file_rows)
-        if (name[0] != '\n' && !std::ranges::count(rows, name)) dropped.push_back(name);
+        if (is_real_name(name) && !contains(rows, name)) dropped.push_back(name);
 
     auto are = [](const Strings& names, const char* what) {
         return listed(names) + (names.size() > 1 ? " are " : " is ") + what;
     };
+    std::string change = kept.empty() ? "none is known" : are(kept, "kept");
+    if (!fresh.empty()) change += ", " + are(fresh, "new");
+    if (!dropped.empty()) change += ", " + are(dropped, "dropped");
+
+    bool has_none = contains(rows, NO_CLASS);
+    bool had_none = contains(file_rows, NO_CLASS);
+    if (has_none && !had_none) change += ", and the row for no class is new";
+    if (had_none && !has_none) change += ", and the row for no class is dropped";
+    return change;
+}
+
+// Decides which rows of the file's table of classes a new run keeps, those of the same name, and notes it for the log.
+static void plan_rows(Trainer* t, const Config& c, const Strings& rows, const Strings& file_rows) {
+    if (rows == file_rows) return;
+    for (const std::string& name : rows) t->kept_rows.push_back(index_of(file_rows, name));
+
     std::string line = t->start.path + " is trained on for the classes of " + c.data_file + ": ";
-    line += kept.empty() ? "none is known" : are(kept, "kept");
-    if (!fresh.empty()) line += ", " + are(fresh, "new");
-    if (!dropped.empty()) line += ", " + are(dropped, "dropped");
-    bool has_none = std::ranges::count(rows, NO_CLASS), had_none = std::ranges::count(file_rows, NO_CLASS);
-    if (has_none && !had_none) line += ", and the row for no class is new";
-    if (had_none && !has_none) line += ", and the row for no class is dropped";
+    line += change_of_rows(rows, file_rows);
     t->notes.push_back(line);
-    if (c.path_steps && std::ranges::count(t->kept_rows, -1))
+    bool has_fresh_rows = std::ranges::count(t->kept_rows, -1);
+    if (c.path_steps && has_fresh_rows)
         fail("%s; --consistency learns from what the model draws: train it for these classes first", line);
+}
+
+// The names of the classes of the model that a run starts from; empty: there is none, or it does not tell them.
+static Strings class_names_of_start(Trainer* t, const Config& c, const GivenFlags& given, int num_classes) {
+    const WeightsFile& file = t->start;
+    if (num_classes && file.class_names.empty()) {
+        Strings names = shown_names(c, {}, num_classes);  // those of --class_names, if it is given
+        check_class_names(names, c.class_names);
+        return names;
+    }
+    if (was_typed(given, "class_names")) {
+        std::string named_by = file.class_names.empty() ? c.data_file : file.path;
+        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
+                                c.class_names, named_by));
+    }
+    return file.class_names;
 }
 
 // The names of a run's classes, by which all files are matched: those of the weights that it continues, or those of
 // its images. It also sets the configuration's number of classes.
 static Strings plan_classes(Trainer* t, Config* c, const GivenFlags& given) {
-    const WeightsFile& file = t->start;
-    const std::string& path = file.path;
-    int known = file.config.class_cond ? file.config.num_classes : 0;  // how many classes the file's model has
-    Strings names, file_names = file.class_names;
-    if (file_exists(c->data_file) || !(c->num_classes || known)) names = read_class_names(c->data_file);
+    const std::string& path = t->start.path;
+    const Config& start = t->start.config;
+    int known = start.class_cond ? start.num_classes : 0;  // classes of the model that the run starts from
 
-    if (known && file_names.empty()) {
-        file_names = shown_names(*c, {}, known);  // those of --class_names, if it is given
-        check_class_names(file_names, c->class_names);
-    } else if (was_typed(given, "class_names")) {
-        t->notes.push_back(text("--class_names %s is not needed: the classes are called as %s calls them",
-                                c->class_names, file_names.empty() ? c->data_file : path));
-    }
+    Strings names;  // those of the images
+    bool is_number_known = c->num_classes || known;
+    if (!is_number_known || file_exists(c->data_file)) names = read_class_names(c->data_file);
 
-    bool is_assumed = known && file_names.empty();  // that the file has the images' classes
+    Strings start_names = class_names_of_start(t, *c, given, known);
+    bool is_assumed = known && start_names.empty();  // that the model has the images' classes, in their order
     if (is_assumed && !names.empty()) {
         t->notes.push_back(text("%s does not name its classes, which are taken for those of %s in their order, "
                                 "%s; --class_names FILE tells others",
                                 path, c->data_file, listed(names)));
-        file_names = names;
+        start_names = names;
     }
-    if (c->resume_given) return file_names;
+    if (c->resume_given) return start_names;
 
     if (!c->num_classes || !was_given(given, "num_classes")) {
-        bool same = known && (names.empty() || names == file_names);
+        bool same = known && (names.empty() || names == start_names);
         c->num_classes = same ? known : (int)names.size();
     }
     if (is_assumed && c->num_classes != known)
         fail("--num_classes %d contradicts %s, which was made with %d classes and does not name them; leave "
              "the flag out, or name them with --class_names FILE",
              c->num_classes, path, known);
+
     long seen = std::max((long)names.size(), (long)known);
     if (c->num_classes > seen)
         t->notes.push_back(text("--num_classes %d: only %ld have images, and the others are never learned",
                                 c->num_classes, seen));
-    if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(file.config, file_names));
+
+    if (!path.empty()) plan_rows(t, *c, row_names(*c, names), row_names(start, start_names));
     return names;
+}
+
+// The flags that --resume came with, each as "--lr 0.001 (was 0.0001)".
+static Strings changed_flags(const Config& before, const Config& now) {
+    Strings changes;
+    for (const Flag& flag : FLAGS) {
+        if (flag.on_resume == FORGOTTEN) continue;
+        std::string old_value = flag_text(before, flag);
+        std::string value = flag_text(now, flag);
+        if (value != old_value) changes.push_back(text("--%s %s (was %s)", flag.name, value, old_value));
+    }
+    return changes;
 }
 
 // Makes a run's configuration and plan from its flags and from the file that it starts from, if there is one.
@@ -4837,6 +5010,7 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     } else if (config.consistency) {
         fail("--consistency tunes a trained model; name its checkpoint with --model_weights");
     }
+
     Strings class_names;
     if (config.class_cond) class_names = plan_classes(t, &config, given);
     check_config(config);
@@ -4844,14 +5018,11 @@ static void plan_run(Trainer* t, const GivenFlags& given) {
     if (config.threshold == THRESHOLD_DYNAMIC) refuse_elsewhere("threshold dynamic");
     share_batch(&config);
     if (config.num_samples && microbatch_size(config) < rows_a_sample(config))
-        fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 or more, "
-             "or --num_samples 0",
+        fail("--guidance_scale %g calls the network for two rows a picture; use a --batch_size and --microbatch of 2 "
+             "or more, or --num_samples 0",
              config.guidance_scale);
-    for (const Flag& flag : FLAGS) {
-        if (!config.resume_given || flag.on_resume == FORGOTTEN) continue;
-        std::string was = flag_text(t->start.config, flag), now = flag_text(config, flag);
-        if (was != now) t->changes.push_back(text("--%s %s (was %s)", flag.name, now, was));
-    }
+
+    if (config.resume_given) t->changes = changed_flags(t->start.config, config);
     t->model = plan_model(config, microbatch_size(config), true);
     t->model.class_names = class_names;
     for (const std::string& line : idle_flags(config, given)) t->notes.push_back(line);
@@ -4867,6 +5038,7 @@ static void lock_folder(Trainer* t) {
             fail("another process is training in %s; name another folder with --out_dir", folder);
         note(text("%s can't be locked (%s): see that no other run is started", folder, strerror(errno)));
     }
+
     std::vector<long> there = list_checkpoints(folder);
     if (there != t->checkpoints)
         fail("%s already holds a run, at step %ld; continue it with --resume, or name another --out_dir",
@@ -4878,12 +5050,14 @@ static void load_start(Trainer* t) {
     Model* m = &t->model;
     const WeightsFile& file = t->start;
     if (file.path.empty()) return initialise_weights(m, m->config.seed);
+
     if (!m->config.resume_given) {
         // consistency tuning starts from the average, which draws better
         bool use_average = m->config.consistency && file.sections.contains("ema");
         read_parameters(*m, m->master, file, use_average ? "ema" : "weights", t->kept_rows);
         return start_from_master(m);
     }
+
     for (auto [section, parameters] : arrays_of(*m)) {
         if (!file.sections.contains(section))
             fail("%s has no section %s: it is no checkpoint; start from it with --model_weights",
@@ -4896,7 +5070,8 @@ static void load_start(Trainer* t) {
 // Says where a run goes on with other images than it had.
 static void note_other_images(Trainer* t) {
     const Config& c = t->model.config;
-    const std::string &before = t->start.data_checksum, &now = t->images.checksum;
+    const std::string& before = t->start.data_checksum;
+    const std::string& now = t->images.checksum;
     if (!c.resume_given || before.empty() || now.empty() || before == now) return;
     t->notes.push_back(text("%s is not the file that the run had images from until step %ld (its checksum is %s, "
                             "and was %s); from here on it learns from this one",
@@ -4914,6 +5089,7 @@ static void check_classes(Trainer* t, Dataset* data, const char* path) {
                                     path, data->class_names.size()));
         return;
     }
+
     if (data->labels.empty() || (int)names.size() > c.num_classes)
         fail("%s has %zu classes and the model %d; see prepare_data.py --labels", path, data->class_names.size(),
              c.num_classes);
@@ -4927,6 +5103,7 @@ static void read_datasets(Trainer* t) {
     t->model.data_checksum = t->images.checksum;
     note_other_images(t);
     check_classes(t, &t->images, c.data_file);
+
     if (*c.val_file) {
         t->validation = read_images(c.val_file, c);
         check_classes(t, &t->validation, c.val_file);
@@ -4937,7 +5114,7 @@ static void read_datasets(Trainer* t) {
     wanted_classes(c, t->model.class_names);  // which refuses a --class that the model does not have
 }
 
-// config.txt: the configuration, and in comments what was changed on resuming, now and before.
+// The text of config.txt: the configuration, and in comments what was changed on resuming, now and before.
 static std::string config_with_changes(const Trainer& t, const std::string& before) {
     std::string config = config_text(t.model.config);
     for (const std::string& line : split(before, '\n')) {
@@ -4950,36 +5127,50 @@ static std::string config_with_changes(const Trainer& t, const std::string& befo
     return config;
 }
 
+// Writes config.txt and opens metrics.jsonl. Both of the old files are read before either is replaced.
+static void begin_files(Trainer* t) {
+    const char* folder = t->model.config.out_dir;
+    std::string config = text("%s/config.txt", folder);
+    std::string metrics = text("%s/metrics.jsonl", folder);
+    std::string old_config = read_text(config);
+    std::string old_metrics = read_text(metrics);
+    write_text(config, config_with_changes(*t, old_config));
+    t->metrics.open(metrics, old_metrics, t->step, &t->validated);
+}
+
+// Refuses ranks that would go on from different steps, as on machines that do not share the run's folder.
+static void check_ranks_agree(Trainer* t) {
+    auto [lowest, highest] = std::ranges::minmax(gather_numbers(&t->model, (int)t->step));
+    if (lowest != highest)
+        fail("the ranks see other checkpoints, of step %d and of %d: they must share %s", lowest, highest,
+             t->model.config.out_dir);
+}
+
 // Does everything between the plan of a run and its first step.
 static void prepare_run(Trainer* t) {
-    const Config& c = t->model.config;
     check_memory(t->model);
-    check_samples(t->model, c.num_samples, "lower --num_samples");
+    check_samples(t->model, t->model.config.num_samples, "lower --num_samples");
     read_datasets(t);
     if (!world.rank) lock_folder(t);
     allocate_model(&t->model);
-    auto [lowest, highest] = std::ranges::minmax(gather_numbers(&t->model, (int)t->step));
-    if (lowest != highest)
-        fail("the ranks see other checkpoints, of step %d and of %d: they must share %s", lowest, highest, c.out_dir);
+    check_ranks_agree(t);
     load_start(t);
     prepare_steps(t);
-    if (world.rank) return;
-
-    // both of the old files are read before either is replaced
-    std::string config = text("%s/config.txt", c.out_dir), log = text("%s/metrics.jsonl", c.out_dir);
-    std::string old_config = read_text(config), old_log = read_text(log);
-    write_text(config, config_with_changes(*t, old_config));
-    t->metrics.open(log, old_log, t->step, &t->validated);
+    if (!world.rank) begin_files(t);
 }
 
 // ---- the loop ---------------------------------------------------------------------------------------------
 // Whether --lr_schedule has come to its end: the rate is 0 from this step on.
 static bool is_schedule_over(const Config& c, long step) {
-    return step && c.hyper.lr > 0 && !(learning_rate(hyper_of(c, objective_of(c, step)), step) > 0);
+    if (step == 0 || c.hyper.lr == 0) return false;
+    Hyper hyper = hyper_of(c, objective_of(c, step));
+    return learning_rate(hyper, step) <= 0;
 }
 
 // The flags with which a run whose schedule is over learns on.
-static std::string constant_rate(const Config& c) { return text("--lr_schedule constant --lr %g", c.hyper.lr / 10); }
+static std::string constant_rate_flags(const Config& c) {
+    return text("--lr_schedule constant --lr %g", c.hyper.lr / 10);
+}
 
 static std::string samples_path(const std::string& folder, long step) {
     return text("%s/samples_%08ld.png", folder, step);
@@ -4988,22 +5179,27 @@ static std::string samples_path(const std::string& folder, long step) {
 // Whether what is done every `every` steps (0: never) is due after this step.
 static bool is_due(long step, int every) { return every && step % every == 0; }
 
+// Deletes the checkpoints up to step `newest` that neither --keep nor --keep_every keeps. Those of later steps are
+// left alone: they are damaged, because --resume has passed over them.
+static void delete_old_checkpoints(const Config& c, long newest) {
+    int newer = 0;
+    for (long step : list_checkpoints(c.out_dir)) {  // the newest first
+        if (step > newest) continue;
+        bool is_kept = newer < c.keep || is_due(step, c.keep_every);
+        if (!is_kept) unlink(checkpoint_path(c.out_dir, step).c_str());
+        newer++;
+    }
+}
+
 // Saves a checkpoint, and deletes old ones. If it can't be written, the run ends.
 static void save(Trainer* t) {
     const Config& c = t->model.config;
     write_checkpoint(checkpoint_path(c.out_dir, t->step), t->model, t->step, t->smoothed, t->history);
     t->saved = t->step;
     if (world.rank) return;
-    std::string why = failure_of([&] {
-        // Checkpoints of later steps are left alone: they are damaged, because --resume has passed over them.
-        int newer = 0;
-        for (long step : list_checkpoints(c.out_dir)) {  // the newest first
-            if (step > t->step) continue;
-            if (newer >= c.keep && !is_due(step, c.keep_every)) unlink(checkpoint_path(c.out_dir, step).c_str());
-            newer++;
-        }
-    });
-    if (!why.empty()) note("old checkpoints stay: " + why);
+
+    std::string failure = failure_of([&] { delete_old_checkpoints(c, t->step); });
+    if (!failure.empty()) note("old checkpoints stay: " + failure);
 }
 
 // Draws a grid of samples, and saves it. If it can't be written, the run goes on.
@@ -5015,13 +5211,15 @@ static void save_samples(Trainer* t) {
     std::vector<float> samples;
     double start = seconds_now();
     SampleGrid grid = plan_grid(c, consecutive(c.seed, c.num_samples), t->model.class_names);
-    if (!sample(&t->model, &samples, grid.specs, false) || world.rank) return;
+    bool done = sample(&t->model, &samples, grid.specs, false);
+    if (!done || world.rank) return;
 
     std::string path = samples_path(c.out_dir, t->step);
     std::string failure = failure_of([&] { write_png(path, draw_grid(samples, grid.columns, c)); });
     if (!failure.empty()) return note(failure);
     say("%s in %s (%s): %s%s", counted(c.num_samples, "picture"),
         human_time(seconds_now() - start), chosen_name(c), path, grid.rows);
+
     if (long broken = count_broken(samples, c.num_samples))
         printf("note: %ld of them became NaN and black: the weights grew too large; lower --lr\n", broken);
 }
@@ -5037,9 +5235,18 @@ static void print_best_validation(const Trainer& t) {
         best_step = step;
     }
     if (!std::isfinite(best)) return;
-    bool kept = file_exists(checkpoint_path(folder, best_step));
+
+    bool is_kept = file_exists(checkpoint_path(folder, best_step));
     printf("validation: best loss %.5f at step %ld (its checkpoint is %s)\n", best, best_step,
-           kept ? "there" : "not kept");
+           is_kept ? "there" : "not kept");
+}
+
+// The flags that --resume needs for a run that has come to its end: more steps, and a rate above 0.
+static std::string flags_to_go_on(const Config& c, long step) {
+    if (step < c.steps) return "";
+    std::string flags = text(" --steps %ld", std::max(1L, 2 * step));
+    if (is_schedule_over(c, step)) flags += " " + constant_rate_flags(c);
+    return flags;
 }
 
 // Prints the end of a run that began after step `first`. seconds: the time of all its steps but the first.
@@ -5055,19 +5262,14 @@ static void print_summary(const Trainer& t, long first, double seconds) {
     printf("\n");
     print_best_validation(t);
 
-    std::string checkpoint = checkpoint_path(c.out_dir, t.step), samples = samples_path(c.out_dir, t.step);
+    std::string checkpoint = checkpoint_path(c.out_dir, t.step);
+    std::string samples = samples_path(c.out_dir, t.step);
     say("checkpoint: %s", checkpoint);
     if (file_exists(samples)) say("samples:    %s", samples);
     say("metrics:    %s/metrics.jsonl", c.out_dir);
     say("config:     %s/config.txt", c.out_dir);
     say("pictures:   ./%s --generate --model_weights %s", network.program, shell_word(checkpoint));
-
-    std::string more;
-    if (t.step >= c.steps) {
-        more = text(" --steps %ld", std::max(1L, 2 * t.step));
-        if (is_schedule_over(c, t.step)) more += " " + constant_rate(c);
-    }
-    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), more);
+    say("continue:   ./%s --resume %s%s", network.program, shell_word(c.out_dir), flags_to_go_on(c, t.step));
 }
 
 // Clears a terminal's line, which is still to be overwritten.
@@ -5078,6 +5280,7 @@ static void clear_line() {
 static void validate(Trainer* t) {
     double loss;
     if (!validation_loss(t, &loss)) return;
+
     std::string shown = std::isnan(loss) ? "NaN" : text("%.5f", loss);
     clear_line();
     print("step %ld | validation loss %s (%s)\n", t->step, shown, chosen_name(t->model.config));
@@ -5095,27 +5298,35 @@ static void give_up(Trainer* t, const StepState& result) {
              "of prepare_data.py bring to about 1; or the weights of --model_weights are too large",
              what, value, c.data_file, t->images.largest);
     }
+
     std::string advice = "start again with a lower --lr";
     if (t->saved)
-        advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the one "
-                      "before",
+        advice = text("go on with --resume %s and a lower --lr; if that fails too, delete %s, and it goes on from the "
+                      "one before",
                       shell_word(c.out_dir), checkpoint_path(c.out_dir, t->saved));
     fail("the %s became %s in step %ld; %s", what, value, t->step + 1, advice);
 }
 
-// The times of a run. The time that saving, sampling and validating take is left out, by moving start, end and log_start on.
+// The times of a run. What saving, sampling and validating take is left out: pause() moves the times on by it.
 struct Pace {
-    long first;                    // the step that the run began after
-    long logged = first;           // the step of the log's newest line
-    double start = seconds_now();  // when the run's first step ended, which is not timed
-    double end = start;            // when the newest step ended
-    double log_start = start;      // when the log's newest line was printed
-    double shown = start;          // when any line was printed, also one that is overwritten
+    long first;        // the step that the run began after
+    long logged;       // the step of the log's newest line
+    double start;      // when the run's first step ended, which is not timed
+    double end;        // when the newest step ended
+    double log_start;  // when the log's newest line was printed
+    double shown;      // when any line was printed, also one that is overwritten
 
     void pause(double seconds) {
-        for (double* moved : {&start, &end, &log_start}) *moved += seconds;
+        start += seconds;
+        end += seconds;
+        log_start += seconds;
     }
 };
+
+static Pace begin_pace(long step) {
+    double now = seconds_now();
+    return {.first = step, .logged = step, .start = now, .end = now, .log_start = now, .shown = now};
+}
 
 // Writes a line of metrics.jsonl. ms: a mean since the line before.
 static void log_step(Trainer* t, const StepState& result, double ms, double images_per_s) {
@@ -5140,16 +5351,28 @@ static void log_step(Trainer* t, const StepState& result, double ms, double imag
     t->metrics.add(line + "]}\n");
 }
 
-// Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the next
-// one overwrites.
+// " | ETA 3m 20s": the time that is left if steps go on taking so many milliseconds. Steps that match distributions
+// take longer than those before them; until they begin, it is the time up to the first of them.
+static std::string eta_text(const Config& c, long step, double ms) {
+    long end = c.steps;
+    bool is_on_paths = c.matching_fraction > 0 && objective_of(c, step - 1) == OBJECTIVE_PATHS;
+    if (is_on_paths) end = std::min(end, (long)steps_on_paths(c));
+
+    std::string line = " | ETA " + human_time(1e-3 * ms * (double)(end - step));
+    if (end < c.steps) line += text(" to step %ld", end);
+    return line;
+}
+
+// Prints a line of the log every log_every steps and every 30 seconds; on a terminal also every second a line that the
+// next one overwrites.
 static void show_step(Trainer* t, const StepState& result, Pace* pace) {
     const Config& c = t->model.config;
-    bool first = t->step == pace->first + 1;
+    bool is_first = t->step == pace->first + 1;
     double now = seconds_now();
-    if (first) pace->start = now;
+    if (is_first) pace->start = now;
     pace->end = now;
 
-    bool logs = first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
+    bool logs = is_first || t->step % c.log_every == 0 || t->step == c.steps || now - pace->log_start > 30;
     bool shows = logs || (isatty(1) && now - pace->shown > 1);
     if (!shows) return;
     pace->shown = now;
@@ -5163,11 +5386,7 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
         printf(" | %.1f ms | %.1f images/s", ms, images_per_s);
         if (world.size > 1) printf(" (%.1f each of %d)", images_per_s / world.size, world.size);
     }
-    // the time that is left, where steps go on like this: those that match distributions take longer than those before
-    bool is_followed = c.matching_fraction > 0 && objective_of(c, t->step - 1) == OBJECTIVE_PATHS;
-    long end = is_followed ? std::min((long)steps_on_paths(c), (long)c.steps) : c.steps;
-    print(" | ETA %s", human_time(1e-3 * ms * (double)(end - t->step)));
-    if (end < c.steps) printf(" to step %ld", end);
+    print("%s", eta_text(c, t->step, ms));
     if (!logs) return;
 
     if (t->history.skipped) printf(" | %d skipped", t->history.skipped);
@@ -5178,38 +5397,66 @@ static void show_step(Trainer* t, const StepState& result, Pace* pace) {
 }
 
 // Whether the weights of this step are validated: every val_every steps, and at the run's end.
-static bool is_validated(const Trainer& t, bool ended) {
-    return t.validation.count && (ended || is_due(t.step, t.model.config.val_every));
+static bool is_validation_due(const Trainer& t, bool is_last) {
+    if (!t.validation.count) return false;
+    return is_last || is_due(t.step, t.model.config.val_every);
 }
 
-// rank 0's `found`, on every rank.
+// What rank 0 has found, on every rank.
 static bool on_rank_0(Trainer* t, bool found) { return gather_numbers(&t->model, found)[0]; }
 
-// Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended before.
+// Makes up for the validation and the samples that were due at the step from which the run resumes, if it ended
+// before.
 static void catch_up(Trainer* t) {
     const Config& c = t->model.config;
-    bool ended = t->step == t->start.config.steps;
-    bool validates = is_validated(*t, ended), draws = ended || is_due(t->step, c.sample_every);
-    if (validates && !on_rank_0(t, t->validated.contains(t->step))) validate(t);
-    if (on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)))) t->sampled = t->step;  // nor does the run's end draw it
-    if (draws && t->sampled != t->step) save_samples(t);
+    bool was_last = t->step == t->start.config.steps;
+    if (is_validation_due(*t, was_last)) {
+        bool is_validated = on_rank_0(t, t->validated.contains(t->step));
+        if (!is_validated) validate(t);
+    }
+
+    bool is_sampled = on_rank_0(t, file_exists(samples_path(c.out_dir, t->step)));
+    if (is_sampled) t->sampled = t->step;  // so that the run's end does not draw them either
+    bool is_sampling_due = was_last || is_due(t->step, c.sample_every);
+    if (is_sampling_due && t->sampled != t->step) save_samples(t);
     fflush(stdout);
 }
 
 // The step up to which steps may be given to the device: not past one after which the host needs the weights.
 static long last_to_begin(const Trainer& t) {
     const Config& c = t.model.config;
+    int val_every = t.validation.count ? c.val_every : 0;
     long last = std::min(t.step + STEPS_IN_FLIGHT, (long)c.steps);
-    for (int every : {c.save_every, c.sample_every, t.validation.count ? c.val_every : 0})
-        if (every) last = std::min(last, (t.step / every + 1) * every);
+    for (int every : {c.save_every, c.sample_every, val_every}) {
+        if (!every) continue;
+        long next_due = (t.step / every + 1) * every;
+        last = std::min(last, next_due);
+    }
     return last;
+}
+
+// Shows the steps that were under way when the run was stopped.
+static void finish_steps(Trainer* t, Pace* pace) {
+    while (t->step < t->begun) {
+        StepState result = await_step(t);
+        if (!result.finite) break;
+        show_step(t, result, pace);
+    }
+}
+
+// Saves and draws what the last step has not.
+static void finish_run(Trainer* t) {
+    const Config& c = t->model.config;
+    bool is_saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
+    if (!is_saved) save(t);
+    if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
 }
 
 static void train(Trainer* t) {
     const Config& c = t->model.config;
     if (t->step && c.resume_given) catch_up(t);
 
-    Pace pace = {t->step};
+    Pace pace = begin_pace(t->step);
     while (t->step < c.steps && !stop_agreed) {
         while (t->begun < last_to_begin(*t)) begin_next_step(t);
         StepState result = await_step(t);
@@ -5218,22 +5465,16 @@ static void train(Trainer* t) {
         fflush(stdout);
 
         double paused = seconds_now();
-        if (is_validated(*t, t->step == c.steps)) validate(t);
+        if (is_validation_due(*t, t->step == c.steps)) validate(t);
         if (is_due(t->step, c.save_every)) save(t);
         if (is_due(t->step, c.sample_every)) save_samples(t);
         fflush(stdout);
         pace.pause(seconds_now() - paused);
     }
-    while (t->step < t->begun) {  // what Ctrl-C left under way
-        StepState result = await_step(t);
-        if (!result.finite) break;
-        show_step(t, result, &pace);
-    }
-
+    finish_steps(t, &pace);
     clear_line();
-    bool saved = t->saved == t->step && on_rank_0(t, file_exists(checkpoint_path(c.out_dir, t->step)));
-    if (!saved) save(t);
-    if (t->sampled != t->step && !agree_to_stop(&t->model)) save_samples(t);
+
+    finish_run(t);
     print_summary(*t, pace.first, pace.end - pace.start);
 }
 
@@ -5257,16 +5498,18 @@ static void handle_signals() {
 
 // Runs `program`, and reports what it fails with. Returns main's status.
 static int guarded(auto program) {
+    // the sentence is made while there is memory for it
     Failure failure = {1, "out of memory; use a smaller --batch_size or --num_samples, or fewer images"};
     try {
         return program();
     } catch (const Failure& thrown) {
         failure = thrown;
-    } catch (const std::bad_alloc&) {
-    } catch (const std::length_error&) {
     } catch (const std::system_error& thrown) {
         failure.sentence = text("the system did not give what was asked of it, such as a thread: %s", thrown.what());
+    } catch (const std::bad_alloc&) {
+    } catch (const std::length_error&) {
     }
+
     fflush(stdout);
     if (world.size > 1) end_ranks(failure.status, failure.sentence);  // the device may wait for other ranks
     fprintf(stderr, "error: %s\n", failure.sentence.c_str());
@@ -5274,6 +5517,21 @@ static int guarded(auto program) {
 }
 
 #ifndef TESTING
+// Says where --steps or --lr_schedule leave a run nothing to learn.
+static void note_schedule(const Config& c, long step) {
+    std::string schedule = flag_text(c, flag_named("lr_schedule"));
+    if (step >= c.steps) {
+        printf("already at step %ld of --steps %d: nothing is left to train\n", step, c.steps);
+    } else if (is_schedule_over(c, step)) {
+        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n", schedule,
+              constant_rate_flags(c));
+    } else if (is_schedule_over(c, c.steps - 1)) {
+        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see "
+              "--lr_schedule constant and a lower --lr\n",
+              schedule, c.steps);
+    }
+}
+
 // Says what is to be known of a run before it starts.
 static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     const Config& config = trainer.model.config;
@@ -5282,15 +5540,7 @@ static void print_notes(const Trainer& trainer, const GivenFlags& given) {
     note_attention(config, given);
     if (trainer.start.path.empty() && file_exists("unet_init.bin"))
         say("note: unet_init.bin lies here and is not read; to start from it: --model_weights unet_init.bin");
-    if (trainer.step >= config.steps)
-        printf("already at step %ld of --steps %d: nothing is left to train\n", trainer.step, config.steps);
-    else if (is_schedule_over(config, trainer.step))
-        print("note: --lr_schedule %s has come to its end: the learning rate is 0; go on with %s\n",
-              flag_text(config, flag_named("lr_schedule")), constant_rate(config));
-    else if (is_schedule_over(config, config.steps - 1))
-        print("note: --lr_schedule %s comes to its end before --steps %d, and then the learning rate is 0; see --lr_schedule "
-              "constant and a lower --lr\n",
-              flag_text(config, flag_named("lr_schedule")), config.steps);
+    note_schedule(config, trainer.step);
 }
 
 // Says what a run learns from, and where it starts.
@@ -5298,9 +5548,11 @@ static void print_start(const Trainer& trainer) {
     const Config& config = trainer.model.config;
     if (config.path_steps)
         say("note: the network learns from what %s draws; the images are no examples", config.model_weights);
+
     long last = (long)steps_on_paths(config);
     if (config.matching_fraction > 0 && trainer.step < last && last < config.steps)
         say("note: up to step %ld it learns paths; then it matches distributions, and its loss is another", last);
+
     say("%s in %s; %s step %ld", counted(trainer.images.count, "image"), config.data_file,
         config.resume_given ? "resumed at" : "starting at", trainer.step);
     fflush(stdout);
@@ -5313,57 +5565,75 @@ static void run_training(const GivenFlags& given) {
     if (!config.dry_run) prepare_run(&trainer);
     print_notes(trainer, given);
     print_run(trainer.model);
+
     if (config.dry_run) {
         check_memory(trainer.model);
         check_samples(trainer.model, config.num_samples, "lower --num_samples");
         return print_time(config, trainer.step);
     }
+
     print_start(trainer);
     train(&trainer);
 }
 
-#ifndef PROFILING  // dev/bench/profile.cu has its own
+#ifndef PROFILING  // dev/bench/profile.cu has its own run_program
+// Prints the configuration that a run with these flags would have.
+static void print_configuration(const GivenFlags& given) {
+    Trainer trainer;
+    plan_run(&trainer, given);
+    fputs(config_text(trainer.model.config).c_str(), stdout);
+}
+
 static void run_program(int argc, char** argv) {
     GivenFlags given = parse_flags({argv + 1, argv + argc});
     Config config = given_config(given);
     if (config.help != HELP_NONE) return print_help(config.help == HELP_ALL);
+
     bool draws = config.generate || *config.seeds;
     if (config.generate && !config.num_samples)
         fail_usage("--num_samples 0 draws nothing; leave --generate out to train, or say how many pictures");
-    if (const GivenFlag* g = was_typed(given, "output_dir"); g && !draws)
+    const GivenFlag* output_dir = was_typed(given, "output_dir");
+    if (output_dir && !draws)
         fail_usage("--output_dir %s draws nothing by itself; add --generate, or say which with --seeds",
-                   g->value);
-    if (config.print_config) {
-        Trainer trainer;
-        plan_run(&trainer, given);
-        fputs(config_text(trainer.model.config).c_str(), stdout);
-        return;
-    }
+                   output_dir->value);
+    if (config.print_config) return print_configuration(given);
+
     start_ranks(config);
     backend_init();
     std::string ranks = connect_ranks(config);
     if (!config.dry_run) handle_signals();  // a timing has nothing to save
     print("%s on %s%s\n", network.program, backend_name(), ranks);
+
     if (draws) run_generate(given);
     else run_training(given);
     leave_ranks();
 }
 #endif
 
+// If a standard stream is closed, the next file opened would take its place: /dev/null does instead.
+static void open_standard_streams() {
+    for (int standard : {0, 1, 2})
+        if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
+}
+
+// Fails if what was printed could not be written. If a pipe's reader or the terminal has gone, which sets
+// stop_asked, there is nobody to tell.
+static void check_output() {
+    errno = 0;
+    bool is_written = !fflush(stdout) && !ferror(stdout);
+    if (!is_written && !stop_asked)
+        fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+}
+
 int main(int argc, char** argv) {
     signal(SIGILL, [](int) {  // -march=native has used what the processor has that compiled it
         end_at_signal("error: this program was built for another processor; run make on this machine\n");
     });
     signal(SIGXFSZ, SIG_IGN);  // past a limit of the files' size a write then fails with a message
-    // If a standard stream is closed, the next file opened would take its place: /dev/null does instead.
-    for (int standard : {0, 1, 2})
-        if (fcntl(standard, F_GETFD) < 0) open("/dev/null", O_RDWR);
+    open_standard_streams();
     return guarded([&] {
         run_program(argc, argv);
-        // where stop_asked because a pipe's reader or the terminal has gone, there is nobody to tell
-        errno = 0;
-        if ((fflush(stdout) || ferror(stdout)) && !stop_asked)
-            fail("could not write all of the output: %s", errno ? strerror(errno) : "a part of it got lost");
+        check_output();
         return EXIT_SUCCESS;
     });
 }
