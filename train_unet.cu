@@ -5386,8 +5386,8 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A CUDA stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
-// from a copy, since the next one has the whole again, and splits no further than fits.
+// A CUDA stream, and the workspace in which its launchers keep the partial sums of split reductions. Every launcher
+// takes memory from a copy of the arena, so that the next one finds all of it free, and splits no further than fits.
 static struct Stream {
     cudaStream_t handle;
     Arena workspace;
@@ -5407,6 +5407,8 @@ static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
 // Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. dev/common.h unsets it.
 static bool kernels_await_inputs = true;
 
+static void create_event(cudaEvent_t* event) { CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming)); }
+
 static void backend_init() {
     std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
     const char* instead = other_build.c_str();
@@ -5416,21 +5418,27 @@ static void backend_init() {
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
     if (world.forked && world.size > count)
         fail("--gpus %d asks for more than the %s of this machine", world.size, counted(count, "GPU"));
-    CUDA_CHECK(cudaSetDevice(world.local % count));
-    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, world.local % count));
+
+    const int device = world.local % count;
+    CUDA_CHECK(cudaSetDevice(device));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, device));
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
+
     for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    create_event(&side_begins);
+    for (cudaEvent_t& event : side_ends) create_event(&event);
+    for (cudaEvent_t& event : host_events) create_event(&event);
 }
 static std::string backend_name() {
-    const char* in = gpu_properties.major > 9 ? "bf16, with portable kernels: newer than Hopper" : "bf16";
-    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? in : "fp32");
+    const char* precision = "bf16";
+    if (sizeof(floatX) == 4) precision = "fp32";
+    else if (gpu_properties.major > 9) precision = "bf16, with portable kernels: newer than Hopper";
+    return text("%s: %s", gpu_properties.name, precision);
 }
+
 static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
     cudaError_t status = on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes);
@@ -5438,13 +5446,14 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
-// An error is left to the next check. Freeing waits for the device, which may wait for other ranks, so that after
-// a failure with several ranks nothing is freed.
+// Leaves an error to the next check. Freeing waits for the device, which may itself be waiting for other ranks. So
+// after a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
     if (world.size > 1 && std::uncaught_exceptions()) return;
     if (on_host) cudaFreeHost(memory);
     else cudaFree(memory);
 }
+
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->handle));
 }
@@ -5453,10 +5462,11 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The newest launches for the side stream, if they are deferred.
+// The newest launches for the side stream, as long as they are deferred.
 static std::function<void()> deferred;
 
-// Launches them. Called after each kernel of the main stream, before others are deferred, and by wait_for.
+// Does the deferred launches, if there are any. It is called after each kernel of the main stream, before other launches
+// are deferred, and where the main stream is to wait for them.
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
@@ -5493,7 +5503,8 @@ static void *nccl_library, *nccl_ranks;
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: 2.14 or later is needed", name);
-    if (int status = function(arguments...))
+    int status = function(arguments...);
+    if (status)
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
@@ -5501,8 +5512,8 @@ enum { CONNECTION_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
-// The host and port at which the ranks meet. Forked ranks choose the port by rank 0's process id; those of a launcher take
-// the port after the launcher's own.
+// The host and port at which the ranks meet. Forked ranks derive the port from rank 0's process id; ranks of a launcher
+// take the port after the launcher's own.
 static std::string nccl_address() {
     if (world.forked) {
         pid_t rank_0 = world.rank ? getppid() : getpid();
@@ -5515,26 +5526,35 @@ static std::string nccl_address() {
     return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
-// Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
-static void watch_nccl() {
-    double start = seconds_now();
-    auto check = [&] {
-        int status = 0;
-        if (nccl_connected) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
-        if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
-        if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_connected && seconds_now() - start > CONNECTION_SECONDS)
+// Fails where NCCL would wait for ever: for a rank that is gone, or that did not come. The ranks began to connect at
+// `start`.
+static void check_nccl(double start) {
+    if (!nccl_connected) {
+        if (seconds_now() - start > CONNECTION_SECONDS)
             fail("%d ranks did not meet at %s; see that all were started, and that the port is open", world.size,
                  nccl_address().c_str());
-    };
+        return;
+    }
+    int status = 0;
+    nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+    if (status) {
+        if (world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
+        fail("NCCL reported error %d: another rank is gone", status);
+    }
+}
+
+// What nccl_watcher does: ends this process when check_nccl fails.
+static void watch_nccl() {
+    double start = seconds_now();
     while (!nccl_closing) {
-        std::string why = failure_of(check);
+        std::string why = failure_of([&] { check_nccl(start); });
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
         usleep(20000);
     }
 }
 
 static void backend_prepare_fork() {}
+
 static std::string backend_connect() {
     const char* file = getenv("NCCL_LIBRARY");
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
@@ -5558,14 +5578,16 @@ static std::string backend_connect() {
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
-// NCCL's own threads free memory after ncclCommFinalize, when main may be over already: ncclCommDestroy waits for
-// them. Before it, the watching thread ends, which still asks NCCL.
+
 static void backend_disconnect() {
     nccl("ncclCommFinalize", nccl_ranks);
+    // The watcher still asks NCCL for its state, so it ends before there is none.
     nccl_closing = true;
     nccl_watcher.join();
+    // This waits for NCCL's own threads, which free memory after ncclCommFinalize and must not outlive main.
     nccl("ncclCommDestroy", nccl_ranks);
 }
+
 static void backend_together(auto exchanges) {
     nccl("ncclGroupStart");
     exchanges();
@@ -5580,52 +5602,61 @@ static void backend_exchange(int peer, std::span<const std::byte> sent, std::spa
     });
 }
 
+static std::shared_ptr<void> capture(auto launches) {
+    cudaGraph_t captured;
+    cudaGraphExec_t executable;
+    CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
+    launches();
+    CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
+    CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
+    CUDA_CHECK(cudaGraphDestroy(captured));
+    return {executable, cudaGraphExecDestroy};
+}
 static void launch_graph(Graph* graph, auto launches) {
     graph->runs++;
     if (graph->runs == 1) return launches();
-
-    if (graph->runs == 2) {
-        cudaGraph_t captured;
-        cudaGraphExec_t executable;
-        CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
-        launches();
-        CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
-        CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
-        CUDA_CHECK(cudaGraphDestroy(captured));
-        graph->executable = {executable, cudaGraphExecDestroy};
-    }
+    if (graph->runs == 2) graph->executable = capture(launches);
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)graph->executable.get(), main_stream.handle));
 }
+
 static void mark_step_end(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
 static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
 
-// Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture, times
-// multiprocessors and clock rate. GeForce cards do half of the tensor cores' operations where these add up in fp32. An H100 can
-// clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s: the data sheet's rate is taken.
 static double backend_peak() {
-    static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
-        {80, {128, 2048}}, {86, {256, 1024}}, {89, {256, 1024}}, {90, {256, 4096}}};
+    // Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture.
+    struct Rates {
+        double fp32, bf16;
+    };
+    static const std::map<int, Rates> RATES_OF_CAPABILITY = {
+        {80, {.fp32 = 128, .bf16 = 2048}},
+        {86, {.fp32 = 256, .bf16 = 1024}},
+        {89, {.fp32 = 256, .bf16 = 1024}},
+        {90, {.fp32 = 256, .bf16 = 4096}},
+    };
     const int capability = 10 * gpu_properties.major + gpu_properties.minor;
-    auto rate = RATES.find(capability);
-    if (rate == RATES.end()) return 0;
+    const auto found = RATES_OF_CAPABILITY.find(capability);
+    if (found == RATES_OF_CAPABILITY.end()) return 0;
+    const Rates rates = found->second;
 
-    const auto [fp32, bf16] = rate->second;
-    const bool is_bf16 = sizeof(floatX) == 2;
     int device, khz = 0;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device));
-    if (!is_bf16) return 1e-9 * khz * gpu_multiprocessors * fp32;
+    if (sizeof(floatX) == 4) return 1e-9 * khz * gpu_multiprocessors * rates.fp32;
+
+    // An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s: we take the data sheet's rate.
     if (capability == 90) khz = std::min(khz, 1830000);
+    // The tensor cores of a GeForce run at half their rate where they add up in fp32.
     const bool is_halved = strstr(gpu_properties.name, "GeForce");
-    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? bf16 / 2 : bf16);
+    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? rates.bf16 / 2 : rates.bf16);
 }
 
-enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
+enum { MAX_HEAD = 256 };  // in fp32 the backward kernel needs 131 KB of shared memory for it
 static std::pair<int, int> head_channels() {
     size_t shared = gpu_properties.sharedMemPerBlockOptin;  // 0 before backend_init: not known yet
     bool too_small = sizeof(floatX) == 4 && shared && shared < (131 << 10);
     return {16, too_small ? MAX_HEAD / 2 : MAX_HEAD};
 }
+
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
