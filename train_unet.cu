@@ -5677,6 +5677,7 @@ namespace gpu {
 // ---- what the kernels share -------------------------------------------------------------------------------
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
+// Element 0 or 1 of two bf16. A bf16 is the upper half of a float.
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
@@ -5688,11 +5689,14 @@ __device__ inline void operator+=(Unpacked& a, Unpacked b) {
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
-    for (int e = 0; e < VEC; e++)
-        value[e] = VEC == 4 ? __uint_as_float(words[e % 4]) : bf16_of_pair(words[e / 2], e % 2);
+    for (int e = 0; e < VEC; e++) {
+        if (VEC == 4) value[e] = __uint_as_float(words[e % 4]);
+        else value[e] = bf16_of_pair(words[e / 2], e % 2);
+    }
     return value;
 }
 __device__ inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
+
 __device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
@@ -5702,16 +5706,27 @@ __device__ inline uint4 pack(Unpacked value) {
     for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
     return bits;
 }
-__device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
-__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
-// A block's shared memory, of the size that its launch names.
+__device__ inline void operator+=(float2& a, float2 b) {
+    a.x += b.x;
+    a.y += b.y;
+}
+__device__ inline void operator+=(float4& a, float4 b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
+}
+
+// The block's shared memory, of the size that launch() was given.
 template <typename Shared> __device__ inline Shared& shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
     return *(Shared*)memory;
 }
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
+
+// Begins to copy 16 bytes from device memory to shared memory, past the registers. Unless `valid`, it writes zeros, and
+// `from` may be any address.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
@@ -5730,7 +5745,8 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                  : "r"(address)
                  : "memory");
 }
-// c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c: c[0] and c[1] are those of row
+// l / 4, c[2] and c[3] those of row l / 4 + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -5738,55 +5754,58 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The first statement of every kernel: waits until what its stream was given before is done and written. So a kernel's launch
-// overlaps the end of the kernel before it (programmatic dependent launch). Without that overlap a call of the network at
-// B = 1 takes 10% longer on an H100.
+// The first statement of every kernel: it waits until everything that its stream was given before is done and written. This
+// lets a kernel's launch overlap the end of the kernel before it (programmatic dependent launch). Without the overlap a
+// call of the network at B = 1 takes 10% longer on an H100.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, blocks along x are a
-// cluster.
+// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, the blocks along x are a cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = kernels_await_inputs;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {grid.x, 1, 1};
-    unsigned count = CLUSTERS && grid.x > 1 ? 2 : 1;
-    if (gpu_properties.major < 9) count = 0;  // a GPU before Hopper knows neither
+    unsigned count = 1;
+    if (CLUSTERS && grid.x > 1) count = 2;
+    if (gpu_properties.major < 9) count = 0;  // a GPU before Hopper knows neither attribute
+
     cudaLaunchConfig_t config = {grid, threads, shared, stream->handle, attributes, count};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
-#ifndef PROFILING  // there it is flushed when the launcher has ended, whose times would contain it
+#ifndef PROFILING  // the profiler flushes later, because the launcher's time would contain the deferred launches
     flush_deferred();
 #endif
 }
 
 // ---- layers written once: see section 3 -------------------------------------------------------------------
+// A layer whose items are independent: a thread does one item.
 template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count) {
     await_inputs();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
+// A layer that adds up: a block is a team.
 template <typename Layer>
 __global__ void __launch_bounds__(Layer::THREADS, Layer::BLOCKS) teams_kernel(Layer layer) {
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }
-// Few items are done in small blocks, so that every multiprocessor gets some.
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {
-        int threads = items < (1 << 18) ? 64 : 256;
+        int threads = items < (1 << 18) ? 64 : 256;  // few items in small blocks, so that every multiprocessor gets some
         launch(layer_kernel<Layer>, ceil_div(items, threads), threads, 0, layer, items);
     }
 }
