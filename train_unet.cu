@@ -5811,24 +5811,24 @@ template <typename Layer> static void run(Layer layer) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
-// stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
-// NORM_TILE pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
-// of x:
+// Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and stays in
+// registers between. What a pass must know of the rest of its image comes as sums over tiles of NORM_TILE pixels (the last
+// tile may have fewer). These are kept per channel, because a group may lie in both tensors of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x_hat.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
-// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_levels, so 16 bytes
-// lie in one tensor of x.
+// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32 (see check_levels), so that
+// 16 bytes lie in one tensor of x.
 enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
     NORM_TILE_THREADS = 256,
-    NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // pixels at a time
-    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,  // vectors a thread
+    NORM_TILE_VECTORS = 8,
+    NORM_TILE_STRIDE = NORM_TILE_THREADS / NORM_TILE_VECTORS,  // pixels at a time
+    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,            // vectors that a thread loads
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all resident at once; 4, one after another: forward 20% slower
-    NORM_SLAB = 1024,    // at most so many bytes of a pixel are one block's; 512: 2% slower
+    NORM_SLAB = 1024,    // the most bytes of a pixel that are one block's; 512: 2% slower
     NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
     NORM_DEPTH = 4,      // loads that a thread of the forward pass has in flight; 2: 1% slower
 };
@@ -5844,13 +5844,14 @@ __device__ inline Unpacked norm_reload(const float* from) {
     return value;
 }
 
-// Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
-// channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
+// Adds up a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels. Thread
+// c < C writes sums[c] = finish(c, total), where total holds the channel's sum of a and that of b.
 template <int ROW, int WARPS>
 __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], auto* sums, int C,
                                              Unpacked& a, Unpacked& b, auto finish) {
-    static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
-    int c = threadIdx.x, warp = c / 32, lane = c % 32;
+    static_assert(ROW * VEC <= WARPS * 32, "each channel needs a thread");
+    const int warp = (int)threadIdx.x / 32;
+    const int lane = (int)threadIdx.x % 32;
     for (int i = 0; i < VEC; i++) {
         for (int offset = ROW; offset < 32; offset *= 2) {
             a[i] += __shfl_xor_sync(~0u, a[i], offset);
@@ -5859,13 +5860,15 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
         if (lane < ROW) shared_sums[warp][lane * VEC + i] = make_float2(a[i], b[i]);
     }
     __syncthreads();
+
+    const int c = threadIdx.x;
     if (c >= min(ROW * VEC, C)) return;
     float2 total = make_float2(0, 0);
     for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
 
-// The moments of n values, from the sum of their distances from a pivot, sums.x, and that of the squared distances, sums.y.
+// The moments of n values: sums.x is the sum of their distances from a pivot, and sums.y that of the squared distances.
 // Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that the subtraction
 // loses few digits.
 __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
@@ -5873,37 +5876,38 @@ __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
     return {pivot + distance, fmaxf(0, sums.y - sums.x * distance)};
 }
 
-// A block of the two kernels below adds up one tile of an image, eight vectors of channels wide; the grid is
-// (tiles, channels, images). A thread has one vector, of every NORM_TILE_STRIDE-th pixel from its row on.
+// The tile of an image that a block of the two kernels below adds up, NORM_TILE_VECTORS vectors of channels wide. The grid
+// is (tiles, channels, images). A thread has one vector of every NORM_TILE_STRIDE-th pixel of the tile, from `row` on.
 struct NormTile {
-    const int row = threadIdx.x / 8;
-    const int c0 = blockIdx.y * 8 * VEC;                // the block's first channel
-    const int c = c0 + (int)threadIdx.x % 8 * VEC;      // the thread's
-    const size_t first;                                 // pixel, among those of all images
-    const int pixels;
+    const int row = threadIdx.x / NORM_TILE_VECTORS;
+    const int c0 = blockIdx.y * NORM_TILE_VECTORS * VEC;                // the block's first channel
+    const int c = c0 + (int)threadIdx.x % NORM_TILE_VECTORS * VEC;      // the thread's first channel
+    const size_t first;                                                 // the first pixel, counted through all images
+    const int pixels;                                                   // of the tile
     __device__ NormTile(int T)
         : first((size_t)blockIdx.z * T + blockIdx.x * NORM_TILE),
           pixels(min((int)NORM_TILE, T - (int)blockIdx.x * NORM_TILE)) {}
+
+    // Whether the thread's vector i is in the tile.
     __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
-    // The thread's vectors, `from` being the first: all loads before the first use.
+    // Loads the thread's vectors, of which the first lies at `from`. All loads come before the first use.
     __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
         for (int i = 0; i < NORM_TILE_DEPTH; i++)
             if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
     }
-    // Adds a and b up over the block, and writes finish(c, total) among the sums of all tiles, (B, tiles, C).
+    // Adds up a and b over the block, and writes finish(c, total) to the tile's row of `sums`, (B, tiles, C).
     __device__ void add_up(auto* sums, int C, Unpacked& a, Unpacked& b, auto finish) const {
-        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][NORM_TILE_VECTORS * VEC];
         sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-        norm_tile_sums<8>(shared_sums, sums, C - c0, a, b, finish);
+        norm_tile_sums<NORM_TILE_VECTORS>(shared_sums, sums, C - c0, a, b, finish);
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
-    return dim3(norm_tiles(x.T()), ceil_div(C, 8 * VEC), x.B);
+    return dim3(norm_tiles(x.T()), ceil_div(C, NORM_TILE_VECTORS * VEC), x.B);
 }
 
-// Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
-// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in
-// once.
+// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). The sums are those of x minus a pivot,
+// the tile's first pixel, because the difference of plain sums would cancel. Device memory: x is read once.
 __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const NormTile tile(x.T());
@@ -5912,7 +5916,7 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
     if (tile.c < x.C) {
         uint4 in[NORM_TILE_DEPTH];
         tile.load(in, pivots + tile.row * x.C + tile.c, x.C);
-        Unpacked pivot = unpack(pivots + tile.c);
+        const Unpacked pivot = unpack(pivots + tile.c);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
@@ -5933,15 +5937,17 @@ static void channel_moments(Tensor x) {
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
-// For a vector of channels, turns d, the gradient of a norm's output, into the gradient before the SiLU, and adds to the two
-// sums that the norm's backward needs. x is what the norm read.
+// A norm's gradient before the SiLU, for a vector of channels of an image.
 struct NormGradient {
     Vector<GroupStatistics, VEC> statistics;
     Vector<ScaleShift, VEC> half;
+    // `at` is the index of the first channel in (B, C).
     __device__ void load(const Norm& norm, size_t at) {
         statistics = ::load<VEC>(norm.statistics + at);
         half = ::load<VEC>(norm.half_scale_shift + at);
     }
+    // Turns d, the gradient of the norm's output, into the gradient before the SiLU, and adds it to `sum`, and d (x - mean) to
+    // `product`. x is what the norm read.
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
             for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
@@ -5952,8 +5958,8 @@ struct NormGradient {
     }
 };
 
-// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
-// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
+// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C): of each tile dy.sum(1) and
+// (dy * (x - mean) * rstd).sum(1). Device memory: x and dout are read and dy is written, once each.
 __global__ void __launch_bounds__(NORM_TILE_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
@@ -5962,18 +5968,22 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
     Unpacked sum = {}, product = {};
     if (c < C) {
         const Tensor& x = norm.x.of(c);
-        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        const size_t pixel = tile.first + tile.row;
+        const size_t at = pixel * C + c;
+        const size_t channel_of_image = (size_t)blockIdx.z * C + c;  // in (B, C)
         uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
         NormGradient gradient;
-        gradient.load(norm, of_image);
+        gradient.load(norm, channel_of_image);
 
+        const bool writes = norm.silu || dy != dout;  // otherwise dy is what it must be
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
-            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
+            const Unpacked value = unpack(in[i]);
+            Unpacked d = unpack(upstream[i]);
             gradient.apply(d, value, norm.silu, sum, product);
-            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
+            if (writes) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
     }
     tile.add_up(norm.sums, C, sum, product, [&](int c, float2 total) {
