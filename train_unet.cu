@@ -5997,33 +5997,45 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
            dout.data, norm);
 }
 
-// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks write to one line.
-// `blocks` blocks share an image's slab, and deal the pixels out among themselves. A slab may begin or end within a group.
+// The grid of a streaming pass. It cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks write
+// to one line. A slab may begin or end within a group. The blocks of an image's slab share its pixels.
 struct NormGrid {
-    int slabs;
+    int slabs;             // of an image
     int channels, blocks;  // of a slab
     NormGrid(const Concat& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
-        int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
-        int room = NORM_BLOCKS * gpu_multiprocessors - other_blocks;
-        blocks = std::clamp(room / (x.first.B * slabs), 1, most);
+
+        const int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // with a vector for each thread
+        const int resident = NORM_BLOCKS * gpu_multiprocessors - other_blocks;
+        blocks = std::clamp(resident / (x.first.B * slabs), 1, most);
     }
 };
 
-// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what
-// belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
+// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what belongs to a
+// channel stays in registers, and of its image every stride-th pixel.
 struct NormWork {
-    int b, t, stride, c;
-    bool owner;                  // thread i, if owner, computes what belongs to channel slab + i
-    int block, slab, channels;   // the block's number in its slab; the slab's first channel, and how many it has
-    int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
-    size_t at, at_concat;        // the thread's first element, in its tensor of x and in a tensor with all channels
-    int step, step_concat;       // elements from one of its pixels to the next, in the two
+    // The block:
+    int b;           // its image
+    int slab;        // its slab's first channel
+    int channels;    // of the slab
+    int block;       // its number among the blocks of the slab
+    int group_size;  // channels in a group
+    int g0, groups;  // the slab's first group, and how many groups have channels in it
+
+    // The thread:
+    bool owner;     // thread i, if owner, computes what belongs to channel slab + i
+    int c;          // the first channel of its vector
+    int t, stride;  // its first pixel in the image, and the distance from one of its pixels to the next
+    // The same in elements: in the tensor of x that has channel c, and in a tensor that has all channels.
+    size_t at, at_concat;
+    int step, step_concat;
+
     // Divisions are few and unsigned, because this and the sums that follow are most of the time of a small norm.
     __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
-        const unsigned T = norm.x.first.T(), C = norm.x.C();
+        const unsigned T = norm.x.first.T();
+        const unsigned C = norm.x.C();
         const unsigned image_slab = index / grid.blocks;
         block = index - image_slab * grid.blocks;
         b = image_slab / grid.slabs;
@@ -6031,7 +6043,8 @@ struct NormWork {
         channels = min(grid.channels, C - slab);
         owner = (int)threadIdx.x < channels;
 
-        const unsigned vectors = channels / VEC, rows = NORM_THREADS / vectors;
+        const unsigned vectors = channels / VEC;
+        const unsigned rows = NORM_THREADS / vectors;  // pixels that the block does at a time
         const unsigned row = threadIdx.x / vectors;
         c = slab + (threadIdx.x - row * vectors) * VEC;
         group_size = C / norm.groups;
@@ -6055,13 +6068,20 @@ struct NormWork {
     __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
         __shared__ float2 shared_sums[NORM_THREADS];
         const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
-        const int width = min(sharers, 32), warps = sharers / width;
-        const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
+        const int lanes = min(sharers, 32);                            // those of them in one warp
+        const int parts = sharers / lanes;                             // the warps' sums, which add up to a group's
+        const int i = threadIdx.x / sharers;                           // the thread's group, counted from g0
+        const int sharer = threadIdx.x % sharers;
         const int c0 = (g0 + i) * group_size;
-        const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
-        int tile = sharer / (unsigned)group_size, c = sharer % (unsigned)group_size;
+
+        // The items of a group are counted from channel to channel, and then from tile to tile. A thread takes every
+        // sharers-th.
+        const int tile_stride = sharers / (unsigned)group_size;
+        const int c_stride = sharers % (unsigned)group_size;
+        int tile = sharer / (unsigned)group_size;
+        int c = sharer % (unsigned)group_size;
         float2 sum = make_float2(0, 0);
-        if (i < groups)
+        if (i < groups) {
 #pragma unroll 4
             for (; tile < tiles; tile += tile_stride) {
                 sum += item(tile, c0 + c, c0);
@@ -6071,26 +6091,28 @@ struct NormWork {
                     tile++;
                 }
             }
+        }
         meanwhile();
 
-        for (int offset = width / 2; offset; offset /= 2) {
+        for (int offset = lanes / 2; offset; offset /= 2) {
             sum.x += __shfl_xor_sync(~0u, sum.x, offset);
             sum.y += __shfl_xor_sync(~0u, sum.y, offset);
         }
-        if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
+        if (threadIdx.x % lanes == 0) shared_sums[threadIdx.x / lanes] = sum;
         __syncthreads();
-        sum = make_float2(0, 0);
+
         const int group = (slab + threadIdx.x) / group_size - g0;
+        float2 total = make_float2(0, 0);
         if (owner)
-            for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
-        return sum;
+            for (int part = group * parts; part < (group + 1) * parts; part++) total += shared_sums[part];
+        return total;
     }
 };
 
-// F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
-// Golub and LeVeque (1979) do, about the mean of the group's first channel and tile. Then one thread for each channel computes
-// scale and shift. Device memory: x is read and out is written, once each. Where `out` is null, the kernel only writes
-// statistics and half_scale_shift.
+// F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan, Golub and
+// LeVeque (1979) do, about a pivot, the mean of the group's first channel and tile. Then one thread for each channel
+// computes scale and shift. Where `out` is null, the kernel only writes statistics and half_scale_shift. Device memory: x
+// is read and out is written, once each.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
@@ -6099,17 +6121,20 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_concat;
-    uint4 in[NORM_DEPTH];
+
+    // The group's moments are added up. Meanwhile the thread loads its first vectors of x.
     const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
-        Moments m = moments(tile, c);
-        float distance = m.mean - moments(0, c0).mean, n = min((int)NORM_TILE, T - tile * NORM_TILE);
+        const Moments m = moments(tile, c);
+        const float distance = m.mean - moments(0, c0).mean;
+        const float n = min((int)NORM_TILE, T - tile * NORM_TILE);
         return make_float2(n * distance, m.squares + n * distance * distance);
     };
-    const int c = work.slab + threadIdx.x;  // the channel that this thread works out
+    const int c = work.slab + threadIdx.x;  // the channel whose scale and shift this thread computes
     ScaleShift modulated;
-    float2 sum = work.group_sum(tiles, item, [&] {
+    uint4 in[NORM_DEPTH];
+    const float2 sum = work.group_sum(tiles, item, [&] {
         if (work.owner) modulated = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && work.t + i * work.stride < T) {
@@ -6117,12 +6142,17 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
                 source += work.step;
             }
     });
+
     if (work.owner) {
-        float n = (float)work.group_size * T, distance = sum.x / n;
-        float mean = moments(0, c - c % work.group_size).mean + distance;
-        float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
-        float scale = modulated.scale * rstd, shift = modulated.shift - mean * scale;
-        float factor = norm.silu ? 0.5f : 1;
+        const float n = (float)work.group_size * T;
+        const float distance = sum.x / n;  // from the pivot to the mean
+        const float mean = moments(0, c - c % work.group_size).mean + distance;
+        const float variance = fmaxf(0, sum.y - sum.x * distance) / n;
+        const float rstd = rsqrtf(variance + NORM_EPS);
+        const float scale = modulated.scale * rstd;
+        const float shift = modulated.shift - mean * scale;
+
+        const float factor = norm.silu ? 0.5f : 1;
         const ScaleShift half = {factor * scale, factor * shift};
         const size_t at = (size_t)work.b * norm.x.C() + c;
         half_scale_shift[threadIdx.x] = half;
@@ -6133,12 +6163,12 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
 
-    auto half = load<VEC>(half_scale_shift + work.c - work.slab);
+    const auto half = load<VEC>(half_scale_shift + work.c - work.slab);
     for (int t = work.t; out && t < T; t += NORM_DEPTH * work.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * work.stride >= T) break;
             Unpacked y = unpack(in[i]);
-            if (t + (i + NORM_DEPTH) * work.stride < T) {
+            if (t + (i + NORM_DEPTH) * work.stride < T) {  // the next vector is under way while this one is normed
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
@@ -6163,29 +6193,35 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
 __device__ inline float2 weighted(NormSums sums, float weight) {
     return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
 }
-// dbias, dw (C) = sums (B tiles, C).sum(0), for the 32 channels from 32 blockIdx.x on. A lane has a channel, a warp every
-// WARPS-th row.
+
+// dbias, dw (C) = sums (B tiles, C).sum(0), each row of which is weighted by its image's gain if MODULATED. A block computes
+// those of 32 channels: a lane has one of them, and a warp every WARPS-th row.
 template <bool MODULATED>  // a test of each row would make the loads wait for each other
 __device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < norm.x.first.B * tiles; i += WARPS)
-        total += weighted(norm.sums[(size_t)i * norm.x.C() + c], MODULATED ? norm.gain(i / tiles, c) : 1);
+    for (int row = warp; row < norm.x.first.B * tiles; row += WARPS) {
+        const NormSums sums = norm.sums[(size_t)row * norm.x.C() + c];
+        total += weighted(sums, MODULATED ? norm.gain(row / tiles, c) : 1);
+    }
     shared_sums[warp][lane] = total;
     __syncthreads();
+
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total += shared_sums[i][lane];
     norm.dbias[c] = total.x;
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual, + the old dx with ACCUMULATE. It also writes
-// `normed`, once more the norm's output. Each block first adds up its groups' sums. Device memory: x, dy and dresidual are
-// read, normed and dx are written (with ACCUMULATE dx is also read), once each. The declaration in section 3 says which of
-// them may be the same. The first weight_blocks blocks make dw and dbias.
+// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual with RESIDUAL, + the old dx with ACCUMULATE. The
+// kernel also writes `normed`, which is the norm's output once more. Each block first adds up its groups' sums; the first
+// weight_blocks blocks instead make dw and dbias. Device memory: x, dy and dresidual are read, normed and dx are written
+// (with ACCUMULATE dx is also read), once each. The declaration in section 3 says which of them may be the same.
 template <bool RESIDUAL, bool ACCUMULATE>  // arguments instead would be 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
@@ -6194,16 +6230,23 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     __shared__ struct alignas(16) {
         float alpha[NORM_CHANNELS], beta[NORM_CHANNELS], scale[NORM_CHANNELS], shift[NORM_CHANNELS];
     } slab;  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
-    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
-    if ((int)blockIdx.x < weight_blocks)
-        return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
+    const int T = norm.x.first.T();
+    const int C = norm.x.C();
+    const int tiles = norm_tiles(T);
+    if ((int)blockIdx.x < weight_blocks) {
+        if (norm.modulation.data) norm_weights<true>(norm, tiles);
+        else norm_weights<false>(norm, tiles);
+        return;
+    }
 
     NormWork work(grid, blockIdx.x - weight_blocks, norm);
-    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_concat;
+    const floatX* x_from = norm.x.of(work.c).data + work.at;
+    const floatX* dy_from = dy + work.at_concat;
     const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
-    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_concat;
+    floatX* dx_to = dx.of(work.c).data + work.at;
+    floatX* normed_to = normed + work.at_concat;
     uint4 x_bits, dy_bits, residual, old;
-    auto load = [&] {
+    auto load_pixel = [&] {
         x_bits = *(const uint4*)x_from;
         x_from += work.step;
         dy_bits = *(const uint4*)dy_from;
@@ -6214,24 +6257,29 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (ACCUMULATE) old = *(const uint4*)dx_to;
     };
+
+    // The group's sums of w dy and w dy x_hat are added up. Meanwhile the thread loads its first pixel.
     const NormSums* sums = norm.sums + (size_t)work.b * tiles * C;
     auto item = [&](int tile, int c, int) {
         return weighted(sums[tile * C + c], norm.w[c] * norm.gain(work.b, c));
     };
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = work.group_sum(tiles, item, [&] {
+    const float2 sum = work.group_sum(tiles, item, [&] {
         const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
         if (work.owner) {
             statistics = norm.statistics[at];
             half = norm.half_scale_shift[at];
         }
-        if (work.t < T) load();
+        if (work.t < T) load_pixel();
     });
-    // The loop below loads these from shared memory again and again: held in registers it is 2% slower on an H100.
+
     if (work.owner) {
-        float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
-        float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;  // scale and shift are halved with SiLU
+        const float n = (float)work.group_size * T;
+        const float mean = statistics.mean;
+        const float rstd = statistics.rstd;
+        const float alpha = rstd * rstd * sum.y / n;
+        const float whole = norm.silu ? 2 : 1;  // with SiLU, scale and shift are halved
         slab.alpha[threadIdx.x] = alpha;
         slab.beta[threadIdx.x] = rstd * sum.x / n - mean * alpha;
         slab.scale[threadIdx.x] = whole * half.scale;
@@ -6239,6 +6287,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
 
+    // All but `scale` are loaded again for each pixel, because holding them in registers is 2% slower on an H100.
     const int c = work.c - work.slab;
     Unpacked scale = norm_reload(&slab.scale[c]);
     for (int t = work.t; t < T; t += work.stride) {
@@ -6259,19 +6308,23 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (ACCUMULATE) d += unpack(old);
         *(uint4*)dx_to = pack(d);
         dx_to += work.step;
-        if (t + work.stride < T) load();
+        if (t + work.stride < T) load_pixel();
     }
 }
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
     const bool residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
-    const int weight_blocks = dy.C / 32;
-    NormGrid grid(norm.x, weight_blocks);
-    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
+    typedef decltype(&groupnorm_backward_kernel<false, false>) Kernel;
+    static const Kernel KERNELS[2][2] = {
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
-           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>},
+    };
+    const Kernel kernel = KERNELS[residual][options.accumulate];
+
+    const int weight_blocks = dy.C / 32;
+    const NormGrid grid(norm.x, weight_blocks);
+    const int blocks = weight_blocks + grid.blocks * grid.slabs * dy.B;
+    launch(kernel, blocks, NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
