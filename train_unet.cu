@@ -6328,12 +6328,27 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16 of them. It goes through
-// the other side, keys or queries, in tiles of COLUMNS, so that T x T is never stored and any T works. Heads are padded with
-// zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32 too, where no mma is used. fp32 has
-// fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
+// A block owns ROWS rows (queries, or in backward also keys) of one head of one image, and each warp 16 of them. The block
+// goes through the other side, keys or queries, in tiles of COLUMNS rows, so that T x T is never stored and any T works.
+// Heads are padded with zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32 too, where no
+// mma is used. fp32 has fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
+
+// A tile's rows in backward, for heads padded to D channels.
+static constexpr int attention_backward_columns(int D) {
+    if (D > 128) return 16;
+    if (D > 80) return ATTENTION_ROWS / 2;
+    return ATTENTION_ROWS;
+}
+// Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
+static constexpr int attention_forward_blocks(int D) {
+    if (D > 64) return 2;
+    if (D > 32) return 3;
+    return 6;
+}
+// With heads of up to 32, backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
 struct AttentionHead {
@@ -6343,80 +6358,90 @@ struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// The tensors of attention; lse is (B, heads, T). Backward moves the pointers to the image and head of the block; forward
-// moves only qkv.
+// The arguments of attention. Backward moves the pointers to the image and head of the block; forward moves only qkv.
 struct Attention {
-    floatX *dqkv, *dout;  // null in forward
+    floatX *dqkv = nullptr, *dout = nullptr;  // null in forward
     floatX *out, *qkv;
-    float* lse;
+    float* lse;  // (B, heads, T)
     int T, C, d;
     float scale;
-    // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
+    // A head's q, k or v, or the gradient of one.
     __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    // A head's output, or the gradient of it.
     __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
+// The work of a block, for heads padded to D channels. Wide heads get small tiles, as shared memory and registers ask.
 template <int D> struct AttentionTile : Attention {
+    static constexpr int ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS;
+    static constexpr int THREADS = 2 * ROWS;
+    static constexpr int COLUMNS = D > 128 ? 16 : ATTENTION_ROWS;
+    static constexpr int BACKWARD_COLUMNS = attention_backward_columns(D);
+    static constexpr int BLOCKS = attention_forward_blocks(D);
+    static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(D);
+    static constexpr int VECTORS = D / VEC;  // of a row
+
     // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
-    struct Row { floatX at[D + VEC]; };
-    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
-    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
-    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
-    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
-    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
-    struct Forward {
-        Row q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
+    struct Row {
+        floatX at[D + VEC];
     };
-    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    // What a block keeps in shared memory: its own rows once, and the other side's in two stages, [stage][row].
+    struct Forward {
+        Row q[ROWS];
+        Row k[2][COLUMNS], v[2][COLUMNS];
+    };
     struct BackwardKeys {
         Row k[ROWS], v[ROWS];
         Row q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
-        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], exponent[BACKWARD_COLUMNS];  // see find_delta
     };
     struct BackwardQueries {
         Row q[ROWS], dout[ROWS];
         Row k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
         Row out[ROWS];
-        float delta[ROWS], lse[ROWS];
+        float delta[ROWS], exponent[ROWS];
     };
     union Backward {
         BackwardKeys keys;
         BackwardQueries queries;
     };
 
-    // Where mma leaves element i of fragment n: its row in the block's rows, and its column in the tile.
+    // Where mma leaves element i of fragment n: its row among the block's rows, and its column in the tile. A lane has two
+    // rows, the first of which holds elements 0 and 1 of every fragment, and the second elements 2 and 3.
     __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
     __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-    // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
+    // Begins to copy COUNT rows of a head, from t0 on, to shared memory; zeros where the head has no row or channel.
     template <int COUNT> __device__ static void load_rows(Row (&tile)[COUNT], AttentionHead source, int t0) {
-        UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
+        UNROLLED_FOR (int n = 0; n < COUNT * VECTORS / THREADS; n++) {
             const unsigned i = n * THREADS + threadIdx.x;
-            const int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            const int row = i / VECTORS;
+            const int c = i % VECTORS * VEC;
             copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
         }
     }
 
-    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, where b is (8 N, D).
     template <int N>
     __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
 #ifdef PRECISION_FP32
         for (int k = 0; k < D; k += VEC)
             UNROLLED_FOR (int n = 0; n < N; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
-                    Unpacked left = unpack(&a[row(i)].at[k]), right = unpack(&b[column(n, i)].at[k]);
+                    Unpacked left = unpack(&a[row(i)].at[k]);
+                    Unpacked right = unpack(&b[column(n, i)].at[k]);
                     for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
                 }
 #else
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        const int lane = threadIdx.x % 32;
+        const int row0 = threadIdx.x / 32 * 16;  // the warp's first row
         UNROLLED_FOR (int k = 0; k < D; k += 16) {
             uint32_t left[4], right[4];
             load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
             UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
-                load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+                const Row& row = b[n + lane / 16 * 8 + lane % 8];
+                load_matrices(right, shared_address(&row.at[k + lane / 8 % 2 * 8]));
                 mma(scores[n / 8], left, right[0], right[1]);
                 mma(scores[n / 8 + 1], left, right[2], right[3]);
             }
@@ -6430,10 +6455,11 @@ template <int D> struct AttentionTile : Attention {
             for (int i = 0; i < 4; i++)
                 if (column(n, i) >= columns) scores[n][i] = -INFINITY;
     }
-    // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
+
+    // sum (16, D) += p (16, 8 N) b, where p lies in registers as add_scores leaves it, and b is (8 N, D).
     template <int N>
     __device__ static void add_weighted(float (&sum)[D / 8][4], const float (&p)[N][4], const Row* b) {
-        int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
             float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
@@ -6447,9 +6473,14 @@ template <int D> struct AttentionTile : Attention {
                     sum[n][i] += of_16;
                 }
 #else
-            const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
-            uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
-                                pack_bf16(p1[2], p1[3])};
+            const float* p0 = p[k / 8];
+            const float* p1 = p[k / 8 + 1];
+            const uint32_t left[4] = {
+                pack_bf16(p0[0], p0[1]),
+                pack_bf16(p0[2], p0[3]),
+                pack_bf16(p1[0], p1[1]),
+                pack_bf16(p1[2], p1[3]),
+            };
             UNROLLED_FOR (int n = 0; n < D; n += 16) {
                 uint32_t right[4];
                 load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
@@ -6459,11 +6490,13 @@ template <int D> struct AttentionTile : Attention {
 #endif
         }
     }
-    // Stores the warp's rows of sum (ROWS, D), each times its factor, by way of shared memory, `scratch`. factors.x is for
-    // the lane's first row in a fragment, factors.y for its second.
+
+    // Stores the warp's 16 rows of a sum (ROWS, D), by way of shared memory, so that device memory is written 16 bytes at a
+    // time. The lane's first row is multiplied by factors.x, its second by factors.y.
     __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        const int lane = threadIdx.x % 32;
+        const int row0 = threadIdx.x / 32 * 16;
         __syncwarp();
         UNROLLED_FOR (int n = 0; n < D / 8; n++)
             UNROLLED_FOR (int i = 0; i < 4; i += 2) {
@@ -6472,15 +6505,17 @@ template <int D> struct AttentionTile : Attention {
                 store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
             }
         __syncwarp();
-        UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
+
+        UNROLLED_FOR (int n = 0; n < 16 * VECTORS / 32; n++) {
             const unsigned i = n * 32 + lane;
-            const int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            const int row = row0 + i / VECTORS;
+            const int c = i % VECTORS * VEC;
             if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
         }
     }
 
-    // Goes through the other side, N rows at a time. load(stage, t) begins to copy rows t and on to one of two stages, and
-    // use(stage, t) is called when they have come, while the next are on their way.
+    // Goes through the other side, N rows at a time. load(stage, t) begins to copy the rows from t on to one of two stages.
+    // use(stage, t) is called when they have come, while the next ones are on their way.
     template <int N> __device__ void for_each_tile(auto load, auto use) const {
         load(0, 0);
         __pipeline_commit();
@@ -6495,14 +6530,17 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
-    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao,
-    // "FlashAttention-2" (2023), algorithm 1.
-    // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
+    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao, "FlashAttention-2" (2023),
+    // algorithm 1. A block does ROWS queries of a head of an image. Device memory: q is read and out is written once; each
+    // block reads all of k and v.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
-        const int head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        const int head = blockIdx.y;
+        const int b = blockIdx.z;
+        const int t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
-        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
+        const AttentionHead k = input(qkv, ATTENTION_K);
+        const AttentionHead v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
         auto load = [&](int stage, int t) {
             load_rows(s.k[stage], k, t);
@@ -6511,24 +6549,29 @@ template <int D> struct AttentionTile : Attention {
 
         const float unit = scale * LOG2_E;  // from a score to an exponent of 2
         float sum[D / 8][4] = {};
-        float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
+        float maximum[2] = {-INFINITY, -INFINITY};  // of the scores of the lane's two rows
+        float denominator[2] = {};                  // of these rows, but only from the lane's own columns
         for_each_tile<COLUMNS>(load, [&](int stage, int t) {
             float p[COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - t);
             UNROLLED_FOR (int row = 0; row < 2; row++) {
-                float highest = maximum[row], added = 0;
+                float highest = maximum[row];
                 UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                     for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
                 for (int offset = 1; offset < 4; offset *= 2)
                     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
 
-                const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
+                // Corrects what was added up so far, which is relative to the maximum before.
+                const float correction = exp2_fast((maximum[row] - highest) * unit);
+                const float shift = highest * unit;
+                float added = 0;
                 UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
                     for (int i = 2 * row; i < 2 * row + 2; i++) {
                         p[n][i] = exp2_fast(p[n][i] * unit - shift);
                         added += p[n][i];
                     }
+
                 denominator[row] *= correction;
                 denominator[row] += added;
                 maximum[row] = highest;
@@ -6545,20 +6588,22 @@ template <int D> struct AttentionTile : Attention {
             if (threadIdx.x % 4 == 0 && t < T)
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
-        store_rows(output(out + (size_t)b * T * C + head * d), t0, s.q, sum,
-                   {1 / denominator[0], 1 / denominator[1]});
+        const AttentionHead target = output(out + (size_t)b * T * C + head * d);
+        store_rows(target, t0, s.q, sum, {1 / denominator[0], 1 / denominator[1]});
     }
 
-    // For COUNT queries from t0 on: delta, the D_i = sum_j dout_ij out_ij of FlashAttention-2; and exponent, the lse as an
-    // exponent of 2. That is infinite past the last query, so that the probability is 0 there.
+    // For COUNT queries from t0 on: delta, which is FlashAttention-2's D_i = sum_j dout_ij out_ij, and exponent, which is the
+    // lse as an exponent of 2. Past the last query the exponent is infinite, so that the probability is 0 there.
     template <int COUNT>
     __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
                                const Row (&out)[COUNT], int t0) const {
         const int threads = THREADS / COUNT;  // that share a row
-        int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+        const int row = threadIdx.x / threads;
+        const int c0 = threadIdx.x % threads * VEC;
         float sum = 0;
         for (int c = c0; c < D; c += threads * VEC) {
-            Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+            const Unpacked x = unpack(&dout[row].at[c]);
+            const Unpacked y = unpack(&out[row].at[c]);
             for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
         }
         for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -6566,7 +6611,8 @@ template <int D> struct AttentionTile : Attention {
         delta[row] = sum;
         exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
     }
-    // Overwrites the scores q k^T by p = P, and dout v^T by ds = dS / scale. query(n, i): the query of element i of fragment n.
+    // Overwrites p, the scores q k^T, by the probabilities P, and ds, which is dout v^T, by dS / scale. query(n, i) is the
+    // index, in delta and exponent, of the query that element i of fragment n belongs to.
     template <int N>
     __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
                                      auto query) const {
@@ -6577,7 +6623,7 @@ template <int D> struct AttentionTile : Attention {
             }
     }
 
-    // dk and dv of the block's keys, t0 and on: it goes through all queries.
+    // Computes dk and dv of the block's keys, from t0 on, from all queries.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
         load_rows(s.k, input(qkv, ATTENTION_K), t0);
@@ -6590,14 +6636,14 @@ template <int D> struct AttentionTile : Attention {
 
         float dk[D / 8][4] = {}, dv[D / 8][4] = {};
         for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
-            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], t);
+            find_delta(s.delta, s.exponent, s.dout[stage], s.out[stage], t);
             __syncthreads();
 
-            // Both are transposed: a row is a key, and a column is a query.
+            // Here both are transposed: a row is a key, and a column is a query.
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [](int n, int i) { return column(n, i); });
+            softmax_backward(p, ds, s.delta, s.exponent, [](int n, int i) { return column(n, i); });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
         });
@@ -6605,7 +6651,7 @@ template <int D> struct AttentionTile : Attention {
         store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
-    // dq of the block's queries, t0 and on: it goes through all keys.
+    // Computes dq of the block's queries, from t0 on, from all keys.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
@@ -6618,14 +6664,14 @@ template <int D> struct AttentionTile : Attention {
 
         float dq[D / 8][4] = {};
         for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
-            if (t == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
+            if (t == 0) find_delta(s.delta, s.exponent, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - t);
             add_scores(ds, s.dout, s.v[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [](int, int i) { return row(i); });
+            softmax_backward(p, ds, s.delta, s.exponent, [](int, int i) { return row(i); });
             add_weighted(dq, ds, s.k[stage]);
         });
         store_rows(input(dqkv, ATTENTION_Q), t0, s.q, dq, {scale, scale});
@@ -6633,58 +6679,64 @@ template <int D> struct AttentionTile : Attention {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_forward_kernel(Tile a) {
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) attention_forward_kernel(Tile a) {
     await_inputs();
     a.forward();
 }
 
-// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
-// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
-// recompute P. Device memory: a block's own rows are read once; each block reads all of the other side, mostly from the L2.
+// With P = exp(q k^T scale - lse) and dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. The grid is
+// (ROWS queries or keys, head, image). The first half of its x makes dk and dv, the second half dq; both recompute P.
+// Device memory: a block's own rows are read once; each block reads all of the other side, mostly from the L2.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(Tile a) {
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS) attention_backward_kernel(Tile a) {
     await_inputs();
-    const int head = blockIdx.y, b = blockIdx.z;
-    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * Tile::ROWS;
-    const size_t at = (size_t)b * a.T * a.C + head * a.d, at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
+    const int head = blockIdx.y;
+    const int b = blockIdx.z;
+    const int tiles = gridDim.x / 2;
+    const int t0 = blockIdx.x % tiles * Tile::ROWS;
+    const size_t at = (size_t)b * a.T * a.C + head * a.d;
+    const size_t at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at_qkv;
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
+
     if (blockIdx.x < tiles) a.backward_keys(t0);
     else a.backward_queries(t0);
 }
 
-// launch(AttentionTile<D>()), with the number of channels that heads of d are padded to.
-static void with_padded_head(int d, auto launch) {
+// Calls launch_tile(AttentionTile<D>()), where D is the number of channels that heads of d are padded to.
+static void with_padded_head(int d, auto launch_tile) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
-    if (d <= 32) launch(AttentionTile<32>());
-    else if (d <= 64) launch(AttentionTile<64>());
-    else if (d <= 80) launch(AttentionTile<80>());
-    else if (d <= 128) launch(AttentionTile<128>());
-    else launch(AttentionTile<MAX_HEAD>());
+    if (d <= 32) launch_tile(AttentionTile<32>());
+    else if (d <= 64) launch_tile(AttentionTile<64>());
+    else if (d <= 80) launch_tile(AttentionTile<80>());
+    else if (d <= 128) launch_tile(AttentionTile<128>());
+    else launch_tile(AttentionTile<MAX_HEAD>());
 }
 
+static Attention attention_of(Tensor out, float* lse, Tensor qkv, int heads) {
+    const int d = out.C / heads;
+    const float scale = 1 / sqrtf((float)d);
+    return {.out = out.data, .qkv = qkv.data, .lse = lse, .T = out.T(), .C = out.C, .d = d, .scale = scale};
+}
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    const int T = out.T(), d = out.C / heads;
-    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
-    with_padded_head(d, [&]<class Tile>(Tile) {
-        launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Forward), Tile{a});
+    PROFILE("attention forward", {4.0 * out.T() * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    const Attention a = attention_of(out, lse, qkv, heads);
+    with_padded_head(a.d, [&]<class Tile>(Tile) {
+        const dim3 grid(ceil_div(a.T, Tile::ROWS), heads, out.B);
+        launch(attention_forward_kernel<Tile>, grid, Tile::THREADS, sizeof(typename Tile::Forward), Tile{a});
     });
 }
-static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
-                               int heads) {
-    const int T = out.T(), d = out.C / heads;
-    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
-    with_padded_head(d, [&]<class Tile>(Tile) {
-        launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Backward), Tile{a});
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads) {
+    PROFILE("attention backward", {8.0 * out.T() * out.count(), 8.0 * sizeof(floatX) * out.count()});
+    Attention a = attention_of(out, (float*)lse, qkv, heads);
+    a.dqkv = dqkv.data;
+    a.dout = dout.data;
+    with_padded_head(a.d, [&]<class Tile>(Tile) {
+        const dim3 grid(2 * ceil_div(a.T, Tile::ROWS), heads, out.B);
+        launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, sizeof(typename Tile::Backward), Tile{a});
     });
 }
 
