@@ -7666,7 +7666,7 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 template <int TAPS>
 static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const ForwardOptions& options) {
-    return {out, options.residual, x, layer.w, layer.bias, options.emb};
+    return {.out = out, .residual = options.residual, .x = x, .w = layer.w, .bias = layer.bias, .emb = options.emb};
 }
 template <int TAPS>
 static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const BackwardOptions& options) {
@@ -7677,24 +7677,34 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
     launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
-// 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half the workspace.
+
+// How many blocks share the pixels of a weight gradient. A block's pixels take a time of tiles / splits, and the reduction
+// one of splits O C. The sum of the two is least where they are equal: at the root of tiles / (O C), times a factor that was
+// measured on an H100. 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half
+// the workspace.
+static int choose_weight_splits(const WeightGradient& g) {
+    const int most_blocks = (g.taps > 1 ? 1 : 2) * gpu_multiprocessors;
+    const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
+    const int factor = sizeof(floatX) == 2 ? 480 : 830;
+    const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / g.dout.C / g.x.C()));
+    return std::max(1, std::min(most, balanced + 1));
+}
 template <int TAPS>
 static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     assert(!x.half_scale_shift);
-    dout = shaped(dout, TAPS);
-    x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
-    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
+    WeightGradient g = {
+        .dw = layer.dw,
+        .dbias = layer.dbias,
+        .dout = shaped(dout, TAPS),
+        .x = {shaped(x.first, TAPS), shaped(x.second, TAPS)},
+        .per_image = demb,
+        .taps = TAPS,
+    };
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
     using Block = WeightBlock<TAPS>;
-    g.tiling = make_tiling(dout, TAPS, Block::PIXELS);
-    // A block's pixels take a time of tiles / splits, and the reduction one of splits O C. Their sum is least where they are
-    // equal: at the root of tiles / (O C). The factor was measured on an H100.
-    const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
-    const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
-    const int factor = sizeof(floatX) == 2 ? 480 : 830;
-    const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / dout.C / x.C()));
-    g.splits = std::max(1, std::min(most, balanced + 1));
+    g.tiling = make_tiling(g.dout, TAPS, Block::PIXELS);
+    g.splits = choose_weight_splits(g);
     launch_weight_sums(g, Block::launch_tiles);
 }
 
@@ -7724,18 +7734,23 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     gemm_backward_weight(layer, dout, x, {});
 }
 
-// A block does a tile of the product that has it, the last one whose first tile is no later.
+// The product that has the tile: the last one whose first tile is no later.
+__device__ inline int product_of_tile(const MatrixProduct* products, int count, int tile) {
+    int first = 0;
+    int end = count;
+    while (end - first > 1) {
+        const int middle = (first + end) / 2;
+        if (products[middle].first_tile <= tile) first = middle;
+        else end = middle;
+    }
+    return first;
+}
+// Block i does tile i of all products.
 template <class Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel(const MatrixProduct* products, int count) {
     await_inputs();
     const int tile = blockIdx.x;
-    int k = 0;
-    for (int end = count; end - k > 1;) {
-        int middle = (k + end) / 2;
-        if (products[middle].first_tile <= tile) k = middle;
-        else end = middle;
-    }
-    const MatrixProduct p = products[k];
+    const MatrixProduct p = products[product_of_tile(products, count, tile)];
     Block block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};
     block.chunks_a_split = block.chunks();
     block.run(tile - p.first_tile);
@@ -7743,11 +7758,15 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel
 static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed) {
     PROFILE("Muon", {});
     constexpr bool BF16 = sizeof(floatX) == 2;
-    auto launch_blocks = [&]<class Block>(Block, int side) {
-        launch(products_kernel<Block>, tiles, Block::THREADS, Block::shared_bytes(2, side), products, count);
+    using Block64 = GemmBlock<64, 64, 32, 32, 1, false, 3, 4>;
+    using Block128 = GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>;
+    static_assert(matrix_tile(true) == 64 && matrix_tile(false) == 128, "a block does a tile");
+    auto launch_blocks = [&]<class Block>(Block) {
+        const int bytes = Block::shared_bytes(2, Block::A_ROWS);
+        launch(products_kernel<Block>, tiles, Block::THREADS, bytes, products, count);
     };
-    if (right_is_transposed) launch_blocks(GemmBlock<64, 64, 32, 32, 1, false, 3, 4>(), 64);
-    else launch_blocks(GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>(), 128);
+    if (right_is_transposed) launch_blocks(Block64());
+    else launch_blocks(Block128());
 }
 
 }  // namespace gpu
