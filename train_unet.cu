@@ -5880,10 +5880,10 @@ __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
 // is (tiles, channels, images). A thread has one vector of every NORM_TILE_STRIDE-th pixel of the tile, from `row` on.
 struct NormTile {
     const int row = threadIdx.x / NORM_TILE_VECTORS;
-    const int c0 = blockIdx.y * NORM_TILE_VECTORS * VEC;                // the block's first channel
-    const int c = c0 + (int)threadIdx.x % NORM_TILE_VECTORS * VEC;      // the thread's first channel
-    const size_t first;                                                 // the first pixel, counted through all images
-    const int pixels;                                                   // of the tile
+    const int c0 = blockIdx.y * NORM_TILE_VECTORS * VEC;            // the block's first channel
+    const int c = c0 + (int)threadIdx.x % NORM_TILE_VECTORS * VEC;  // the thread's first channel
+    const size_t first;                                             // pixel of the tile, counted through all images
+    const int pixels;                                               // how many the tile has
     __device__ NormTile(int T)
         : first((size_t)blockIdx.z * T + blockIdx.x * NORM_TILE),
           pixels(min((int)NORM_TILE, T - (int)blockIdx.x * NORM_TILE)) {}
@@ -5906,8 +5906,9 @@ static dim3 norm_tile_grid(const Tensor& x, int C) {
     return dim3(norm_tiles(x.T()), ceil_div(C, NORM_TILE_VECTORS * VEC), x.B);
 }
 
-// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). The sums are those of x minus a pivot,
-// the tile's first pixel, because the difference of plain sums would cancel. Device memory: x is read once.
+// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). Sums are taken of x minus a pivot, the
+// tile's first pixel, because a plain sum of squares would cancel against the square of the mean. Device memory: x is read
+// once.
 __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const NormTile tile(x.T());
@@ -5920,9 +5921,9 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
-            Unpacked value = unpack(in[i]);
+            const Unpacked value = unpack(in[i]);
             for (int e = 0; e < VEC; e++) {
-                float distance = value[e] - pivot[e];
+                const float distance = value[e] - pivot[e];
                 sum[e] += distance;
                 squares[e] += distance * distance;
             }
@@ -5946,8 +5947,8 @@ struct NormGradient {
         statistics = ::load<VEC>(norm.statistics + at);
         half = ::load<VEC>(norm.half_scale_shift + at);
     }
-    // Turns d, the gradient of the norm's output, into the gradient before the SiLU, and adds it to `sum`, and d (x - mean) to
-    // `product`. x is what the norm read.
+    // Turns d from the gradient of the norm's output into the gradient before the SiLU. Adds d to `sum` and d (x - mean) to
+    // `product`, where x is what the norm read.
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
             for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
@@ -5964,7 +5965,8 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
     const NormTile tile(norm.x.first.T());
-    const int C = norm.x.C(), c = tile.c;
+    const int C = norm.x.C();
+    const int c = tile.c;
     Unpacked sum = {}, product = {};
     if (c < C) {
         const Tensor& x = norm.x.of(c);
@@ -6186,8 +6188,8 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid grid(norm.x, 0);
     if (!out) grid.blocks = 1;
-    launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
-           norm, grid);
+    const int blocks = grid.blocks * grid.slabs * norm.x.first.B;
+    launch(groupnorm_forward_kernel, blocks, NORM_THREADS, 0, out.data, norm, grid);
 }
 
 __device__ inline float2 weighted(NormSums sums, float weight) {
@@ -6227,9 +6229,10 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
-    __shared__ struct alignas(16) {
-        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS], scale[NORM_CHANNELS], shift[NORM_CHANNELS];
-    } slab;  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
+    __shared__ struct alignas(16) {  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
+        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS];
+        float scale[NORM_CHANNELS], shift[NORM_CHANNELS];
+    } slab;
     const int T = norm.x.first.T();
     const int C = norm.x.C();
     const int tiles = norm_tiles(T);
@@ -6289,15 +6292,16 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
 
     // All but `scale` are loaded again for each pixel, because holding them in registers is 2% slower on an H100.
     const int c = work.c - work.slab;
-    Unpacked scale = norm_reload(&slab.scale[c]);
+    const Unpacked scale = norm_reload(&slab.scale[c]);
     for (int t = work.t; t < T; t += work.stride) {
-        Unpacked x = unpack(x_bits), d = unpack(dy_bits);
-        Unpacked beta = norm_reload(&slab.beta[c]);
+        Unpacked x = unpack(x_bits);
+        Unpacked d = unpack(dy_bits);
+        const Unpacked beta = norm_reload(&slab.beta[c]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - beta[e];
-        Unpacked alpha = norm_reload(&slab.alpha[c]);
+        const Unpacked alpha = norm_reload(&slab.alpha[c]);
         for (int e = 0; e < VEC; e++) d[e] -= x[e] * alpha[e];
 
-        Unpacked shift = norm_reload(&slab.shift[c]);
+        const Unpacked shift = norm_reload(&slab.shift[c]);
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
@@ -6312,14 +6316,14 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
 }
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
-    const bool residual = !!options.residual;
-    PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    const bool has_residual = !!options.residual;
+    PROFILE("group norm backward", {0, (4.0 + has_residual + options.accumulate) * sizeof(floatX) * dy.count()});
     typedef decltype(&groupnorm_backward_kernel<false, false>) Kernel;
-    static const Kernel KERNELS[2][2] = {
+    static const Kernel KERNELS[2][2] = {  // [has_residual][accumulate]
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
         {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>},
     };
-    const Kernel kernel = KERNELS[residual][options.accumulate];
+    const Kernel kernel = KERNELS[has_residual][options.accumulate];
 
     const int weight_blocks = dy.C / 32;
     const NormGrid grid(norm.x, weight_blocks);
@@ -6335,19 +6339,20 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 
-// A tile's rows in backward, for heads padded to D channels.
+// The rows of a tile in backward, for heads padded to D channels.
 static constexpr int attention_backward_columns(int D) {
     if (D > 128) return 16;
     if (D > 80) return ATTENTION_ROWS / 2;
     return ATTENTION_ROWS;
 }
-// Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
+// Blocks on a multiprocessor in forward. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
 static constexpr int attention_forward_blocks(int D) {
     if (D > 64) return 2;
     if (D > 32) return 3;
     return 6;
 }
-// With heads of up to 32, backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
+// Blocks on a multiprocessor in backward. With 4, and tiles of 64 rows, the same heads take 40 us; with 3 they take 43 us,
+// and with 5 and tiles of 32 rows 48 us.
 static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
