@@ -5395,8 +5395,8 @@ static struct Stream {
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
-// The side stream's newest events. An older event's slot holds a newer one, for which wait_for then waits; that is safe,
-// because the newer one comes later.
+// The side stream's newest events. An older event's slot holds a newer one, for which wait_for then waits; that is
+// safe, because the newer one comes later.
 enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
@@ -5404,7 +5404,8 @@ static Event waited_for;  // the newest event that the main stream has waited fo
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
-// Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. dev/common.h unsets it.
+// Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. Those of dev/'s
+// ladders don't.
 static bool kernels_await_inputs = true;
 
 static void create_event(cudaEvent_t* event) { CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming)); }
@@ -5465,8 +5466,8 @@ static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle
 // The newest launches for the side stream, as long as they are deferred.
 static std::function<void()> deferred;
 
-// Does the deferred launches, if there are any. It is called after each kernel of the main stream, before other launches
-// are deferred, and where the main stream is to wait for them.
+// Does the deferred launches, if there are any. It is called after each kernel of the main stream, before other
+// launches are deferred, and where the main stream is to wait for them.
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
@@ -5643,7 +5644,7 @@ static double backend_peak() {
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device));
     if (sizeof(floatX) == 4) return 1e-9 * khz * gpu_multiprocessors * rates.fp32;
 
-    // An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s: we take the data sheet's rate.
+    // An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s. We go by the data sheet.
     if (capability == 90) khz = std::min(khz, 1830000);
     // The tensor cores of a GeForce run at half their rate where they add up in fp32.
     const bool is_halved = strstr(gpu_properties.name, "GeForce");
@@ -5690,7 +5691,7 @@ __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
     for (int e = 0; e < VEC; e++) {
-        if (VEC == 4) value[e] = __uint_as_float(words[e % 4]);
+        if (VEC == 4) value[e] = __uint_as_float(words[e % 4]);  // fp32
         else value[e] = bf16_of_pair(words[e / 2], e % 2);
     }
     return value;
@@ -5745,8 +5746,8 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                  : "r"(address)
                  : "memory");
 }
-// c (16, 8) += a (16, 16) b (16, 8). Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c: c[0] and c[1] are those of row
-// l / 4, c[2] and c[3] those of row l / 4 + 8.
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c: c[0] and c[1] are those of
+// row l / 4, c[2] and c[3] those of row l / 4 + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -5754,9 +5755,9 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The first statement of every kernel: it waits until everything that its stream was given before is done and written. This
-// lets a kernel's launch overlap the end of the kernel before it (programmatic dependent launch). Without the overlap a
-// call of the network at B = 1 takes 10% longer on an H100.
+// The first statement of every kernel: it waits until everything that its stream was given before is done and written.
+// This lets a kernel's launch overlap the end of the kernel before it (programmatic dependent launch). Without the
+// overlap a call of the network at B = 1 takes 10% longer on an H100.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -5805,15 +5806,16 @@ template <typename Layer> static void run(Layer layer) {
     if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {
-        int threads = items < (1 << 18) ? 64 : 256;  // few items in small blocks, so that every multiprocessor gets some
+        // Few items are done in small blocks, so that every multiprocessor gets some.
+        int threads = items < (1 << 18) ? 64 : 256;
         launch(layer_kernel<Layer>, ceil_div(items, threads), threads, 0, layer, items);
     }
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
 // Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and stays in
-// registers between. What a pass must know of the rest of its image comes as sums over tiles of NORM_TILE pixels (the last
-// tile may have fewer). These are kept per channel, because a group may lie in both tensors of x:
+// registers between. What a pass must know of the rest of its image comes as sums over tiles of NORM_TILE pixels (the
+// last tile may have fewer). These are kept per channel, because a group may lie in both tensors of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x_hat.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
@@ -5844,8 +5846,8 @@ __device__ inline Unpacked norm_reload(const float* from) {
     return value;
 }
 
-// Adds up a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels. Thread
-// c < C writes sums[c] = finish(c, total), where total holds the channel's sum of a and that of b.
+// Adds up a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels.
+// Thread c < C writes sums[c] = finish(c, total), where total holds the channel's sum of a and that of b.
 template <int ROW, int WARPS>
 __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], auto* sums, int C,
                                              Unpacked& a, Unpacked& b, auto finish) {
@@ -5868,16 +5870,16 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
     sums[c] = finish(c, total);
 }
 
-// The moments of n values: sums.x is the sum of their distances from a pivot, and sums.y that of the squared distances.
-// Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that the subtraction
-// loses few digits.
+// The moments of n values: sums.x is the sum of their distances from a pivot, and sums.y that of the squared
+// distances. Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that
+// the subtraction loses few digits.
 __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
     float distance = sums.x / n;
     return {pivot + distance, fmaxf(0, sums.y - sums.x * distance)};
 }
 
-// The tile of an image that a block of the two kernels below adds up, NORM_TILE_VECTORS vectors of channels wide. The grid
-// is (tiles, channels, images). A thread has one vector of every NORM_TILE_STRIDE-th pixel of the tile, from `row` on.
+// The tile of an image that a block of the two kernels below adds up, NORM_TILE_VECTORS vectors of channels wide. The
+// grid is (tiles, channels, images). A thread has one vector of every NORM_TILE_STRIDE-th pixel, from `row` on.
 struct NormTile {
     const int row = threadIdx.x / NORM_TILE_VECTORS;
     const int c0 = blockIdx.y * NORM_TILE_VECTORS * VEC;            // the block's first channel
@@ -5906,9 +5908,9 @@ static dim3 norm_tile_grid(const Tensor& x, int C) {
     return dim3(norm_tiles(x.T()), ceil_div(C, NORM_TILE_VECTORS * VEC), x.B);
 }
 
-// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). Sums are taken of x minus a pivot, the
-// tile's first pixel, because a plain sum of squares would cancel against the square of the mean. Device memory: x is read
-// once.
+// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). Sums are taken of x minus a
+// pivot, the tile's first pixel, because a plain sum of squares would cancel against the square of the mean. Device
+// memory: x is read once.
 __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const NormTile tile(x.T());
@@ -5947,8 +5949,8 @@ struct NormGradient {
         statistics = ::load<VEC>(norm.statistics + at);
         half = ::load<VEC>(norm.half_scale_shift + at);
     }
-    // Turns d from the gradient of the norm's output into the gradient before the SiLU. Adds d to `sum` and d (x - mean) to
-    // `product`, where x is what the norm read.
+    // Turns d from the gradient of the norm's output into the gradient before the SiLU. Adds d to `sum`, and
+    // d (x - mean) to `product`, where x is what the norm read.
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
             for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
@@ -5959,8 +5961,8 @@ struct NormGradient {
     }
 };
 
-// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C): of each tile dy.sum(1) and
-// (dy * (x - mean) * rstd).sum(1). Device memory: x and dout are read and dy is written, once each.
+// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C): of each tile
+// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout are read and dy is written, once each.
 __global__ void __launch_bounds__(NORM_TILE_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
@@ -5999,8 +6001,8 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
            dout.data, norm);
 }
 
-// The grid of a streaming pass. It cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks write
-// to one line. A slab may begin or end within a group. The blocks of an image's slab share its pixels.
+// The grid of a streaming pass. It cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks
+// write to one line. A slab may begin or end within a group. The blocks of an image's slab share its pixels.
 struct NormGrid {
     int slabs;             // of an image
     int channels, blocks;  // of a slab
@@ -6015,8 +6017,8 @@ struct NormGrid {
     }
 };
 
-// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what belongs to a
-// channel stays in registers, and of its image every stride-th pixel.
+// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what belongs
+// to a channel stays in registers, and of its image every stride-th pixel.
 struct NormWork {
     // The block:
     int b;           // its image
@@ -6064,9 +6066,9 @@ struct NormWork {
         if (row >= rows) t = T;  // the threads that are left over have no pixels
     }
 
-    // Sums item(tile, channel, the group's first channel) over all tiles and channels of a group, and returns to thread
-    // i < channels the sum of the group of channel slab + i. A power of 2 of neighbouring threads shares a group, so that the
-    // order follows from the shapes alone. meanwhile() is called once the items have been loaded.
+    // Sums item(tile, channel, the group's first channel) over all tiles and channels of a group, and returns to
+    // thread i < channels the sum of the group of channel slab + i. A power of 2 of neighbouring threads shares a
+    // group, so that the order follows from the shapes alone. meanwhile() is called once the items have been loaded.
     __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
         __shared__ float2 shared_sums[NORM_THREADS];
         const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
@@ -6113,8 +6115,8 @@ struct NormWork {
 
 // F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan, Golub and
 // LeVeque (1979) do, about a pivot, the mean of the group's first channel and tile. Then one thread for each channel
-// computes scale and shift. Where `out` is null, the kernel only writes statistics and half_scale_shift. Device memory: x
-// is read and out is written, once each.
+// computes scale and shift. Where `out` is null, the kernel only writes statistics and half_scale_shift. Device
+// memory: x is read and out is written, once each.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
@@ -6196,8 +6198,8 @@ __device__ inline float2 weighted(NormSums sums, float weight) {
     return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
 }
 
-// dbias, dw (C) = sums (B tiles, C).sum(0), each row of which is weighted by its image's gain if MODULATED. A block computes
-// those of 32 channels: a lane has one of them, and a warp every WARPS-th row.
+// dbias, dw (C) = sums (B tiles, C).sum(0), each row of which is weighted by its image's gain if MODULATED. A block
+// computes those of 32 channels: a lane has one of them, and a warp every WARPS-th row.
 template <bool MODULATED>  // a test of each row would make the loads wait for each other
 __device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
@@ -6220,10 +6222,10 @@ __device__ inline void norm_weights(const Norm& norm, int tiles) {
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual with RESIDUAL, + the old dx with ACCUMULATE. The
-// kernel also writes `normed`, which is the norm's output once more. Each block first adds up its groups' sums; the first
-// weight_blocks blocks instead make dw and dbias. Device memory: x, dy and dresidual are read, normed and dx are written
-// (with ACCUMULATE dx is also read), once each. The declaration in section 3 says which of them may be the same.
+// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual with RESIDUAL, + the old dx with ACCUMULATE.
+// The kernel also writes `normed`, which is the norm's output once more. Each block first adds up its groups' sums;
+// the first weight_blocks blocks instead make dw and dbias. Device memory: x, dy and dresidual are read, normed and dx
+// are written (with ACCUMULATE dx is also read), once each. Section 3 says which of them may be the same tensor.
 template <bool RESIDUAL, bool ACCUMULATE>  // arguments instead would be 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
@@ -6332,10 +6334,11 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ROWS rows (queries, or in backward also keys) of one head of one image, and each warp 16 of them. The block
-// goes through the other side, keys or queries, in tiles of COLUMNS rows, so that T x T is never stored and any T works.
-// Heads are padded with zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32 too, where no
-// mma is used. fp32 has fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
+// A block owns ROWS rows (queries, or in backward also keys) of one head of one image, and each warp 16 of them. The
+// block goes through the other side, keys or queries, in tiles of COLUMNS rows, so that T x T is never stored and any
+// T works. Heads are padded with zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32
+// too, where no mma is used. fp32 has fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them
+// with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
 
@@ -6351,8 +6354,8 @@ static constexpr int attention_forward_blocks(int D) {
     if (D > 32) return 3;
     return 6;
 }
-// Blocks on a multiprocessor in backward. With 4, and tiles of 64 rows, the same heads take 40 us; with 3 they take 43 us,
-// and with 5 and tiles of 32 rows 48 us.
+// Blocks on a multiprocessor in backward. With 4, heads of up to 32 take 40 us at the same sizes; with 3 they take
+// 43 us, and with 5 and tiles of 32 rows 48 us.
 static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -6412,8 +6415,8 @@ template <int D> struct AttentionTile : Attention {
         BackwardQueries queries;
     };
 
-    // Where mma leaves element i of fragment n: its row among the block's rows, and its column in the tile. A lane has two
-    // rows, the first of which holds elements 0 and 1 of every fragment, and the second elements 2 and 3.
+    // Where mma leaves element i of fragment n: its row among the block's rows, and its column in the tile. A lane has
+    // two rows, the first of which holds elements 0 and 1 of every fragment, and the second elements 2 and 3.
     __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
     __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
@@ -6467,10 +6470,12 @@ template <int D> struct AttentionTile : Attention {
         const int lane = threadIdx.x % 32;
         UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
-            float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
-            UNROLLED_FOR (int i = 0; i < 32; i++)
-                left[i / 16][i % 16] =
-                    __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+            float left[2][16];  // p's 16 columns in the lane's two rows, which four lanes share
+            UNROLLED_FOR (int row = 0; row < 2; row++)
+                UNROLLED_FOR (int c = 0; c < 16; c++) {
+                    const int owner = lane / 4 * 4 + c % 8 / 2;  // the lane that has column c
+                    left[row][c] = __shfl_sync(~0u, p[k / 8 + c / 8][2 * row + c % 2], owner);
+                }
             UNROLLED_FOR (int n = 0; n < D / 8; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
                     float of_16 = 0;
@@ -6496,8 +6501,8 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
-    // Stores the warp's 16 rows of a sum (ROWS, D), by way of shared memory, so that device memory is written 16 bytes at a
-    // time. The lane's first row is multiplied by factors.x, its second by factors.y.
+    // Stores the warp's 16 rows of a sum (ROWS, D), by way of shared memory, so that device memory is written 16 bytes
+    // at a time. The lane's first row is multiplied by factors.x, its second by factors.y.
     __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
         const int lane = threadIdx.x % 32;
@@ -6519,8 +6524,8 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
-    // Goes through the other side, N rows at a time. load(stage, t) begins to copy the rows from t on to one of two stages.
-    // use(stage, t) is called when they have come, while the next ones are on their way.
+    // Goes through the other side, N rows at a time. load(stage, t) begins to copy the rows from t on to one of two
+    // stages. use(stage, t) is called when they have come, while the next ones are on their way.
     template <int N> __device__ void for_each_tile(auto load, auto use) const {
         load(0, 0);
         __pipeline_commit();
@@ -6535,9 +6540,35 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
+    // A step of the running softmax, for row 0 or 1 of the lane's two. Replaces the row's scores p by exponentials
+    // relative to the highest score so far. Returns the factor that corrects what was added up relative to the maximum
+    // before. `unit` times a score is an exponent of 2.
+    template <int N>
+    __device__ static float softmax_step(float (&p)[N][4], float& maximum, float& denominator, int row, float unit) {
+        float highest = maximum;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
+        for (int offset = 1; offset < 4; offset *= 2)
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+
+        const float correction = exp2_fast((maximum - highest) * unit);
+        const float shift = highest * unit;
+        float added = 0;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 2 * row; i < 2 * row + 2; i++) {
+                p[n][i] = exp2_fast(p[n][i] * unit - shift);
+                added += p[n][i];
+            }
+
+        denominator *= correction;
+        denominator += added;
+        maximum = highest;
+        return correction;
+    }
+
     // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao, "FlashAttention-2" (2023),
-    // algorithm 1. A block does ROWS queries of a head of an image. Device memory: q is read and out is written once; each
-    // block reads all of k and v.
+    // algorithm 1. A block does ROWS queries of a head of an image. Device memory: q is read and out is written once;
+    // each block reads all of k and v.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
         const int head = blockIdx.y;
@@ -6552,7 +6583,7 @@ template <int D> struct AttentionTile : Attention {
             load_rows(s.v[stage], v, t);
         };
 
-        const float unit = scale * LOG2_E;  // from a score to an exponent of 2
+        const float unit = scale * LOG2_E;
         float sum[D / 8][4] = {};
         float maximum[2] = {-INFINITY, -INFINITY};  // of the scores of the lane's two rows
         float denominator[2] = {};                  // of these rows, but only from the lane's own columns
@@ -6561,25 +6592,7 @@ template <int D> struct AttentionTile : Attention {
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - t);
             UNROLLED_FOR (int row = 0; row < 2; row++) {
-                float highest = maximum[row];
-                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                    for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
-                for (int offset = 1; offset < 4; offset *= 2)
-                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-
-                // Corrects what was added up so far, which is relative to the maximum before.
-                const float correction = exp2_fast((maximum[row] - highest) * unit);
-                const float shift = highest * unit;
-                float added = 0;
-                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                    for (int i = 2 * row; i < 2 * row + 2; i++) {
-                        p[n][i] = exp2_fast(p[n][i] * unit - shift);
-                        added += p[n][i];
-                    }
-
-                denominator[row] *= correction;
-                denominator[row] += added;
-                maximum[row] = highest;
+                const float correction = softmax_step(p, maximum[row], denominator[row], row, unit);
                 UNROLLED_FOR (int n = 0; n < D / 8; n++)
                     for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
             }
@@ -6597,8 +6610,8 @@ template <int D> struct AttentionTile : Attention {
         store_rows(target, t0, s.q, sum, {1 / denominator[0], 1 / denominator[1]});
     }
 
-    // For COUNT queries from t0 on: delta, which is FlashAttention-2's D_i = sum_j dout_ij out_ij, and exponent, which is the
-    // lse as an exponent of 2. Past the last query the exponent is infinite, so that the probability is 0 there.
+    // For COUNT queries from t0 on: delta, which is FlashAttention-2's D_i = sum_j dout_ij out_ij, and exponent, which
+    // is the lse as an exponent of 2. Past the last query the exponent is infinite, so that its probability is 0.
     template <int COUNT>
     __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
                                const Row (&out)[COUNT], int t0) const {
@@ -6616,8 +6629,8 @@ template <int D> struct AttentionTile : Attention {
         delta[row] = sum;
         exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
     }
-    // Overwrites p, the scores q k^T, by the probabilities P, and ds, which is dout v^T, by dS / scale. query(n, i) is the
-    // index, in delta and exponent, of the query that element i of fragment n belongs to.
+    // Overwrites p, the scores q k^T, by the probabilities P, and ds, which is dout v^T, by dS / scale. query(n, i) is
+    // the index, in delta and exponent, of the query that element i of fragment n belongs to.
     template <int N>
     __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
                                      auto query) const {
@@ -7683,10 +7696,10 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 
-// How many blocks share the pixels of a weight gradient. A block's pixels take a time of tiles / splits, and the reduction
-// one of splits O C. The sum of the two is least where they are equal: at the root of tiles / (O C), times a factor that was
-// measured on an H100. 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half
-// the workspace.
+// How many blocks share the pixels of a weight gradient. A block's pixels take a time of tiles / splits, and the
+// reduction one of splits O C. The sum of the two is least where they are equal: at the root of tiles / (O C), times a
+// factor that was measured on an H100. 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial
+// sums fit into half the workspace.
 static int choose_weight_splits(const WeightGradient& g) {
     const int most_blocks = (g.taps > 1 ? 1 : 2) * gpu_multiprocessors;
     const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
@@ -7752,7 +7765,8 @@ __device__ inline int product_of_tile(const MatrixProduct* products, int count, 
 }
 // Block i does tile i of all products.
 template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel(const MatrixProduct* products, int count) {
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    products_kernel(const MatrixProduct* products, int count) {
     await_inputs();
     const int tile = blockIdx.x;
     const MatrixProduct p = products[product_of_tile(products, count, tile)];
