@@ -5656,8 +5656,8 @@ static void cuda_check(cudaError_t status, const char* expression, const char* f
         fail("the GPU reported '%s' at %s:%d (%s)", cudaGetErrorString(status), file, line, expression);
 }
 
-// A CUDA stream, and the workspace of its launchers, for the partial sums of split reductions. A launcher takes
-// from a copy, since the next one has the whole again, and splits no further than fits.
+// A CUDA stream, and the workspace in which its launchers keep the partial sums of split reductions. Every launcher
+// takes memory from a copy of the arena, so that the next one finds all of it free, and splits no further than fits.
 static struct Stream {
     cudaStream_t handle;
     Arena workspace;
@@ -5665,8 +5665,8 @@ static struct Stream {
 static thread_local Stream* stream = &main_stream;           // the one that launches go to now
 static const size_t GPU_WORKSPACE_BYTES = (size_t)64 << 20;  // of a stream
 
-// The side stream's newest events. An older event's slot holds a newer one, for which wait_for then waits; that is safe,
-// because the newer one comes later.
+// The side stream's newest events. An older event's slot holds a newer one, for which wait_for then waits; that is
+// safe, because the newer one comes later.
 enum { SIDE_EVENTS = 4 };
 static cudaEvent_t side_begins, side_ends[SIDE_EVENTS];
 static Event waited_for;  // the newest event that the main stream has waited for
@@ -5674,8 +5674,11 @@ static Event waited_for;  // the newest event that the main stream has waited fo
 static cudaEvent_t host_events[STEPS_IN_FLIGHT];
 static cudaDeviceProp gpu_properties;
 static const int& gpu_multiprocessors = gpu_properties.multiProcessorCount;
-// Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. dev/common.h unsets it.
+// Whether every kernel calls await_inputs, and so may be launched before the one before it has ended. Those of dev/'s
+// ladders don't.
 static bool kernels_await_inputs = true;
+
+static void create_event(cudaEvent_t* event) { CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming)); }
 
 static void backend_init() {
     std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
@@ -5686,21 +5689,27 @@ static void backend_init() {
         fail("this program was built for a GPU and finds none (%s); %s", cudaGetErrorString(status), instead);
     if (world.forked && world.size > count)
         fail("--gpus %d asks for more than the %s of this machine", world.size, counted(count, "GPU"));
-    CUDA_CHECK(cudaSetDevice(world.local % count));
-    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, world.local % count));
+
+    const int device = world.local % count;
+    CUDA_CHECK(cudaSetDevice(device));
+    CUDA_CHECK(cudaGetDeviceProperties(&gpu_properties, device));
     if (gpu_properties.major < 8)
         fail("%s is too old: compute capability %d.%d, and 8.0 is the least; %s", gpu_properties.name,
              gpu_properties.major, gpu_properties.minor, instead);
+
     for (Stream* each : {&main_stream, &side_stream})
         CUDA_CHECK(cudaStreamCreateWithFlags(&each->handle, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaEventCreateWithFlags(&side_begins, cudaEventDisableTiming));
-    for (cudaEvent_t& event : side_ends) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    for (cudaEvent_t& event : host_events) CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    create_event(&side_begins);
+    for (cudaEvent_t& event : side_ends) create_event(&event);
+    for (cudaEvent_t& event : host_events) create_event(&event);
 }
 static std::string backend_name() {
-    const char* in = gpu_properties.major > 9 ? "bf16, with portable kernels: newer than Hopper" : "bf16";
-    return text("%s: %s", gpu_properties.name, sizeof(floatX) == 2 ? in : "fp32");
+    const char* precision = "bf16";
+    if (sizeof(floatX) == 4) precision = "fp32";
+    else if (gpu_properties.major > 9) precision = "bf16, with portable kernels: newer than Hopper";
+    return text("%s: %s", gpu_properties.name, precision);
 }
+
 static void* backend_allocate(size_t bytes, bool on_host) {
     void* memory = nullptr;
     cudaError_t status = on_host ? cudaMallocHost(&memory, bytes) : cudaMalloc(&memory, bytes);
@@ -5708,13 +5717,14 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
-// An error is left to the next check. Freeing waits for the device, which may wait for other ranks, so that after
-// a failure with several ranks nothing is freed.
+// Leaves an error to the next check. Freeing waits for the device, which may itself be waiting for other ranks. So
+// after a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
     if (world.size > 1 && std::uncaught_exceptions()) return;
     if (on_host) cudaFreeHost(memory);
     else cudaFree(memory);
 }
+
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->handle));
 }
@@ -5723,10 +5733,11 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 }
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The newest launches for the side stream, if they are deferred.
+// The newest launches for the side stream, as long as they are deferred.
 static std::function<void()> deferred;
 
-// Launches them. Called after each kernel of the main stream, before others are deferred, and by wait_for.
+// Does the deferred launches, if there are any. It is called after each kernel of the main stream, before other
+// launches are deferred, and where the main stream is to wait for them.
 static void flush_deferred() {
     if (!deferred || stream != &main_stream) return;
     auto launches = std::exchange(deferred, nullptr);
@@ -5763,7 +5774,8 @@ static void *nccl_library, *nccl_ranks;
 template <typename... Arguments> static void nccl(const char* name, Arguments... arguments) {
     auto function = (int (*)(Arguments...))dlsym(nccl_library, name);
     if (!function) fail("NCCL lacks %s: 2.14 or later is needed", name);
-    if (int status = function(arguments...))
+    int status = function(arguments...);
+    if (status)
         fail("NCCL reported error %d in %s; NCCL_DEBUG=WARN in the environment tells more", status, name);
 }
 
@@ -5771,8 +5783,8 @@ enum { CONNECTION_SECONDS = 120 };
 static std::atomic<bool> nccl_connected = false, nccl_closing = false;
 static std::thread nccl_watcher;
 
-// The host and port at which the ranks meet. Forked ranks choose the port by rank 0's process id; those of a launcher take
-// the port after the launcher's own.
+// The host and port at which the ranks meet. Forked ranks derive the port from rank 0's process id; ranks of a launcher
+// take the port after the launcher's own.
 static std::string nccl_address() {
     if (world.forked) {
         pid_t rank_0 = world.rank ? getppid() : getpid();
@@ -5785,26 +5797,35 @@ static std::string nccl_address() {
     return text("%s:%d", host ? host : "127.0.0.1", port + 1);
 }
 
-// Ends this process where NCCL would wait for ever: for a rank that is gone, or that never came.
-static void watch_nccl() {
-    double start = seconds_now();
-    auto check = [&] {
-        int status = 0;
-        if (nccl_connected) nccl("ncclCommGetAsyncError", nccl_ranks, &status);
-        if (status && world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
-        if (status) fail("NCCL reported error %d: another rank is gone", status);
-        if (!nccl_connected && seconds_now() - start > CONNECTION_SECONDS)
+// Fails where NCCL would wait for ever: for a rank that is gone, or that did not come. The ranks began to connect at
+// `start`.
+static void check_nccl(double start) {
+    if (!nccl_connected) {
+        if (seconds_now() - start > CONNECTION_SECONDS)
             fail("%d ranks did not meet at %s; see that all were started, and that the port is open", world.size,
                  nccl_address().c_str());
-    };
+        return;
+    }
+    int status = 0;
+    nccl("ncclCommGetAsyncError", nccl_ranks, &status);
+    if (status) {
+        if (world.forked) sleep(5);  // meanwhile rank 0 finds out which rank has died
+        fail("NCCL reported error %d: another rank is gone", status);
+    }
+}
+
+// What nccl_watcher does: ends this process when check_nccl fails.
+static void watch_nccl() {
+    double start = seconds_now();
     while (!nccl_closing) {
-        std::string why = failure_of(check);
+        std::string why = failure_of([&] { check_nccl(start); });
         if (!why.empty()) end_ranks(EXIT_FAILURE, why + OTHERS_END);
         usleep(20000);
     }
 }
 
 static void backend_prepare_fork() {}
+
 static std::string backend_connect() {
     const char* file = getenv("NCCL_LIBRARY");
     nccl_library = dlopen(file ? file : "libnccl.so.2", RTLD_NOW);
@@ -5828,14 +5849,16 @@ static std::string backend_connect() {
     if (version < 21400) fail("this NCCL has version code %d; 2.14 or later is needed", version);
     return text("NCCL %d.%d.%d", version / 10000, version / 100 % 100, version % 100);
 }
-// NCCL's own threads free memory after ncclCommFinalize, when main may be over already: ncclCommDestroy waits for
-// them. Before it, the watching thread ends, which still asks NCCL.
+
 static void backend_disconnect() {
     nccl("ncclCommFinalize", nccl_ranks);
+    // The watcher still asks NCCL for its state, so it ends before there is none.
     nccl_closing = true;
     nccl_watcher.join();
+    // This waits for NCCL's own threads, which free memory after ncclCommFinalize and must not outlive main.
     nccl("ncclCommDestroy", nccl_ranks);
 }
+
 static void backend_together(auto exchanges) {
     nccl("ncclGroupStart");
     exchanges();
@@ -5850,52 +5873,61 @@ static void backend_exchange(int peer, std::span<const std::byte> sent, std::spa
     });
 }
 
+static std::shared_ptr<void> capture(auto launches) {
+    cudaGraph_t captured;
+    cudaGraphExec_t executable;
+    CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
+    launches();
+    CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
+    CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
+    CUDA_CHECK(cudaGraphDestroy(captured));
+    return {executable, cudaGraphExecDestroy};
+}
 static void launch_graph(Graph* graph, auto launches) {
     graph->runs++;
     if (graph->runs == 1) return launches();
-
-    if (graph->runs == 2) {
-        cudaGraph_t captured;
-        cudaGraphExec_t executable;
-        CUDA_CHECK(cudaStreamBeginCapture(main_stream.handle, cudaStreamCaptureModeThreadLocal));
-        launches();
-        CUDA_CHECK(cudaStreamEndCapture(main_stream.handle, &captured));
-        CUDA_CHECK(cudaGraphInstantiate(&executable, captured, 0));
-        CUDA_CHECK(cudaGraphDestroy(captured));
-        graph->executable = {executable, cudaGraphExecDestroy};
-    }
+    if (graph->runs == 2) graph->executable = capture(launches);
     CUDA_CHECK(cudaGraphLaunch((cudaGraphExec_t)graph->executable.get(), main_stream.handle));
 }
+
 static void mark_step_end(int slot) { CUDA_CHECK(cudaEventRecord(host_events[slot], main_stream.handle)); }
 static void wait_for_step(int slot) { CUDA_CHECK(cudaEventSynchronize(host_events[slot])); }
 
-// Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture, times
-// multiprocessors and clock rate. GeForce cards do half of the tensor cores' operations where these add up in fp32. An H100 can
-// clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s: the data sheet's rate is taken.
 static double backend_peak() {
-    static const std::map<int, std::array<double, 2>> RATES = {  // {fp32, bf16}
-        {80, {128, 2048}}, {86, {256, 1024}}, {89, {256, 1024}}, {90, {256, 4096}}};
+    // Operations of a multiprocessor in a clock cycle, by NVIDIA's white papers on each architecture.
+    struct Rates {
+        double fp32, bf16;
+    };
+    static const std::map<int, Rates> RATES_OF_CAPABILITY = {
+        {80, {.fp32 = 128, .bf16 = 2048}},
+        {86, {.fp32 = 256, .bf16 = 1024}},
+        {89, {.fp32 = 256, .bf16 = 1024}},
+        {90, {.fp32 = 256, .bf16 = 4096}},
+    };
     const int capability = 10 * gpu_properties.major + gpu_properties.minor;
-    auto rate = RATES.find(capability);
-    if (rate == RATES.end()) return 0;
+    const auto found = RATES_OF_CAPABILITY.find(capability);
+    if (found == RATES_OF_CAPABILITY.end()) return 0;
+    const Rates rates = found->second;
 
-    const auto [fp32, bf16] = rate->second;
-    const bool is_bf16 = sizeof(floatX) == 2;
     int device, khz = 0;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, device));
-    if (!is_bf16) return 1e-9 * khz * gpu_multiprocessors * fp32;
+    if (sizeof(floatX) == 4) return 1e-9 * khz * gpu_multiprocessors * rates.fp32;
+
+    // An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s. We go by the data sheet.
     if (capability == 90) khz = std::min(khz, 1830000);
+    // The tensor cores of a GeForce run at half their rate where they add up in fp32.
     const bool is_halved = strstr(gpu_properties.name, "GeForce");
-    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? bf16 / 2 : bf16);
+    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? rates.bf16 / 2 : rates.bf16);
 }
 
-enum { MAX_HEAD = 256 };  // needs 131 KB of shared memory in fp32
+enum { MAX_HEAD = 256 };  // in fp32 the backward kernel needs 131 KB of shared memory for it
 static std::pair<int, int> head_channels() {
     size_t shared = gpu_properties.sharedMemPerBlockOptin;  // 0 before backend_init: not known yet
     bool too_small = sizeof(floatX) == 4 && shared && shared < (131 << 10);
     return {16, too_small ? MAX_HEAD / 2 : MAX_HEAD};
 }
+
 static size_t backend_memory_available() {
     size_t available = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&available, &total));
@@ -5916,6 +5948,7 @@ namespace gpu {
 // ---- what the kernels share -------------------------------------------------------------------------------
 enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 in fp32
 
+// Element 0 or 1 of two bf16. A bf16 is the upper half of a float.
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
@@ -5927,11 +5960,14 @@ __device__ inline void operator+=(Unpacked& a, Unpacked b) {
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
-    for (int e = 0; e < VEC; e++)
-        value[e] = VEC == 4 ? __uint_as_float(words[e % 4]) : bf16_of_pair(words[e / 2], e % 2);
+    for (int e = 0; e < VEC; e++) {
+        if (VEC == 4) value[e] = __uint_as_float(words[e % 4]);  // fp32
+        else value[e] = bf16_of_pair(words[e / 2], e % 2);
+    }
     return value;
 }
 __device__ inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
+
 __device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
@@ -5941,16 +5977,27 @@ __device__ inline uint4 pack(Unpacked value) {
     for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
     return bits;
 }
-__device__ inline void operator+=(float2& a, float2 b) { a.x += b.x, a.y += b.y; }
-__device__ inline void operator+=(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 
-// A block's shared memory, of the size that its launch names.
+__device__ inline void operator+=(float2& a, float2 b) {
+    a.x += b.x;
+    a.y += b.y;
+}
+__device__ inline void operator+=(float4& a, float4 b) {
+    a.x += b.x;
+    a.y += b.y;
+    a.z += b.z;
+    a.w += b.w;
+}
+
+// The block's shared memory, of the size that launch() was given.
 template <typename Shared> __device__ inline Shared& shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
     return *(Shared*)memory;
 }
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes from device memory to shared memory, past the registers; zeros where not `valid`, for any `from`.
+
+// Begins to copy 16 bytes from device memory to shared memory, past the registers. Unless `valid`, it writes zeros, and
+// `from` may be any address.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                  : "memory");
@@ -5969,7 +6016,8 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                  : "r"(address)
                  : "memory");
 }
-// c (16, 8) += a (16, 16) b (16, 8). Lane l has columns 2 (l % 4), + 1; c[0], c[1] of row l / 4, others + 8.
+// c (16, 8) += a (16, 16) b (16, 8). Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c: c[0] and c[1] are those of
+// row l / 4, c[2] and c[3] those of row l / 4 + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -5977,78 +6025,82 @@ __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The first statement of every kernel: waits until what its stream was given before is done and written. So a kernel's launch
-// overlaps the end of the kernel before it (programmatic dependent launch). Without that overlap a call of the network at
-// B = 1 takes 10% longer on an H100.
+// The first statement of every kernel: it waits until everything that its stream was given before is done and written.
+// This lets a kernel's launch overlap the end of the kernel before it (programmatic dependent launch). Without the
+// overlap a call of the network at B = 1 takes 10% longer on an H100.
 __device__ inline void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, blocks along x are a
-// cluster.
+// kernel<<<grid, threads, shared>>>(args...) on the current stream. With CLUSTERS, the blocks along x are a cluster.
 template <bool CLUSTERS = false, typename... Parameters, typename... Arguments>
 static void launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, size_t shared, Arguments... args) {
     if (shared > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = kernels_await_inputs;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {grid.x, 1, 1};
-    unsigned count = CLUSTERS && grid.x > 1 ? 2 : 1;
-    if (gpu_properties.major < 9) count = 0;  // a GPU before Hopper knows neither
+    unsigned count = 1;
+    if (CLUSTERS && grid.x > 1) count = 2;
+    if (gpu_properties.major < 9) count = 0;  // a GPU before Hopper knows neither attribute
+
     cudaLaunchConfig_t config = {grid, threads, shared, stream->handle, attributes, count};
     CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, Parameters(args)...));
     LAUNCH_CHECK();
-#ifndef PROFILING  // there it is flushed when the launcher has ended, whose times would contain it
+#ifndef PROFILING  // the profiler flushes later, because the launcher's time would contain the deferred launches
     flush_deferred();
 #endif
 }
 
 // ---- layers written once: see section 3 -------------------------------------------------------------------
+// A layer whose items are independent: a thread does one item.
 template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count) {
     await_inputs();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
+// A layer that adds up: a block is a team.
 template <typename Layer>
 __global__ void __launch_bounds__(Layer::THREADS, Layer::BLOCKS) teams_kernel(Layer layer) {
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }
-// Few items are done in small blocks, so that every multiprocessor gets some.
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
     if constexpr (requires { Layer::THREADS; }) {
         launch(teams_kernel<Layer>, (int)items, Layer::THREADS, 0, layer);
     } else {
+        // Few items are done in small blocks, so that every multiprocessor gets some.
         int threads = items < (1 << 18) ? 64 : 256;
         launch(layer_kernel<Layer>, ceil_div(items, threads), threads, 0, layer, items);
     }
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and
-// stays in registers between. What a pass must know of the rest of its image comes as sums over tiles of
-// NORM_TILE pixels (the last may have fewer). Sums are kept per channel, as a group may lie in both tensors
-// of x:
+// Group norm runs in streaming passes: every element is read once and written once, 16 bytes at a time, and stays in
+// registers between. What a pass must know of the rest of its image comes as sums over tiles of NORM_TILE pixels (the
+// last tile may have fewer). These are kept per channel, because a group may lie in both tensors of x:
 //   moments (B, tiles, C): a tensor's mean over the tile, and its sum of squares about that mean;
 //   sums (B, tiles, C): the sum of dy, the gradient before the SiLU, and the sum of dy x_hat.
 // The GEMM that writes the tensor leaves them behind in its epilogue; where it can't, channel_moments and
-// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32, see check_levels, so 16 bytes
-// lie in one tensor of x.
+// groupnorm_backward_sums make them. The channels of a normed tensor are a multiple of 32 (see check_levels), so that
+// 16 bytes lie in one tensor of x.
 enum {
     // The two passes that only add up: a block reads eight vectors of channels of a tile.
     NORM_TILE_THREADS = 256,
-    NORM_TILE_STRIDE = NORM_TILE_THREADS / 8,        // pixels at a time
-    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,  // vectors a thread
+    NORM_TILE_VECTORS = 8,
+    NORM_TILE_STRIDE = NORM_TILE_THREADS / NORM_TILE_VECTORS,  // pixels at a time
+    NORM_TILE_DEPTH = NORM_TILE / NORM_TILE_STRIDE,            // vectors that a thread loads
     // Streaming passes, tuned on an H100 at B = 32, all 56 norms forward and backward:
     NORM_THREADS = 512,  // 256: 3% slower
     NORM_BLOCKS = 2,     // on a multiprocessor, all resident at once; 4, one after another: forward 20% slower
-    NORM_SLAB = 1024,    // at most so many bytes of a pixel are one block's; 512: 2% slower
+    NORM_SLAB = 1024,    // the most bytes of a pixel that are one block's; 512: 2% slower
     NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
     NORM_DEPTH = 4,      // loads that a thread of the forward pass has in flight; 2: 1% slower
 };
@@ -6064,13 +6116,14 @@ __device__ inline Unpacked norm_reload(const float* from) {
     return value;
 }
 
-// Adds a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of
-// channels. Thread c < C writes sums[c] = finish(c, total), where total holds the sum of a and that of b.
+// Adds up a and b over the block's threads, in a fixed order; every ROW-th thread has the same vector of channels.
+// Thread c < C writes sums[c] = finish(c, total), where total holds the channel's sum of a and that of b.
 template <int ROW, int WARPS>
 __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * VEC], auto* sums, int C,
                                              Unpacked& a, Unpacked& b, auto finish) {
-    static_assert(ROW * VEC <= WARPS * 32, "a thread a channel");
-    int c = threadIdx.x, warp = c / 32, lane = c % 32;
+    static_assert(ROW * VEC <= WARPS * 32, "each channel needs a thread");
+    const int warp = (int)threadIdx.x / 32;
+    const int lane = (int)threadIdx.x % 32;
     for (int i = 0; i < VEC; i++) {
         for (int offset = ROW; offset < 32; offset *= 2) {
             a[i] += __shfl_xor_sync(~0u, a[i], offset);
@@ -6079,51 +6132,55 @@ __device__ static inline void norm_tile_sums(float2 (&shared_sums)[WARPS][ROW * 
         if (lane < ROW) shared_sums[warp][lane * VEC + i] = make_float2(a[i], b[i]);
     }
     __syncthreads();
+
+    const int c = threadIdx.x;
     if (c >= min(ROW * VEC, C)) return;
     float2 total = make_float2(0, 0);
     for (auto& of_warp : shared_sums) total += of_warp[c];
     sums[c] = finish(c, total);
 }
 
-// The moments of n values, from the sum of their distances from a pivot, sums.x, and that of the squared distances, sums.y.
-// Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that the subtraction
-// loses few digits.
+// The moments of n values: sums.x is the sum of their distances from a pivot, and sums.y that of the squared
+// distances. Where the pivot is one of the values, sums.y is at most n + 1 times the squares about the mean, so that
+// the subtraction loses few digits.
 __device__ inline Moments moments_about(float pivot, float2 sums, float n) {
     float distance = sums.x / n;
     return {pivot + distance, fmaxf(0, sums.y - sums.x * distance)};
 }
 
-// A block of the two kernels below adds up one tile of an image, eight vectors of channels wide; the grid is
-// (tiles, channels, images). A thread has one vector, of every NORM_TILE_STRIDE-th pixel from its row on.
+// The tile of an image that a block of the two kernels below adds up, NORM_TILE_VECTORS vectors of channels wide. The
+// grid is (tiles, channels, images). A thread has one vector of every NORM_TILE_STRIDE-th pixel, from `row` on.
 struct NormTile {
-    const int row = threadIdx.x / 8;
-    const int c0 = blockIdx.y * 8 * VEC;                // the block's first channel
-    const int c = c0 + (int)threadIdx.x % 8 * VEC;      // the thread's
-    const size_t first;                                 // pixel, among those of all images
-    const int pixels;
+    const int row = threadIdx.x / NORM_TILE_VECTORS;
+    const int c0 = blockIdx.y * NORM_TILE_VECTORS * VEC;            // the block's first channel
+    const int c = c0 + (int)threadIdx.x % NORM_TILE_VECTORS * VEC;  // the thread's first channel
+    const size_t first;                                             // pixel of the tile, counted through all images
+    const int pixels;                                               // how many the tile has
     __device__ NormTile(int T)
         : first((size_t)blockIdx.z * T + blockIdx.x * NORM_TILE),
           pixels(min((int)NORM_TILE, T - (int)blockIdx.x * NORM_TILE)) {}
+
+    // Whether the thread's vector i is in the tile.
     __device__ bool holds(int i) const { return row + i * NORM_TILE_STRIDE < pixels; }
-    // The thread's vectors, `from` being the first: all loads before the first use.
+    // Loads the thread's vectors, of which the first lies at `from`. All loads come before the first use.
     __device__ void load(uint4 (&in)[NORM_TILE_DEPTH], const floatX* from, int pitch) const {
         for (int i = 0; i < NORM_TILE_DEPTH; i++)
             if (holds(i)) in[i] = *(const uint4*)(from + i * NORM_TILE_STRIDE * pitch);
     }
-    // Adds a and b up over the block, and writes finish(c, total) among the sums of all tiles, (B, tiles, C).
+    // Adds up a and b over the block, and writes finish(c, total) to the tile's row of `sums`, (B, tiles, C).
     __device__ void add_up(auto* sums, int C, Unpacked& a, Unpacked& b, auto finish) const {
-        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][8 * VEC];
+        __shared__ float2 shared_sums[NORM_TILE_THREADS / 32][NORM_TILE_VECTORS * VEC];
         sums += ((size_t)blockIdx.z * gridDim.x + blockIdx.x) * C + c0;
-        norm_tile_sums<8>(shared_sums, sums, C - c0, a, b, finish);
+        norm_tile_sums<NORM_TILE_VECTORS>(shared_sums, sums, C - c0, a, b, finish);
     }
 };
 static dim3 norm_tile_grid(const Tensor& x, int C) {
-    return dim3(norm_tiles(x.T()), ceil_div(C, 8 * VEC), x.B);
+    return dim3(norm_tiles(x.T()), ceil_div(C, NORM_TILE_VECTORS * VEC), x.B);
 }
 
-// Of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1), into x.moments (B, tiles, C). Sums are taken of x
-// minus a pivot, the tile's first pixel, because a plain sum of squares would cancel. Device memory: x in
-// once.
+// x.moments (B, tiles, C): of each tile x.mean(1) and ((x - x.mean(1)) ** 2).sum(1). Sums are taken of x minus a
+// pivot, the tile's first pixel, because a plain sum of squares would cancel against the square of the mean. Device
+// memory: x is read once.
 __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(const Tensor x) {
     await_inputs();
     const NormTile tile(x.T());
@@ -6132,13 +6189,13 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
     if (tile.c < x.C) {
         uint4 in[NORM_TILE_DEPTH];
         tile.load(in, pivots + tile.row * x.C + tile.c, x.C);
-        Unpacked pivot = unpack(pivots + tile.c);
+        const Unpacked pivot = unpack(pivots + tile.c);
 
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
-            Unpacked value = unpack(in[i]);
+            const Unpacked value = unpack(in[i]);
             for (int e = 0; e < VEC; e++) {
-                float distance = value[e] - pivot[e];
+                const float distance = value[e] - pivot[e];
                 sum[e] += distance;
                 squares[e] += distance * distance;
             }
@@ -6153,15 +6210,17 @@ static void channel_moments(Tensor x) {
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
 }
 
-// For a vector of channels, turns d, the gradient of a norm's output, into the gradient before the SiLU, and adds to the two
-// sums that the norm's backward needs. x is what the norm read.
+// A norm's gradient before the SiLU, for a vector of channels of an image.
 struct NormGradient {
     Vector<GroupStatistics, VEC> statistics;
     Vector<ScaleShift, VEC> half;
+    // `at` is the index of the first channel in (B, C).
     __device__ void load(const Norm& norm, size_t at) {
         statistics = ::load<VEC>(norm.statistics + at);
         half = ::load<VEC>(norm.half_scale_shift + at);
     }
+    // Turns d from the gradient of the norm's output into the gradient before the SiLU. Adds d to `sum`, and
+    // d (x - mean) to `product`, where x is what the norm read.
     __device__ void apply(Unpacked& d, Unpacked x, bool silu, Unpacked& sum, Unpacked& product) const {
         if (silu)
             for (int e = 0; e < VEC; e++) d[e] *= silu_gradient_of_half(x[e] * half[e].scale + half[e].shift);
@@ -6172,28 +6231,33 @@ struct NormGradient {
     }
 };
 
-// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C), of each tile
-// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout in, dy out, once each.
+// dy = dout * silu'(x scale + shift), the gradient before the SiLU; and norm.sums (B, tiles, C): of each tile
+// dy.sum(1) and (dy * (x - mean) * rstd).sum(1). Device memory: x and dout are read and dy is written, once each.
 __global__ void __launch_bounds__(NORM_TILE_THREADS)
     groupnorm_backward_sums_kernel(floatX* dy, const floatX* dout, const Norm norm) {
     await_inputs();
     const NormTile tile(norm.x.first.T());
-    const int C = norm.x.C(), c = tile.c;
+    const int C = norm.x.C();
+    const int c = tile.c;
     Unpacked sum = {}, product = {};
     if (c < C) {
         const Tensor& x = norm.x.of(c);
-        const size_t pixel = tile.first + tile.row, at = pixel * C + c, of_image = (size_t)blockIdx.z * C + c;
+        const size_t pixel = tile.first + tile.row;
+        const size_t at = pixel * C + c;
+        const size_t channel_of_image = (size_t)blockIdx.z * C + c;  // in (B, C)
         uint4 in[NORM_TILE_DEPTH], upstream[NORM_TILE_DEPTH];
         tile.load(in, x.data + pixel * x.C + norm.x.within(c), x.C);
         tile.load(upstream, dout + at, C);
         NormGradient gradient;
-        gradient.load(norm, of_image);
+        gradient.load(norm, channel_of_image);
 
+        const bool writes = norm.silu || dy != dout;  // otherwise dy is what it must be
         for (int i = 0; i < NORM_TILE_DEPTH; i++) {
             if (!tile.holds(i)) break;
-            Unpacked value = unpack(in[i]), d = unpack(upstream[i]);
+            const Unpacked value = unpack(in[i]);
+            Unpacked d = unpack(upstream[i]);
             gradient.apply(d, value, norm.silu, sum, product);
-            if (norm.silu || dy != dout) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
+            if (writes) *(uint4*)(dy + at + (size_t)i * NORM_TILE_STRIDE * C) = pack(d);
         }
     }
     tile.add_up(norm.sums, C, sum, product, [&](int c, float2 total) {
@@ -6207,33 +6271,45 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
            dout.data, norm);
 }
 
-// A streaming pass cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks write to one line.
-// `blocks` blocks share an image's slab, and deal the pixels out among themselves. A slab may begin or end within a group.
+// The grid of a streaming pass. It cuts a pixel's channels into slabs of whole 128-byte lines, so that no two blocks
+// write to one line. A slab may begin or end within a group. The blocks of an image's slab share its pixels.
 struct NormGrid {
-    int slabs;
+    int slabs;             // of an image
     int channels, blocks;  // of a slab
     NormGrid(const Concat& x, int other_blocks) {
         const int line = 128 / sizeof(floatX);
         slabs = ceil_div(x.C() * sizeof(floatX), NORM_SLAB);
         channels = ceil_div(x.C(), slabs * line) * line;
-        int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // a vector a thread
-        int room = NORM_BLOCKS * gpu_multiprocessors - other_blocks;
-        blocks = std::clamp(room / (x.first.B * slabs), 1, most);
+
+        const int most = ceil_div((size_t)x.first.T() * channels, NORM_THREADS * VEC);  // with a vector for each thread
+        const int resident = NORM_BLOCKS * gpu_multiprocessors - other_blocks;
+        blocks = std::clamp(resident / (x.first.B * slabs), 1, most);
     }
 };
 
-// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what
-// belongs to a channel stays in registers, and of image b every stride-th pixel from t on.
+// The work of a block and of a thread of a streaming pass. A thread has one vector of channels, so that what belongs
+// to a channel stays in registers, and of its image every stride-th pixel.
 struct NormWork {
-    int b, t, stride, c;
-    bool owner;                  // thread i, if owner, computes what belongs to channel slab + i
-    int block, slab, channels;   // the block's number in its slab; the slab's first channel, and how many it has
-    int group_size, g0, groups;  // channels in a group; the slab's first group, and how many it has
-    size_t at, at_concat;        // the thread's first element, in its tensor of x and in a tensor with all channels
-    int step, step_concat;       // elements from one of its pixels to the next, in the two
+    // The block:
+    int b;           // its image
+    int slab;        // its slab's first channel
+    int channels;    // of the slab
+    int block;       // its number among the blocks of the slab
+    int group_size;  // channels in a group
+    int g0, groups;  // the slab's first group, and how many groups have channels in it
+
+    // The thread:
+    bool owner;     // thread i, if owner, computes what belongs to channel slab + i
+    int c;          // the first channel of its vector
+    int t, stride;  // its first pixel in the image, and the distance from one of its pixels to the next
+    // The same in elements: in the tensor of x that has channel c, and in a tensor that has all channels.
+    size_t at, at_concat;
+    int step, step_concat;
+
     // Divisions are few and unsigned, because this and the sums that follow are most of the time of a small norm.
     __device__ NormWork(const NormGrid& grid, unsigned index, const Norm& norm) {
-        const unsigned T = norm.x.first.T(), C = norm.x.C();
+        const unsigned T = norm.x.first.T();
+        const unsigned C = norm.x.C();
         const unsigned image_slab = index / grid.blocks;
         block = index - image_slab * grid.blocks;
         b = image_slab / grid.slabs;
@@ -6241,7 +6317,8 @@ struct NormWork {
         channels = min(grid.channels, C - slab);
         owner = (int)threadIdx.x < channels;
 
-        const unsigned vectors = channels / VEC, rows = NORM_THREADS / vectors;
+        const unsigned vectors = channels / VEC;
+        const unsigned rows = NORM_THREADS / vectors;  // pixels that the block does at a time
         const unsigned row = threadIdx.x / vectors;
         c = slab + (threadIdx.x - row * vectors) * VEC;
         group_size = C / norm.groups;
@@ -6259,19 +6336,26 @@ struct NormWork {
         if (row >= rows) t = T;  // the threads that are left over have no pixels
     }
 
-    // Sums item(tile, channel, the group's first channel) over all tiles and channels of a group, and returns to thread
-    // i < channels the sum of the group of channel slab + i. A power of 2 of neighbouring threads shares a group, so that the
-    // order follows from the shapes alone. meanwhile() is called once the items have been loaded.
+    // Sums item(tile, channel, the group's first channel) over all tiles and channels of a group, and returns to
+    // thread i < channels the sum of the group of channel slab + i. A power of 2 of neighbouring threads shares a
+    // group, so that the order follows from the shapes alone. meanwhile() is called once the items have been loaded.
     __device__ float2 group_sum(int tiles, auto item, auto meanwhile) const {
         __shared__ float2 shared_sums[NORM_THREADS];
         const int sharers = 1 << (31 - __clz(NORM_THREADS / groups));  // threads that share a group
-        const int width = min(sharers, 32), warps = sharers / width;
-        const int i = threadIdx.x / sharers, sharer = threadIdx.x % sharers;
+        const int lanes = min(sharers, 32);                            // those of them in one warp
+        const int parts = sharers / lanes;                             // the warps' sums, which add up to a group's
+        const int i = threadIdx.x / sharers;                           // the thread's group, counted from g0
+        const int sharer = threadIdx.x % sharers;
         const int c0 = (g0 + i) * group_size;
-        const int tile_stride = sharers / (unsigned)group_size, c_stride = sharers % (unsigned)group_size;
-        int tile = sharer / (unsigned)group_size, c = sharer % (unsigned)group_size;
+
+        // The items of a group are counted from channel to channel, and then from tile to tile. A thread takes every
+        // sharers-th.
+        const int tile_stride = sharers / (unsigned)group_size;
+        const int c_stride = sharers % (unsigned)group_size;
+        int tile = sharer / (unsigned)group_size;
+        int c = sharer % (unsigned)group_size;
         float2 sum = make_float2(0, 0);
-        if (i < groups)
+        if (i < groups) {
 #pragma unroll 4
             for (; tile < tiles; tile += tile_stride) {
                 sum += item(tile, c0 + c, c0);
@@ -6281,26 +6365,28 @@ struct NormWork {
                     tile++;
                 }
             }
+        }
         meanwhile();
 
-        for (int offset = width / 2; offset; offset /= 2) {
+        for (int offset = lanes / 2; offset; offset /= 2) {
             sum.x += __shfl_xor_sync(~0u, sum.x, offset);
             sum.y += __shfl_xor_sync(~0u, sum.y, offset);
         }
-        if (threadIdx.x % width == 0) shared_sums[threadIdx.x / width] = sum;
+        if (threadIdx.x % lanes == 0) shared_sums[threadIdx.x / lanes] = sum;
         __syncthreads();
-        sum = make_float2(0, 0);
+
         const int group = (slab + threadIdx.x) / group_size - g0;
+        float2 total = make_float2(0, 0);
         if (owner)
-            for (int w = group * warps; w < (group + 1) * warps; w++) sum += shared_sums[w];
-        return sum;
+            for (int part = group * parts; part < (group + 1) * parts; part++) total += shared_sums[part];
+        return total;
     }
 };
 
-// F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan,
-// Golub and LeVeque (1979) do, about the mean of the group's first channel and tile. Then one thread for each channel computes
-// scale and shift. Device memory: x is read and out is written, once each. Where `out` is null, the kernel only writes
-// statistics and half_scale_shift.
+// F.silu(F.group_norm(cat(x), G, w, bias)). A block first reads its groups' moments and merges them as Chan, Golub and
+// LeVeque (1979) do, about a pivot, the mean of the group's first channel and tile. Then one thread for each channel
+// computes scale and shift. Where `out` is null, the kernel only writes statistics and half_scale_shift. Device
+// memory: x is read and out is written, once each.
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_forward_kernel(floatX* out, const Norm norm, NormGrid grid) {
     await_inputs();
@@ -6309,17 +6395,20 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     NormWork work(grid, blockIdx.x, norm);
     const floatX* source = norm.x.of(work.c).data + work.at;
     floatX* target = out + work.at_concat;
-    uint4 in[NORM_DEPTH];
+
+    // The group's moments are added up. Meanwhile the thread loads its first vectors of x.
     const int tiles = norm_tiles(T);
     auto moments = [&](int tile, int c) { return norm.x.moments((size_t)work.b * tiles + tile, c); };
     auto item = [&](int tile, int c, int c0) {
-        Moments m = moments(tile, c);
-        float distance = m.mean - moments(0, c0).mean, n = min((int)NORM_TILE, T - tile * NORM_TILE);
+        const Moments m = moments(tile, c);
+        const float distance = m.mean - moments(0, c0).mean;
+        const float n = min((int)NORM_TILE, T - tile * NORM_TILE);
         return make_float2(n * distance, m.squares + n * distance * distance);
     };
-    const int c = work.slab + threadIdx.x;  // the channel that this thread works out
+    const int c = work.slab + threadIdx.x;  // the channel whose scale and shift this thread computes
     ScaleShift modulated;
-    float2 sum = work.group_sum(tiles, item, [&] {
+    uint4 in[NORM_DEPTH];
+    const float2 sum = work.group_sum(tiles, item, [&] {
         if (work.owner) modulated = norm.modulated(work.b, c);
         for (int i = 0; i < NORM_DEPTH; i++)
             if (out && work.t + i * work.stride < T) {
@@ -6327,12 +6416,17 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
                 source += work.step;
             }
     });
+
     if (work.owner) {
-        float n = (float)work.group_size * T, distance = sum.x / n;
-        float mean = moments(0, c - c % work.group_size).mean + distance;
-        float rstd = rsqrtf(fmaxf(0, sum.y - sum.x * distance) / n + NORM_EPS);
-        float scale = modulated.scale * rstd, shift = modulated.shift - mean * scale;
-        float factor = norm.silu ? 0.5f : 1;
+        const float n = (float)work.group_size * T;
+        const float distance = sum.x / n;  // from the pivot to the mean
+        const float mean = moments(0, c - c % work.group_size).mean + distance;
+        const float variance = fmaxf(0, sum.y - sum.x * distance) / n;
+        const float rstd = rsqrtf(variance + NORM_EPS);
+        const float scale = modulated.scale * rstd;
+        const float shift = modulated.shift - mean * scale;
+
+        const float factor = norm.silu ? 0.5f : 1;
         const ScaleShift half = {factor * scale, factor * shift};
         const size_t at = (size_t)work.b * norm.x.C() + c;
         half_scale_shift[threadIdx.x] = half;
@@ -6343,12 +6437,12 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
 
-    auto half = load<VEC>(half_scale_shift + work.c - work.slab);
+    const auto half = load<VEC>(half_scale_shift + work.c - work.slab);
     for (int t = work.t; out && t < T; t += NORM_DEPTH * work.stride)
         for (int i = 0; i < NORM_DEPTH; i++) {
             if (t + i * work.stride >= T) break;
             Unpacked y = unpack(in[i]);
-            if (t + (i + NORM_DEPTH) * work.stride < T) {
+            if (t + (i + NORM_DEPTH) * work.stride < T) {  // the next vector is under way while this one is normed
                 in[i] = *(const uint4*)source;
                 source += work.step;
             }
@@ -6366,54 +6460,68 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     assert(norm.x.first.moments && (norm.x.second.moments || !norm.x.second));
     NormGrid grid(norm.x, 0);
     if (!out) grid.blocks = 1;
-    launch(groupnorm_forward_kernel, grid.blocks * grid.slabs * norm.x.first.B, NORM_THREADS, 0, out.data,
-           norm, grid);
+    const int blocks = grid.blocks * grid.slabs * norm.x.first.B;
+    launch(groupnorm_forward_kernel, blocks, NORM_THREADS, 0, out.data, norm, grid);
 }
 
 __device__ inline float2 weighted(NormSums sums, float weight) {
     return make_float2(sums.dy * weight, sums.dy_x_hat * weight);
 }
-// dbias, dw (C) = sums (B tiles, C).sum(0), for the 32 channels from 32 blockIdx.x on. A lane has a channel, a warp every
-// WARPS-th row.
+
+// dbias, dw (C) = sums (B tiles, C).sum(0), each row of which is weighted by its image's gain if MODULATED. A block
+// computes those of 32 channels: a lane has one of them, and a warp every WARPS-th row.
 template <bool MODULATED>  // a test of each row would make the loads wait for each other
 __device__ inline void norm_weights(const Norm& norm, int tiles) {
     enum { WARPS = NORM_THREADS / 32 };
     __shared__ float2 shared_sums[WARPS][32];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.x * 32 + lane;
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int c = blockIdx.x * 32 + lane;
     float2 total = make_float2(0, 0);
 #pragma unroll 8
-    for (int i = warp; i < norm.x.first.B * tiles; i += WARPS)
-        total += weighted(norm.sums[(size_t)i * norm.x.C() + c], MODULATED ? norm.gain(i / tiles, c) : 1);
+    for (int row = warp; row < norm.x.first.B * tiles; row += WARPS) {
+        const NormSums sums = norm.sums[(size_t)row * norm.x.C() + c];
+        total += weighted(sums, MODULATED ? norm.gain(row / tiles, c) : 1);
+    }
     shared_sums[warp][lane] = total;
     __syncthreads();
+
     if (warp > 0) return;
     for (int i = 1; i < WARPS; i++) total += shared_sums[i][lane];
     norm.dbias[c] = total.x;
     norm.dw[c] = total.y;
 }
 
-// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual, + the old dx with ACCUMULATE. It also writes
-// `normed`, once more the norm's output. Each block first adds up its groups' sums. Device memory: x, dy and dresidual are
-// read, normed and dx are written (with ACCUMULATE dx is also read), once each. The declaration in section 3 says which of
-// them may be the same. The first weight_blocks blocks make dw and dbias.
+// dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N), + dresidual with RESIDUAL, + the old dx with ACCUMULATE.
+// The kernel also writes `normed`, which is the norm's output once more. Each block first adds up its groups' sums;
+// the first weight_blocks blocks instead make dw and dbias. Device memory: x, dy and dresidual are read, normed and dx
+// are written (with ACCUMULATE dx is also read), once each. Section 3 says which of them may be the same tensor.
 template <bool RESIDUAL, bool ACCUMULATE>  // arguments instead would be 2% slower on an H100
 __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     groupnorm_backward_kernel(const Concat dx, floatX* normed, const floatX* dy, const floatX* dresidual,
                               const Norm norm, NormGrid grid, int weight_blocks) {
     await_inputs();
-    __shared__ struct alignas(16) {
-        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS], scale[NORM_CHANNELS], shift[NORM_CHANNELS];
-    } slab;  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
-    const int T = norm.x.first.T(), C = norm.x.C(), tiles = norm_tiles(T);
-    if ((int)blockIdx.x < weight_blocks)
-        return norm.modulation.data ? norm_weights<true>(norm, tiles) : norm_weights<false>(norm, tiles);
+    __shared__ struct alignas(16) {  // dx = scale dy - (x alpha + beta), and normed = x scale + shift
+        float alpha[NORM_CHANNELS], beta[NORM_CHANNELS];
+        float scale[NORM_CHANNELS], shift[NORM_CHANNELS];
+    } slab;
+    const int T = norm.x.first.T();
+    const int C = norm.x.C();
+    const int tiles = norm_tiles(T);
+    if ((int)blockIdx.x < weight_blocks) {
+        if (norm.modulation.data) norm_weights<true>(norm, tiles);
+        else norm_weights<false>(norm, tiles);
+        return;
+    }
 
     NormWork work(grid, blockIdx.x - weight_blocks, norm);
-    const floatX *x_from = norm.x.of(work.c).data + work.at, *dy_from = dy + work.at_concat;
+    const floatX* x_from = norm.x.of(work.c).data + work.at;
+    const floatX* dy_from = dy + work.at_concat;
     const floatX* residual_from = RESIDUAL ? dresidual + work.at : nullptr;
-    floatX *dx_to = dx.of(work.c).data + work.at, *normed_to = normed + work.at_concat;
+    floatX* dx_to = dx.of(work.c).data + work.at;
+    floatX* normed_to = normed + work.at_concat;
     uint4 x_bits, dy_bits, residual, old;
-    auto load = [&] {
+    auto load_pixel = [&] {
         x_bits = *(const uint4*)x_from;
         x_from += work.step;
         dy_bits = *(const uint4*)dy_from;
@@ -6424,24 +6532,29 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         }
         if (ACCUMULATE) old = *(const uint4*)dx_to;
     };
+
+    // The group's sums of w dy and w dy x_hat are added up. Meanwhile the thread loads its first pixel.
     const NormSums* sums = norm.sums + (size_t)work.b * tiles * C;
     auto item = [&](int tile, int c, int) {
         return weighted(sums[tile * C + c], norm.w[c] * norm.gain(work.b, c));
     };
     GroupStatistics statistics;
     ScaleShift half;
-    float2 sum = work.group_sum(tiles, item, [&] {
+    const float2 sum = work.group_sum(tiles, item, [&] {
         const size_t at = (size_t)work.b * C + work.slab + threadIdx.x;
         if (work.owner) {
             statistics = norm.statistics[at];
             half = norm.half_scale_shift[at];
         }
-        if (work.t < T) load();
+        if (work.t < T) load_pixel();
     });
-    // The loop below loads these from shared memory again and again: held in registers it is 2% slower on an H100.
+
     if (work.owner) {
-        float n = (float)work.group_size * T, mean = statistics.mean, rstd = statistics.rstd;
-        float alpha = rstd * rstd * sum.y / n, whole = norm.silu ? 2 : 1;  // scale and shift are halved with SiLU
+        const float n = (float)work.group_size * T;
+        const float mean = statistics.mean;
+        const float rstd = statistics.rstd;
+        const float alpha = rstd * rstd * sum.y / n;
+        const float whole = norm.silu ? 2 : 1;  // with SiLU, scale and shift are halved
         slab.alpha[threadIdx.x] = alpha;
         slab.beta[threadIdx.x] = rstd * sum.x / n - mean * alpha;
         slab.scale[threadIdx.x] = whole * half.scale;
@@ -6449,16 +6562,18 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
     }
     __syncthreads();
 
+    // All but `scale` are loaded again for each pixel, because holding them in registers is 2% slower on an H100.
     const int c = work.c - work.slab;
-    Unpacked scale = norm_reload(&slab.scale[c]);
+    const Unpacked scale = norm_reload(&slab.scale[c]);
     for (int t = work.t; t < T; t += work.stride) {
-        Unpacked x = unpack(x_bits), d = unpack(dy_bits);
-        Unpacked beta = norm_reload(&slab.beta[c]);
+        Unpacked x = unpack(x_bits);
+        Unpacked d = unpack(dy_bits);
+        const Unpacked beta = norm_reload(&slab.beta[c]);
         for (int e = 0; e < VEC; e++) d[e] = scale[e] * d[e] - beta[e];
-        Unpacked alpha = norm_reload(&slab.alpha[c]);
+        const Unpacked alpha = norm_reload(&slab.alpha[c]);
         for (int e = 0; e < VEC; e++) d[e] -= x[e] * alpha[e];
 
-        Unpacked shift = norm_reload(&slab.shift[c]);
+        const Unpacked shift = norm_reload(&slab.shift[c]);
         for (int e = 0; e < VEC; e++) x[e] = x[e] * scale[e] + shift[e];
         if (norm.silu)
             for (int e = 0; e < VEC; e++) x[e] = silu_of_half(0.5f * x[e]);
@@ -6469,28 +6584,49 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (ACCUMULATE) d += unpack(old);
         *(uint4*)dx_to = pack(d);
         dx_to += work.step;
-        if (t + work.stride < T) load();
+        if (t + work.stride < T) load_pixel();
     }
 }
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
-    const bool residual = !!options.residual;
-    PROFILE("group norm backward", {0, (4.0 + residual + options.accumulate) * sizeof(floatX) * dy.count()});
-    const int weight_blocks = dy.C / 32;
-    NormGrid grid(norm.x, weight_blocks);
-    static const decltype(&groupnorm_backward_kernel<false, false>) KERNELS[2][2] = {
+    const bool has_residual = !!options.residual;
+    PROFILE("group norm backward", {0, (4.0 + has_residual + options.accumulate) * sizeof(floatX) * dy.count()});
+    typedef decltype(&groupnorm_backward_kernel<false, false>) Kernel;
+    static const Kernel KERNELS[2][2] = {  // [has_residual][accumulate]
         {groupnorm_backward_kernel<false, false>, groupnorm_backward_kernel<false, true>},
-        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>}};
-    launch(KERNELS[residual][options.accumulate], weight_blocks + grid.blocks * grid.slabs * dy.B, NORM_THREADS, 0, dx,
-           normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
+        {groupnorm_backward_kernel<true, false>, groupnorm_backward_kernel<true, true>},
+    };
+    const Kernel kernel = KERNELS[has_residual][options.accumulate];
+
+    const int weight_blocks = dy.C / 32;
+    const NormGrid grid(norm.x, weight_blocks);
+    const int blocks = weight_blocks + grid.blocks * grid.slabs * dy.B;
+    launch(kernel, blocks, NORM_THREADS, 0, dx, normed.data, dy.data, options.residual.data, norm, grid, weight_blocks);
 }
 
 // ---- attention --------------------------------------------------------------------------------------------
-// A block owns ROWS rows (queries, or in backward keys) of one head of one image, and each warp 16 of them. It goes through
-// the other side, keys or queries, in tiles of COLUMNS, so that T x T is never stored and any T works. Heads are padded with
-// zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32 too, where no mma is used. fp32 has
-// fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them with heads of 128.
+// A block owns ROWS rows (queries, or in backward also keys) of one head of one image, and each warp 16 of them. The
+// block goes through the other side, keys or queries, in tiles of COLUMNS rows, so that T x T is never stored and any
+// T works. Heads are padded with zeros to D channels. Sums and scores lie in registers as mma lays them out, in fp32
+// too, where no mma is used. fp32 has fewer rows, because the shared memory of an RTX 30 or 40 (99 KB) must hold them
+// with heads of 128.
 enum { ATTENTION_ROWS = sizeof(floatX) == 4 ? 32 : 64 };
 static constexpr float LOG2_E = 1.44269504f;  // e^x = 2^(x LOG2_E); 2^x is an instruction in bf16
+
+// The rows of a tile in backward, for heads padded to D channels.
+static constexpr int attention_backward_columns(int D) {
+    if (D > 128) return 16;
+    if (D > 80) return ATTENTION_ROWS / 2;
+    return ATTENTION_ROWS;
+}
+// Blocks on a multiprocessor in forward. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
+static constexpr int attention_forward_blocks(int D) {
+    if (D > 64) return 2;
+    if (D > 32) return 3;
+    return 6;
+}
+// Blocks on a multiprocessor in backward. With 4, heads of up to 32 take 40 us at the same sizes; with 3 they take
+// 43 us, and with 5 and tiles of 32 rows 48 us.
+static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
 struct AttentionHead {
@@ -6500,80 +6636,90 @@ struct AttentionHead {
     __device__ bool holds(int t, int c) const { return t < T && c < d; }
 };
 
-// The tensors of attention; lse is (B, heads, T). Backward moves the pointers to the image and head of the block; forward
-// moves only qkv.
+// The arguments of attention. Backward moves the pointers to the image and head of the block; forward moves only qkv.
 struct Attention {
-    floatX *dqkv, *dout;  // null in forward
+    floatX *dqkv = nullptr, *dout = nullptr;  // null in forward
     floatX *out, *qkv;
-    float* lse;
+    float* lse;  // (B, heads, T)
     int T, C, d;
     float scale;
-    // A head's q, k or v, or the gradient of one; and its output, or the gradient of that.
+    // A head's q, k or v, or the gradient of one.
     __device__ AttentionHead input(floatX* qkv, int which) const { return {qkv + which * C, 3 * C, T, d}; }
+    // A head's output, or the gradient of it.
     __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
 };
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
-// Sizes for heads padded to D channels: wide heads get small tiles, as shared memory and registers ask.
+// The work of a block, for heads padded to D channels. Wide heads get small tiles, as shared memory and registers ask.
 template <int D> struct AttentionTile : Attention {
+    static constexpr int ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS;
+    static constexpr int THREADS = 2 * ROWS;
+    static constexpr int COLUMNS = D > 128 ? 16 : ATTENTION_ROWS;
+    static constexpr int BACKWARD_COLUMNS = attention_backward_columns(D);
+    static constexpr int BLOCKS = attention_forward_blocks(D);
+    static constexpr int BACKWARD_BLOCKS = attention_backward_blocks(D);
+    static constexpr int VECTORS = D / VEC;  // of a row
+
     // A row of D channels. Its pad of 16 bytes keeps ldmatrix free of bank conflicts.
-    struct Row { floatX at[D + VEC]; };
-    enum { ROWS = D > 128 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS, THREADS = 2 * ROWS };
-    enum { COLUMNS = D > 128 ? 16 : ATTENTION_ROWS };
-    enum { BACKWARD_COLUMNS = D > 128 ? 16 : D > 80 ? ATTENTION_ROWS / 2 : ATTENTION_ROWS };
-    // Blocks on a multiprocessor. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in
-    // bf16. Backward takes 40 us there; with 32 columns and 5 blocks 48, with 64 and 3 blocks 43.
-    enum { BLOCKS = D > 64 ? 2 : D > 32 ? 3 : 6, BACKWARD_BLOCKS = D > 32 ? BLOCKS : 4 };
-    struct Forward {
-        Row q[ROWS], k[2][COLUMNS], v[2][COLUMNS];  // [stage]
+    struct Row {
+        floatX at[D + VEC];
     };
-    // A block of backward has its own rows, and in two stages the other side's: of keys or of queries.
+    // What a block keeps in shared memory: its own rows once, and the other side's in two stages, [stage][row].
+    struct Forward {
+        Row q[ROWS];
+        Row k[2][COLUMNS], v[2][COLUMNS];
+    };
     struct BackwardKeys {
         Row k[ROWS], v[ROWS];
         Row q[2][BACKWARD_COLUMNS], dout[2][BACKWARD_COLUMNS], out[2][BACKWARD_COLUMNS];
-        float delta[BACKWARD_COLUMNS], lse[BACKWARD_COLUMNS];
+        float delta[BACKWARD_COLUMNS], exponent[BACKWARD_COLUMNS];  // see find_delta
     };
     struct BackwardQueries {
         Row q[ROWS], dout[ROWS];
         Row k[2][BACKWARD_COLUMNS], v[2][BACKWARD_COLUMNS];
         Row out[ROWS];
-        float delta[ROWS], lse[ROWS];
+        float delta[ROWS], exponent[ROWS];
     };
     union Backward {
         BackwardKeys keys;
         BackwardQueries queries;
     };
 
-    // Where mma leaves element i of fragment n: its row in the block's rows, and its column in the tile.
+    // Where mma leaves element i of fragment n: its row among the block's rows, and its column in the tile. A lane has
+    // two rows, the first of which holds elements 0 and 1 of every fragment, and the second elements 2 and 3.
     __device__ static int row(int i) { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 * 8; }
     __device__ static int column(int n, int i) { return n * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-    // Copies rows t0 and on of a head to shared memory; zeros where the head has none.
+    // Begins to copy COUNT rows of a head, from t0 on, to shared memory; zeros where the head has no row or channel.
     template <int COUNT> __device__ static void load_rows(Row (&tile)[COUNT], AttentionHead source, int t0) {
-        UNROLLED_FOR (int n = 0; n < COUNT * (D / VEC) / THREADS; n++) {
+        UNROLLED_FOR (int n = 0; n < COUNT * VECTORS / THREADS; n++) {
             const unsigned i = n * THREADS + threadIdx.x;
-            const int row = i / (D / VEC), c = i % (D / VEC) * VEC;
+            const int row = i / VECTORS;
+            const int c = i % VECTORS * VEC;
             copy_async(shared_address(&tile[row].at[c]), source.at(t0 + row, c), source.holds(t0 + row, c));
         }
     }
 
-    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, b (8 N, D)
+    // scores (16, 8 N) += the warp's rows of a (ROWS, D) times b^T, where b is (8 N, D).
     template <int N>
     __device__ static void add_scores(float (&scores)[N][4], const Row* a, const Row* b) {
 #ifdef PRECISION_FP32
         for (int k = 0; k < D; k += VEC)
             UNROLLED_FOR (int n = 0; n < N; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
-                    Unpacked left = unpack(&a[row(i)].at[k]), right = unpack(&b[column(n, i)].at[k]);
+                    Unpacked left = unpack(&a[row(i)].at[k]);
+                    Unpacked right = unpack(&b[column(n, i)].at[k]);
                     for (int c = 0; c < VEC; c++) scores[n][i] += left[c] * right[c];
                 }
 #else
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        const int lane = threadIdx.x % 32;
+        const int row0 = threadIdx.x / 32 * 16;  // the warp's first row
         UNROLLED_FOR (int k = 0; k < D; k += 16) {
             uint32_t left[4], right[4];
             load_matrices(left, shared_address(&a[row0 + lane % 16].at[k + lane / 16 * 8]));
             UNROLLED_FOR (int n = 0; n < 8 * N; n += 16) {
-                load_matrices(right, shared_address(&b[n + lane / 16 * 8 + lane % 8].at[k + lane / 8 % 2 * 8]));
+                const Row& row = b[n + lane / 16 * 8 + lane % 8];
+                load_matrices(right, shared_address(&row.at[k + lane / 8 % 2 * 8]));
                 mma(scores[n / 8], left, right[0], right[1]);
                 mma(scores[n / 8 + 1], left, right[2], right[3]);
             }
@@ -6587,16 +6733,19 @@ template <int D> struct AttentionTile : Attention {
             for (int i = 0; i < 4; i++)
                 if (column(n, i) >= columns) scores[n][i] = -INFINITY;
     }
-    // sum (16, D) += p (16, 8 N), in registers as add_scores leaves it, times b (8 N, D)
+
+    // sum (16, D) += p (16, 8 N) b, where p lies in registers as add_scores leaves it, and b is (8 N, D).
     template <int N>
     __device__ static void add_weighted(float (&sum)[D / 8][4], const float (&p)[N][4], const Row* b) {
-        int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         UNROLLED_FOR (int k = 0; k < 8 * N; k += 16) {
 #ifdef PRECISION_FP32
-            float left[2][16];  // p's 16 columns in the lane's two rows, of which four lanes hold one
-            UNROLLED_FOR (int i = 0; i < 32; i++)
-                left[i / 16][i % 16] =
-                    __shfl_sync(~0u, p[k / 8 + i % 16 / 8][i / 16 * 2 + i % 2], lane / 4 * 4 + i % 8 / 2);
+            float left[2][16];  // p's 16 columns in the lane's two rows, which four lanes share
+            UNROLLED_FOR (int row = 0; row < 2; row++)
+                UNROLLED_FOR (int c = 0; c < 16; c++) {
+                    const int owner = lane / 4 * 4 + c % 8 / 2;  // the lane that has column c
+                    left[row][c] = __shfl_sync(~0u, p[k / 8 + c / 8][2 * row + c % 2], owner);
+                }
             UNROLLED_FOR (int n = 0; n < D / 8; n++)
                 UNROLLED_FOR (int i = 0; i < 4; i++) {
                     float of_16 = 0;
@@ -6604,9 +6753,14 @@ template <int D> struct AttentionTile : Attention {
                     sum[n][i] += of_16;
                 }
 #else
-            const float *p0 = p[k / 8], *p1 = p[k / 8 + 1];
-            uint32_t left[4] = {pack_bf16(p0[0], p0[1]), pack_bf16(p0[2], p0[3]), pack_bf16(p1[0], p1[1]),
-                                pack_bf16(p1[2], p1[3])};
+            const float* p0 = p[k / 8];
+            const float* p1 = p[k / 8 + 1];
+            const uint32_t left[4] = {
+                pack_bf16(p0[0], p0[1]),
+                pack_bf16(p0[2], p0[3]),
+                pack_bf16(p1[0], p1[1]),
+                pack_bf16(p1[2], p1[3]),
+            };
             UNROLLED_FOR (int n = 0; n < D; n += 16) {
                 uint32_t right[4];
                 load_matrices_transposed(right, shared_address(&b[k + lane % 16].at[n + lane / 16 * 8]));
@@ -6616,11 +6770,13 @@ template <int D> struct AttentionTile : Attention {
 #endif
         }
     }
-    // Stores the warp's rows of sum (ROWS, D), each times its factor, by way of shared memory, `scratch`. factors.x is for
-    // the lane's first row in a fragment, factors.y for its second.
+
+    // Stores the warp's 16 rows of a sum (ROWS, D), by way of shared memory, so that device memory is written 16 bytes
+    // at a time. The lane's first row is multiplied by factors.x, its second by factors.y.
     __device__ static void store_rows(AttentionHead target, int t0, Row* scratch,
                                       const float sum[D / 8][4], float2 factors) {
-        int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 * 16;
+        const int lane = threadIdx.x % 32;
+        const int row0 = threadIdx.x / 32 * 16;
         __syncwarp();
         UNROLLED_FOR (int n = 0; n < D / 8; n++)
             UNROLLED_FOR (int i = 0; i < 4; i += 2) {
@@ -6629,15 +6785,17 @@ template <int D> struct AttentionTile : Attention {
                 store<2>(pair, {(floatX)(sum[n][i] * factor), (floatX)(sum[n][i + 1] * factor)});
             }
         __syncwarp();
-        UNROLLED_FOR (int n = 0; n < 16 * (D / VEC) / 32; n++) {
+
+        UNROLLED_FOR (int n = 0; n < 16 * VECTORS / 32; n++) {
             const unsigned i = n * 32 + lane;
-            const int row = row0 + i / (D / VEC), c = i % (D / VEC) * VEC;
+            const int row = row0 + i / VECTORS;
+            const int c = i % VECTORS * VEC;
             if (target.holds(t0 + row, c)) *(uint4*)target.at(t0 + row, c) = *(uint4*)&scratch[row].at[c];
         }
     }
 
-    // Goes through the other side, N rows at a time. load(stage, t) begins to copy rows t and on to one of two stages, and
-    // use(stage, t) is called when they have come, while the next are on their way.
+    // Goes through the other side, N rows at a time. load(stage, t) begins to copy the rows from t on to one of two
+    // stages. use(stage, t) is called when they have come, while the next ones are on their way.
     template <int N> __device__ void for_each_tile(auto load, auto use) const {
         load(0, 0);
         __pipeline_commit();
@@ -6652,43 +6810,59 @@ template <int D> struct AttentionTile : Attention {
         }
     }
 
-    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao,
-    // "FlashAttention-2" (2023), algorithm 1.
-    // Block (ROWS queries, head, image). Device memory: q in and out out once, k and v once a block.
+    // A step of the running softmax, for row 0 or 1 of the lane's two. Replaces the row's scores p by exponentials
+    // relative to the highest score so far. Returns the factor that corrects what was added up relative to the maximum
+    // before. `unit` times a score is an exponent of 2.
+    template <int N>
+    __device__ static float softmax_step(float (&p)[N][4], float& maximum, float& denominator, int row, float unit) {
+        float highest = maximum;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
+        for (int offset = 1; offset < 4; offset *= 2)
+            highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+
+        const float correction = exp2_fast((maximum - highest) * unit);
+        const float shift = highest * unit;
+        float added = 0;
+        UNROLLED_FOR (int n = 0; n < N; n++)
+            for (int i = 2 * row; i < 2 * row + 2; i++) {
+                p[n][i] = exp2_fast(p[n][i] * unit - shift);
+                added += p[n][i];
+            }
+
+        denominator *= correction;
+        denominator += added;
+        maximum = highest;
+        return correction;
+    }
+
+    // F.scaled_dot_product_attention(q, k, v) with a running maximum and denominator: Dao, "FlashAttention-2" (2023),
+    // algorithm 1. A block does ROWS queries of a head of an image. Device memory: q is read and out is written once;
+    // each block reads all of k and v.
     __device__ void forward() {
         auto& s = shared_memory<Forward>();
-        const int head = blockIdx.y, b = blockIdx.z, t0 = blockIdx.x * ROWS;
+        const int head = blockIdx.y;
+        const int b = blockIdx.z;
+        const int t0 = blockIdx.x * ROWS;
         qkv += (size_t)b * T * 3 * C + head * d;
-        const auto k = input(qkv, ATTENTION_K), v = input(qkv, ATTENTION_V);
+        const AttentionHead k = input(qkv, ATTENTION_K);
+        const AttentionHead v = input(qkv, ATTENTION_V);
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
         auto load = [&](int stage, int t) {
             load_rows(s.k[stage], k, t);
             load_rows(s.v[stage], v, t);
         };
 
-        const float unit = scale * LOG2_E;  // from a score to an exponent of 2
+        const float unit = scale * LOG2_E;
         float sum[D / 8][4] = {};
-        float maximum[2] = {-INFINITY, -INFINITY}, denominator[2] = {};  // of the lane's two rows, unscaled
+        float maximum[2] = {-INFINITY, -INFINITY};  // of the scores of the lane's two rows
+        float denominator[2] = {};                  // of these rows, but only from the lane's own columns
         for_each_tile<COLUMNS>(load, [&](int stage, int t) {
             float p[COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - t);
             UNROLLED_FOR (int row = 0; row < 2; row++) {
-                float highest = maximum[row], added = 0;
-                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                    for (int i = 2 * row; i < 2 * row + 2; i++) highest = fmaxf(highest, p[n][i]);
-                for (int offset = 1; offset < 4; offset *= 2)
-                    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
-
-                const float correction = exp2_fast((maximum[row] - highest) * unit), shift = highest * unit;
-                UNROLLED_FOR (int n = 0; n < COLUMNS / 8; n++)
-                    for (int i = 2 * row; i < 2 * row + 2; i++) {
-                        p[n][i] = exp2_fast(p[n][i] * unit - shift);
-                        added += p[n][i];
-                    }
-                denominator[row] *= correction;
-                denominator[row] += added;
-                maximum[row] = highest;
+                const float correction = softmax_step(p, maximum[row], denominator[row], row, unit);
                 UNROLLED_FOR (int n = 0; n < D / 8; n++)
                     for (int i = 2 * row; i < 2 * row + 2; i++) sum[n][i] *= correction;
             }
@@ -6702,20 +6876,22 @@ template <int D> struct AttentionTile : Attention {
             if (threadIdx.x % 4 == 0 && t < T)
                 lse[((size_t)b * gridDim.y + head) * T + t] = maximum[row] * scale + logf(denominator[row]);
         }
-        store_rows(output(out + (size_t)b * T * C + head * d), t0, s.q, sum,
-                   {1 / denominator[0], 1 / denominator[1]});
+        const AttentionHead target = output(out + (size_t)b * T * C + head * d);
+        store_rows(target, t0, s.q, sum, {1 / denominator[0], 1 / denominator[1]});
     }
 
-    // For COUNT queries from t0 on: delta, the D_i = sum_j dout_ij out_ij of FlashAttention-2; and exponent, the lse as an
-    // exponent of 2. That is infinite past the last query, so that the probability is 0 there.
+    // For COUNT queries from t0 on: delta, which is FlashAttention-2's D_i = sum_j dout_ij out_ij, and exponent, which
+    // is the lse as an exponent of 2. Past the last query the exponent is infinite, so that its probability is 0.
     template <int COUNT>
     __device__ void find_delta(float (&delta)[COUNT], float (&exponent)[COUNT], const Row (&dout)[COUNT],
                                const Row (&out)[COUNT], int t0) const {
         const int threads = THREADS / COUNT;  // that share a row
-        int row = threadIdx.x / threads, c0 = threadIdx.x % threads * VEC;
+        const int row = threadIdx.x / threads;
+        const int c0 = threadIdx.x % threads * VEC;
         float sum = 0;
         for (int c = c0; c < D; c += threads * VEC) {
-            Unpacked x = unpack(&dout[row].at[c]), y = unpack(&out[row].at[c]);
+            const Unpacked x = unpack(&dout[row].at[c]);
+            const Unpacked y = unpack(&out[row].at[c]);
             for (int i = 0; i < VEC; i++) sum += x[i] * y[i];
         }
         for (int offset = 1; offset < threads; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -6723,7 +6899,8 @@ template <int D> struct AttentionTile : Attention {
         delta[row] = sum;
         exponent[row] = t0 + row < T ? lse[t0 + row] * LOG2_E : INFINITY;
     }
-    // Overwrites the scores q k^T by p = P, and dout v^T by ds = dS / scale. query(n, i): the query of element i of fragment n.
+    // Overwrites p, the scores q k^T, by the probabilities P, and ds, which is dout v^T, by dS / scale. query(n, i) is
+    // the index, in delta and exponent, of the query that element i of fragment n belongs to.
     template <int N>
     __device__ void softmax_backward(float (&p)[N][4], float (&ds)[N][4], const float* delta, const float* exponent,
                                      auto query) const {
@@ -6734,7 +6911,7 @@ template <int D> struct AttentionTile : Attention {
             }
     }
 
-    // dk and dv of the block's keys, t0 and on: it goes through all queries.
+    // Computes dk and dv of the block's keys, from t0 on, from all queries.
     __device__ void backward_keys(int t0) const {
         auto& s = shared_memory<BackwardKeys>();
         load_rows(s.k, input(qkv, ATTENTION_K), t0);
@@ -6747,14 +6924,14 @@ template <int D> struct AttentionTile : Attention {
 
         float dk[D / 8][4] = {}, dv[D / 8][4] = {};
         for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
-            find_delta(s.delta, s.lse, s.dout[stage], s.out[stage], t);
+            find_delta(s.delta, s.exponent, s.dout[stage], s.out[stage], t);
             __syncthreads();
 
-            // Both are transposed: a row is a key, and a column is a query.
+            // Here both are transposed: a row is a key, and a column is a query.
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.k, s.q[stage]);
             add_scores(ds, s.v, s.dout[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [](int n, int i) { return column(n, i); });
+            softmax_backward(p, ds, s.delta, s.exponent, [](int n, int i) { return column(n, i); });
             add_weighted(dk, ds, s.q[stage]);
             add_weighted(dv, p, s.dout[stage]);
         });
@@ -6762,7 +6939,7 @@ template <int D> struct AttentionTile : Attention {
         store_rows(input(dqkv, ATTENTION_V), t0, s.v, dv, {1, 1});
     }
 
-    // dq of the block's queries, t0 and on: it goes through all keys.
+    // Computes dq of the block's queries, from t0 on, from all keys.
     __device__ void backward_queries(int t0) const {
         auto& s = shared_memory<BackwardQueries>();
         load_rows(s.q, input(qkv, ATTENTION_Q), t0);
@@ -6775,14 +6952,14 @@ template <int D> struct AttentionTile : Attention {
 
         float dq[D / 8][4] = {};
         for_each_tile<BACKWARD_COLUMNS>(load, [&](int stage, int t) {
-            if (t == 0) find_delta(s.delta, s.lse, s.dout, s.out, t0);
+            if (t == 0) find_delta(s.delta, s.exponent, s.dout, s.out, t0);
             __syncthreads();
 
             float p[BACKWARD_COLUMNS / 8][4] = {}, ds[BACKWARD_COLUMNS / 8][4] = {};
             add_scores(p, s.q, s.k[stage]);
             mask(p, T - t);
             add_scores(ds, s.dout, s.v[stage]);
-            softmax_backward(p, ds, s.delta, s.lse, [](int, int i) { return row(i); });
+            softmax_backward(p, ds, s.delta, s.exponent, [](int, int i) { return row(i); });
             add_weighted(dq, ds, s.k[stage]);
         });
         store_rows(input(dqkv, ATTENTION_Q), t0, s.q, dq, {scale, scale});
@@ -6790,58 +6967,64 @@ template <int D> struct AttentionTile : Attention {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS)
-    attention_forward_kernel(Tile a) {
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS) attention_forward_kernel(Tile a) {
     await_inputs();
     a.forward();
 }
 
-// P = exp(q k^T scale - lse), dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. Blocks
-// (ROWS queries or keys, head, image): the first half of the grid's x makes dk and dv, the second dq; both
-// recompute P. Device memory: a block's own rows are read once; each block reads all of the other side, mostly from the L2.
+// With P = exp(q k^T scale - lse) and dS = P (dout v^T - D) scale: dq = dS k, dk = dS^T q, dv = P^T dout. The grid is
+// (ROWS queries or keys, head, image). The first half of its x makes dk and dv, the second half dq; both recompute P.
+// Device memory: a block's own rows are read once; each block reads all of the other side, mostly from the L2.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS)
-    attention_backward_kernel(Tile a) {
+__global__ void __launch_bounds__(Tile::THREADS, Tile::BACKWARD_BLOCKS) attention_backward_kernel(Tile a) {
     await_inputs();
-    const int head = blockIdx.y, b = blockIdx.z;
-    const int tiles = gridDim.x / 2, t0 = blockIdx.x % tiles * Tile::ROWS;
-    const size_t at = (size_t)b * a.T * a.C + head * a.d, at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
+    const int head = blockIdx.y;
+    const int b = blockIdx.z;
+    const int tiles = gridDim.x / 2;
+    const int t0 = blockIdx.x % tiles * Tile::ROWS;
+    const size_t at = (size_t)b * a.T * a.C + head * a.d;
+    const size_t at_qkv = (size_t)b * a.T * 3 * a.C + head * a.d;
     a.lse += ((size_t)b * gridDim.y + head) * a.T;
     a.dqkv += at_qkv;
     a.qkv += at_qkv;
     a.dout += at;
     a.out += at;
+
     if (blockIdx.x < tiles) a.backward_keys(t0);
     else a.backward_queries(t0);
 }
 
-// launch(AttentionTile<D>()), with the number of channels that heads of d are padded to.
-static void with_padded_head(int d, auto launch) {
+// Calls launch_tile(AttentionTile<D>()), where D is the number of channels that heads of d are padded to.
+static void with_padded_head(int d, auto launch_tile) {
     assert(d % 8 == 0 && d <= MAX_HEAD);
-    if (d <= 32) launch(AttentionTile<32>());
-    else if (d <= 64) launch(AttentionTile<64>());
-    else if (d <= 80) launch(AttentionTile<80>());
-    else if (d <= 128) launch(AttentionTile<128>());
-    else launch(AttentionTile<MAX_HEAD>());
+    if (d <= 32) launch_tile(AttentionTile<32>());
+    else if (d <= 64) launch_tile(AttentionTile<64>());
+    else if (d <= 80) launch_tile(AttentionTile<80>());
+    else if (d <= 128) launch_tile(AttentionTile<128>());
+    else launch_tile(AttentionTile<MAX_HEAD>());
 }
 
+static Attention attention_of(Tensor out, float* lse, Tensor qkv, int heads) {
+    const int d = out.C / heads;
+    const float scale = 1 / sqrtf((float)d);
+    return {.out = out.data, .qkv = qkv.data, .lse = lse, .T = out.T(), .C = out.C, .d = d, .scale = scale};
+}
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
-    const int T = out.T(), d = out.C / heads;
-    PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(floatX) * out.count()});
-    Attention a = {nullptr, nullptr, out.data, qkv.data, lse, T, out.C, d, 1 / sqrtf((float)d)};
-    with_padded_head(d, [&]<class Tile>(Tile) {
-        launch(attention_forward_kernel<Tile>, dim3(ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Forward), Tile{a});
+    PROFILE("attention forward", {4.0 * out.T() * out.count(), 4.0 * sizeof(floatX) * out.count()});
+    const Attention a = attention_of(out, lse, qkv, heads);
+    with_padded_head(a.d, [&]<class Tile>(Tile) {
+        const dim3 grid(ceil_div(a.T, Tile::ROWS), heads, out.B);
+        launch(attention_forward_kernel<Tile>, grid, Tile::THREADS, sizeof(typename Tile::Forward), Tile{a});
     });
 }
-static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
-                               int heads) {
-    const int T = out.T(), d = out.C / heads;
-    PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(floatX) * out.count()});
-    Attention a = {dqkv.data, dout.data, out.data, qkv.data, (float*)lse, T, out.C, d, 1 / sqrtf((float)d)};
-    with_padded_head(d, [&]<class Tile>(Tile) {
-        launch(attention_backward_kernel<Tile>, dim3(2 * ceil_div(T, Tile::ROWS), heads, out.B), Tile::THREADS,
-               sizeof(typename Tile::Backward), Tile{a});
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads) {
+    PROFILE("attention backward", {8.0 * out.T() * out.count(), 8.0 * sizeof(floatX) * out.count()});
+    Attention a = attention_of(out, (float*)lse, qkv, heads);
+    a.dqkv = dqkv.data;
+    a.dout = dout.data;
+    with_padded_head(a.d, [&]<class Tile>(Tile) {
+        const dim3 grid(2 * ceil_div(a.T, Tile::ROWS), heads, out.B);
+        launch(attention_backward_kernel<Tile>, grid, Tile::THREADS, sizeof(typename Tile::Backward), Tile{a});
     });
 }
 
@@ -7771,7 +7954,7 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
 
 template <int TAPS>
 static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const ForwardOptions& options) {
-    return {out, options.residual, x, layer.w, layer.bias, options.emb};
+    return {.out = out, .residual = options.residual, .x = x, .w = layer.w, .bias = layer.bias, .emb = options.emb};
 }
 template <int TAPS>
 static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const BackwardOptions& options) {
@@ -7782,24 +7965,34 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
     launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
-// 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial sums fit into half the workspace.
+
+// How many blocks share the pixels of a weight gradient. A block's pixels take a time of tiles / splits, and the
+// reduction one of splits O C. The sum of the two is least where they are equal: at the root of tiles / (O C), times a
+// factor that was measured on an H100. 3x3 has at most one block on a multiprocessor, and 1x1 two, so that all partial
+// sums fit into half the workspace.
+static int choose_weight_splits(const WeightGradient& g) {
+    const int most_blocks = (g.taps > 1 ? 1 : 2) * gpu_multiprocessors;
+    const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
+    const int factor = sizeof(floatX) == 2 ? 480 : 830;
+    const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / g.dout.C / g.x.C()));
+    return std::max(1, std::min(most, balanced + 1));
+}
 template <int TAPS>
 static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     assert(!x.half_scale_shift);
-    dout = shaped(dout, TAPS);
-    x = {shaped(x.first, TAPS), shaped(x.second, TAPS)};
-    WeightGradient g = {layer.dw, layer.dbias, dout, x, demb, TAPS};
+    WeightGradient g = {
+        .dw = layer.dw,
+        .dbias = layer.dbias,
+        .dout = shaped(dout, TAPS),
+        .x = {shaped(x.first, TAPS), shaped(x.second, TAPS)},
+        .per_image = demb,
+        .taps = TAPS,
+    };
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
     using Block = WeightBlock<TAPS>;
-    g.tiling = make_tiling(dout, TAPS, Block::PIXELS);
-    // A block's pixels take a time of tiles / splits, and the reduction one of splits O C. Their sum is least where they are
-    // equal: at the root of tiles / (O C). The factor was measured on an H100.
-    const int most_blocks = (TAPS > 1 ? 1 : 2) * gpu_multiprocessors;
-    const int most = std::min(g.tiling.tiles, most_blocks / g.tiles());
-    const int factor = sizeof(floatX) == 2 ? 480 : 830;
-    const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / dout.C / x.C()));
-    g.splits = std::max(1, std::min(most, balanced + 1));
+    g.tiling = make_tiling(g.dout, TAPS, Block::PIXELS);
+    g.splits = choose_weight_splits(g);
     launch_weight_sums(g, Block::launch_tiles);
 }
 
@@ -7829,18 +8022,24 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     gemm_backward_weight(layer, dout, x, {});
 }
 
-// A block does a tile of the product that has it, the last one whose first tile is no later.
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel(const MatrixProduct* products, int count) {
-    await_inputs();
-    const int tile = blockIdx.x;
-    int k = 0;
-    for (int end = count; end - k > 1;) {
-        int middle = (k + end) / 2;
-        if (products[middle].first_tile <= tile) k = middle;
+// The product that has the tile: the last one whose first tile is no later.
+__device__ inline int product_of_tile(const MatrixProduct* products, int count, int tile) {
+    int first = 0;
+    int end = count;
+    while (end - first > 1) {
+        const int middle = (first + end) / 2;
+        if (products[middle].first_tile <= tile) first = middle;
         else end = middle;
     }
-    const MatrixProduct p = products[k];
+    return first;
+}
+// Block i does tile i of all products.
+template <class Block>
+__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+    products_kernel(const MatrixProduct* products, int count) {
+    await_inputs();
+    const int tile = blockIdx.x;
+    const MatrixProduct p = products[product_of_tile(products, count, tile)];
     Block block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};
     block.chunks_a_split = block.chunks();
     block.run(tile - p.first_tile);
@@ -7848,11 +8047,15 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) products_kernel
 static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed) {
     PROFILE("Muon", {});
     constexpr bool BF16 = sizeof(floatX) == 2;
-    auto launch_blocks = [&]<class Block>(Block, int side) {
-        launch(products_kernel<Block>, tiles, Block::THREADS, Block::shared_bytes(2, side), products, count);
+    using Block64 = GemmBlock<64, 64, 32, 32, 1, false, 3, 4>;
+    using Block128 = GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>;
+    static_assert(matrix_tile(true) == 64 && matrix_tile(false) == 128, "a block does a tile");
+    auto launch_blocks = [&]<class Block>(Block) {
+        const int bytes = Block::shared_bytes(2, Block::A_ROWS);
+        launch(products_kernel<Block>, tiles, Block::THREADS, bytes, products, count);
     };
-    if (right_is_transposed) launch_blocks(GemmBlock<64, 64, 32, 32, 1, false, 3, 4>(), 64);
-    else launch_blocks(GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>(), 128);
+    if (right_is_transposed) launch_blocks(Block64());
+    else launch_blocks(Block128());
 }
 
 }  // namespace gpu
