@@ -1715,30 +1715,40 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
-// Computes the live range of every buffer, in steps of the plan, and the sizes of what blocks leave to others;
-// the other sizes come from measure_buffers.
-static void compute_lifetimes(Plan* plan, const Config& c) {
+// Computes the sizes of what blocks leave to others: outputs, their moments, and gradients.
+static void size_outputs(Plan* plan, const Config& c) {
     const int n = (int)plan->blocks.size();
     const size_t B = plan->batch;
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        const bool is_last = i == n - 1;
-        const int back = 2 * n - 1 - i;
-        // The last step at which the block reads what its forward left. Block 0 runs on the side stream, which may still be at
-        // work when the main stream has come to later blocks.
-        const int kept = plan->training || i == 0 ? back : i;
-
         size_t pixels = (size_t)b.out_H * b.out_H;
         b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
         if (plan->training) b.gradient.bytes = b.out.bytes;
-        if (i && !is_last && c.norm_groups)  // a group norm reads `out`; the network of dev/dit has none
-            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+
+        // A group norm reads every output but the embedding and the last. The network of dev/dit has no group norms.
+        bool is_normed = i > 0 && i < n - 1 && c.norm_groups;
+        if (is_normed) b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+    }
+}
+
+// Computes the live range of every buffer, in steps of the plan.
+static void compute_lifetimes(Plan* plan) {
+    const int n = (int)plan->blocks.size();
+    for (int i = 0; i < n; i++) {
+        Block& b = plan->blocks[i];
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;  // the step of its backward
 
         for (Buffer* forward : {&b.out, &b.moments, &b.hidden, &b.stats, &b.scratch_forward}) forward->used_at(i);
         for (Buffer* backward : {&b.gradient, &b.scratch_backward, &b.late}) backward->used_at(back);
+        if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
+
+        // The last step at which the block reads what its forward has left. Block 0 runs on the side stream, which may still
+        // be at work when the main stream has come to later blocks.
+        int kept = i;
+        if (plan->training || i == 0) kept = back;
         b.hidden.used_at(kept);
         b.stats.used_at(kept);
-        if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
 
         // What the side stream reads beside the next block's backward: `late`; a residual block's h, which has become dh;
         // and the output's gradient where the block's only weight gradient is that of the first or the last convolution.
@@ -1746,8 +1756,10 @@ static void compute_lifetimes(Plan* plan, const Config& c) {
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, unless it has no weights. It reads its projection again if emb_again.
-        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+        // Backward of a block with weights reads its inputs again. It reads the projection, which is a part of block 0's
+        // output, again if emb_again.
+        const int embedding = b.emb < 0 ? -1 : 0;
+        for (int source : {b.input, b.skip, embedding}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
             bool again = source == 0 ? b.emb_again : b.num_params > 0;
@@ -1764,10 +1776,11 @@ static void measure_buffers(Plan* plan, const Config& c) {
     Model m = Model();
     m.config = c;
     m.plan = *plan;
-    for (Block& block : plan->blocks)
+    for (Block& block : plan->blocks) {
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
             block.stats.bytes = constructed.kept_stats.used;
+
             m.scratch = m.late = Arena();
             constructed.reserve_forward();
             block.scratch_forward.bytes = m.scratch.used;
@@ -1778,17 +1791,22 @@ static void measure_buffers(Plan* plan, const Config& c) {
             block.scratch_backward.bytes = m.scratch.used;
             block.late.bytes = m.late.used;
         });
+    }
 }
 
 // Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the same step.
 static void place_buffers(Plan* plan) {
-    std::vector<Buffer*> buffers, placed;  // placed: by offset
+    std::vector<Buffer*> buffers;
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
     std::ranges::stable_sort(buffers, std::greater(), &Buffer::bytes);
+
+    std::vector<Buffer*> placed;  // sorted by offset, so that b has to move upwards only
     for (Buffer* b : buffers) {
-        for (const Buffer* other : placed)
-            if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
-                b->offset = std::max(b->offset, other->offset + other->bytes);
+        for (const Buffer* other : placed) {
+            bool is_live_with = other->first <= b->last && b->first <= other->last;
+            bool is_in_the_way = other->offset < b->offset + b->bytes;
+            if (is_live_with && is_in_the_way) b->offset = std::max(b->offset, other->offset + other->bytes);
+        }
         placed.insert(std::ranges::upper_bound(placed, b->offset, {}, &Buffer::offset), b);
         plan->arena_bytes = std::max(plan->arena_bytes, b->offset + b->bytes);
     }
@@ -1798,18 +1816,23 @@ static void place_buffers(Plan* plan) {
 // reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    block.C = block.kind == BLOCK_EMBED ? c.num_channels : c.in_channels;
-    block.H = block.kind == BLOCK_EMBED ? 1 : c.image_size;
-    if (block.kind != BLOCK_EMBED && block.kind != BLOCK_CONV_IN) {
+    if (block.kind == BLOCK_EMBED) {
+        block.C = c.num_channels;
+        block.H = 1;
+    } else if (block.kind == BLOCK_CONV_IN) {
+        block.C = c.in_channels;
+        block.H = c.image_size;
+    } else {
         block.input = (int)plan->blocks.size() - 1;
         block.C = plan->blocks.back().O;
         block.H = plan->blocks.back().out_H;
     }
+    if (!block.out_H) block.out_H = block.H;
+
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip + 1].accumulate = true;  // the encoder's next block, which reads the same output
     }
-    if (!block.out_H) block.out_H = block.H;
 
     block.param = (int)plan->tensors.size();
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { Kind::declare(plan, c, &block); });
@@ -1823,28 +1846,30 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
     const int levels = list_length(c.channel_mult);
-    int width = level_width(c, 0);
-    std::vector<int> skips;  // blocks
-    std::string group;       // as files name it; its blocks are numbered
-    int number = 0, outputs = 0;
+    int width = level_width(c, 0);  // output channels of the blocks that are added
+    std::vector<int> skips;         // the blocks whose outputs the decoder is still to read
+    std::string group;              // of blocks, as files name it
+    int number = 0;                 // of the next block in its group
+    int output_groups = 0;
 
     auto begin_group = [&](const std::string& name) {
         group = name;
         number = 0;
     };
     auto last_size = [&] { return plan.blocks.back().out_H; };
-    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
-        Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
+    auto add = [&](Block block) {
+        block.O = width;
         add_block(&plan, c, text("%s.%d", group, number++), block);
     };
     auto add_residual = [&](int skip = -1) {
-        add(BLOCK_RES, skip);
-        if (attends(c, last_size())) add(BLOCK_ATTENTION);
+        add({.kind = BLOCK_RES, .skip = skip});
+        if (attends(c, last_size())) add({.kind = BLOCK_ATTENTION});
     };
     auto add_resampling = [&](BlockKind kind, int out_H) {
-        add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
+        add({.kind = c.resblock_updown ? BLOCK_RES : kind, .out_H = out_H});
     };
-    auto leave_skip = [&] {  // the last block's output, and the next group begins
+    // The last block's output becomes a skip, and the encoder's next group begins.
+    auto leave_skip = [&] {
         skips.push_back((int)plan.blocks.size() - 1);
         begin_group(text("input_blocks.%zu", skips.size()));
     };
@@ -1852,7 +1877,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
 
     begin_group("input_blocks.0");
-    add(BLOCK_CONV_IN);
+    add({.kind = BLOCK_CONV_IN});
     leave_skip();
     for (int level = 0; level < levels; level++) {
         width = level_width(c, level);
@@ -1866,23 +1891,26 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     }
 
     begin_group("middle_block");
-    add(BLOCK_RES);
-    add(BLOCK_ATTENTION);
-    add(BLOCK_RES);
+    add({.kind = BLOCK_RES});
+    add({.kind = BLOCK_ATTENTION});
+    add({.kind = BLOCK_RES});
 
     for (int level = levels - 1; level >= 0; level--) {
         width = level_width(c, level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            begin_group(text("output_blocks.%d", outputs++));
+            begin_group(text("output_blocks.%d", output_groups++));
             add_residual(skips.back());
             skips.pop_back();
             if (level && i == c.num_res_blocks) add_resampling(BLOCK_UP, 2 * last_size());
         }
     }
-    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.learn_sigma ? 2 * c.in_channels : c.in_channels});
+
+    int predictions = c.learn_sigma ? 2 : 1;  // of each channel its value and, if learned, its variance
+    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = predictions * c.in_channels});
 
     place_parameters(&plan);
-    compute_lifetimes(&plan, c);
+    size_outputs(&plan, c);
+    compute_lifetimes(&plan);
     measure_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
@@ -1910,6 +1938,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_backward);
         m->late = arena_of(m, block.late);
+
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         // Waits for all but the newest event, which is of this block; or for all, if the block started none.
