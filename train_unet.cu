@@ -1966,7 +1966,8 @@ static double transition_variance(NoiseLevel less, NoiseLevel more) {
 // Ho et al. (2020), section 4, stretched to other T as guided-diffusion does. It stays below 1: see
 // check_config.
 static double linear_beta(int t, int T) {
-    double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;
+    double first = 1e-4 * 1000.0 / T;
+    double last = 0.02 * 1000.0 / T;
     return first + (last - first) * t / (T - 1);
 }
 
@@ -1979,7 +1980,8 @@ static double cosine_beta(int t, int T) {
 // Alpha is shifted so that its last is 0 and scaled so that its first stays: algorithm 1 of Lin et al.,
 // "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where alpha^2 + sigma^2 = 1.
 static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
-    double first = schedule->front().alpha, last = schedule->back().alpha;
+    double first = schedule->front().alpha;
+    double last = schedule->back().alpha;
     for (NoiseLevel& level : *schedule) {
         level.alpha = (level.alpha - last) * first / (first - last);
         level.sigma = sqrt(1 - level.alpha * level.alpha);
@@ -1998,7 +2000,8 @@ static NoiseLevel flow_level(int t, int T) {
 // of 1, by table 1's c_in.
 const double SIGMA_DATA = 0.5;
 static NoiseLevel edm_level(int t, int T) {
-    double smallest = pow(0.002, 1.0 / 7), largest = pow(80, 1.0 / 7);
+    double smallest = pow(0.002, 1.0 / 7);
+    double largest = pow(80, 1.0 / 7);
     double sigma = pow(smallest + (largest - smallest) * t / (T - 1), 7);
     double c_in = 1 / hypot(sigma, SIGMA_DATA);
     return {c_in, c_in * sigma};
@@ -2007,37 +2010,43 @@ static NoiseLevel edm_level(int t, int T) {
 // The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by its sigma.
 // The last has a sigma of about 1, because sampling begins with noise of that standard deviation; its alpha may be 0, but not
 // with --predict eps.
+//
 // A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
 // unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
-    int T = c.diffusion_steps;
+    const int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
-    double abar = 1;
-    auto after_beta = [&](double beta) {
+    double abar = 1;  // alpha-bar of Ho et al. (2020): the product of all 1 - beta so far
+    auto add_beta = [&](double beta) {
         abar *= 1 - beta;
-        return NoiseLevel{sqrt(abar), sqrt(1 - abar)};
+        schedule.push_back({sqrt(abar), sqrt(1 - abar)});
     };
-    for (int t = 0; t < T; t++)
+
+    for (int t = 0; t < T; t++) {
         switch ((NoiseSchedule)c.noise_schedule) {
-            case SCHEDULE_LINEAR: schedule.push_back(after_beta(linear_beta(t, T))); break;
-            case SCHEDULE_COSINE: schedule.push_back(after_beta(cosine_beta(t, T))); break;
+            case SCHEDULE_LINEAR: add_beta(linear_beta(t, T)); break;
+            case SCHEDULE_COSINE: add_beta(cosine_beta(t, T)); break;
             case SCHEDULE_FLOW: schedule.push_back(flow_level(t, T)); break;
             case SCHEDULE_EDM: schedule.push_back(edm_level(t, T)); break;
         }
+    }
     if (c.zero_terminal_snr) rescale_to_zero_terminal_snr(&schedule);
     return schedule;
 }
 
-// What the network predicts: eps times the noise + x0 times the image. A new prediction is a line in target_at and a name:
-// in the enumeration Prediction and in FLAGS of unet_io.h. Loss weights and samplers follow.
+// What the network predicts: eps times the noise + x0 times the image.
 struct Target {
     double eps, x0;
 };
+
 // Karras et al. (2022), equation 8: (x0 - c_skip (x0 + noise_ratio eps)) / c_out, with c_skip and c_out of table 1.
 static Target edm_target(NoiseLevel level) {
     double scale = hypot(level.sigma, SIGMA_DATA * level.alpha);
     return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
 }
+
+// A new prediction is a case here, and a name at the same place in the enumeration Prediction and in FLAGS of unet_io.h. The
+// loss's weights and the samplers follow from it.
 static Target target_at(int predict, NoiseLevel level) {
     switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
@@ -2050,11 +2059,12 @@ static Target target_at(int predict, NoiseLevel level) {
     return {};
 }
 
-// What a prediction says of the image: x0 = x times the noised image + out times the prediction. It solves
-// the equations of NoiseLevel and Target.
+// The image that follows from a prediction: x0 = x times the noised image + out times the prediction.
 struct Denoiser {
     double x, out;
 };
+
+// Solves the equations of NoiseLevel and Target for x0.
 static Denoiser denoiser_at(int predict, NoiseLevel level) {
     Target target = target_at(predict, level);
     double determinant = level.alpha * target.eps - level.sigma * target.x0;
@@ -2075,7 +2085,7 @@ struct ScheduleRow {
     float x0_error;  // by how much x0 is off where the prediction is off by 1
 };
 
-// It rises from 0, for the image, to 1, for noise alone; with the flow schedule in equal steps.
+// It rises from 0, for the image, to 1, for noise alone. With the flow schedule it rises in equal steps.
 static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); }
 
 // The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
@@ -2085,13 +2095,14 @@ static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alp
 static double cumulative_probability(const Config& c, const std::vector<NoiseLevel>& schedule, int t) {
     if (c.timestep_sampling == TIMESTEPS_UNIFORM) return (t + 1.0) / c.diffusion_steps;
     if (t == c.diffusion_steps - 1) return 1;
+
     double middle = (noise_fraction(schedule[t]) + noise_fraction(schedule[t + 1])) / 2;
     double deviations = (log(middle / (1 - middle)) - c.timestep_mean) / c.timestep_std;
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// For each timestep the largest random word that draws it or an earlier one. They never fall; of two timesteps that have the
-// same, the later one is never drawn.
+// For each timestep the largest random word that draws it or an earlier one. These words never fall from one timestep to the
+// next. Where two timesteps have the same word, the later one is never drawn.
 static std::vector<uint32_t> make_last_words(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<uint32_t> last_words;
@@ -2102,7 +2113,8 @@ static std::vector<uint32_t> make_last_words(const Config& c) {
     return last_words;
 }
 
-// A binary search: the first timestep before `end` that holds() is true of, or `end`. It is true of all later ones, too.
+// The first timestep before `end` for which holds() is true, or `end`. A binary search: holds() must be true for all later
+// timesteps, too.
 HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     int first = 0;
     while (first < end) {
@@ -2116,39 +2128,45 @@ HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     return first;
 }
 
-// The timestep, of T, that a random word draws: the first whose last word is not smaller.
+// The timestep, of T, that a random word draws: the first whose last word is at least this word.
 HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, uint32_t word) {
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
+}
+
+// The weight of a prediction's squared error. With gamma that of x0 counts min(SNR, gamma): Hang et al., "Efficient Diffusion
+// Training via Min-SNR Weighting Strategy" (2023).
+static double loss_weight(NoiseLevel level, double x0_error, double gamma) {
+    if (gamma <= 0) return 1;
+    double snr = level.alpha * level.alpha / (level.sigma * level.sigma);
+    return std::min(snr, gamma) * x0_error * x0_error;
 }
 
 static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
     auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
+    auto posterior_variance_at = [&](int t) {
+        double ratio = level_at(t - 1).sigma / level_at(t).sigma;
+        return beta_at(t) * ratio * ratio;
+    };
+
     std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
         NoiseLevel level = level_at(t);
-        double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
+        double beta = beta_at(t);
+        double posterior_variance = posterior_variance_at(std::max(t, 1));
+        double posterior_mean_by_x0 = beta * level_at(t - 1).alpha / (level.sigma * level.sigma);
 
-        // Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023): the squared
-        // error of x0 counts min(SNR, gamma). gamma = 0: that of the prediction counts 1.
-        double snr = level.alpha * level.alpha / variance;
-        double weight =
-            c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) * x0_error * x0_error : 1;
-
-        int clipped = std::max(t, 1);
-        double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
-        double posterior_variance = beta_at(clipped) * ratio * ratio;
         rows.push_back({.alpha = (float)level.alpha,
                         .sigma = (float)level.sigma,
                         .target_eps = (float)target.eps,
                         .target_x0 = (float)target.x0,
-                        .weight = (float)weight,
+                        .weight = (float)loss_weight(level, x0_error, c.min_snr_gamma),
                         .posterior_log_variance_clipped = (float)log(posterior_variance),
-                        .log_variance_range = (float)log(beta_at(t) / posterior_variance),
-                        .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
+                        .log_variance_range = (float)log(beta / posterior_variance),
+                        .mean_error = (float)(posterior_mean_by_x0 * x0_error),
                         .noise_fraction = (float)noise_fraction(level),
                         .x0_error = (float)x0_error});
     }
@@ -2163,26 +2181,32 @@ HOST_DEVICE static inline float clamped(float x0) {
 }
 
 // ---- noising ----------------------------------------------------------------------------------------------
-// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
-// is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
+// An item of the layers below: four pixels of image b, of the last item perhaps fewer, with all channels. The noise
+// is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL). An
 // item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
-    int pixels, b, first, n;  // of the image's H W pixels those from `first` on, n of them
+    int pixels;  // of the image: H W
+    int b;
+    int first;  // the number of the item's first pixel in the image
+    int n;      // of the item's pixels
+
+    // How many such items there are.
     static size_t count(const auto& images) { return (size_t)images.B * ceil_div(images.T(), 4); }
+
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items);
         first = 4 * (int)(item % items);
         n = pixels - first < 4 ? pixels - first : 4;
     }
-    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (C, H, W)
-    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, PIXEL)
-        return ((size_t)b * pixels + first + i) * PIXEL + c;
-    }
+
+    // Where channel c of the first pixel lies in (C, H, W), and of pixel i in (B, H, W, PIXEL).
+    HOST_DEVICE int element(int c) const { return c * pixels + first; }
+    HOST_DEVICE size_t at(int i, int c) const { return ((size_t)b * pixels + first + i) * PIXEL + c; }
 };
 
 // x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps also has offset_noise times a
-// normal that all of a channel's pixels share, so that an image's mean is learnt, too.
+// normal that all pixels of a channel share, so that an image's mean is learned, too.
 template <typename Real> struct AddNoise {
     TensorOf<Real> x_t;
     float* target;                // (B, H, W, PIXEL)
@@ -2229,11 +2253,11 @@ template <typename Real> struct AddNoise {
 // ---- loss -------------------------------------------------------------------------------------------------
 // A team adds up a chunk: so many elements of one sample, of all its PIXEL channels.
 enum { LOSS_CHUNK = 4096 };
-// The number of a sample's chunks.
+// How many chunks a sample has.
 HOST_DEVICE static inline int loss_chunks(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// The loss of a batch: sums over its elements, and what their weights follow from. A layer that has a BatchLoss works on B of
-// the batch's samples, from `first` on. Its b counts from there.
+// The loss of a batch: where its sums go, and what the samples' weights follow from. A layer that has a BatchLoss works on B
+// of the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
     float* chunk_sums;                      // (batch_size, loss_chunks(pixels)), not weighted
     const int* timesteps = nullptr;         // (batch_size)
@@ -2244,23 +2268,24 @@ struct BatchLoss {
     bool on_paths = false;                 // the loss is path_loss instead of the squared error
     int width = 0;                         // of an image, in pixels; only path_loss reads it
     int first = 0, B = batch_size;
+
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
     HOST_DEVICE const ScheduleRow& at(int b) const { return schedule[timestep(b)]; }
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
-// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15 and 16. A
-// sample has the bound's term of its timestep, in bits for each number of the image, times T, because the bound is a sum over
-// timesteps and the loss is a mean. The functions below are named as in guided-diffusion.
+// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15 and 16. The
+// bound is a sum over the timesteps, in bits for each number of the image. The loss is a mean over timesteps, so that a sample
+// adds T times the term of its own timestep. The functions below are named as in guided-diffusion.
 
-// A function's value, and its derivative by the logarithm of the variance, by z, or by an error.
+// A function's value, and its derivative with respect to the logarithm of the variance, to z, or to an error.
 struct ValueAndSlope {
     float value, slope;
 };
 
 // KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean differs from p's by
-// `error`. The slope is by q's log_variance.
+// `error`. The slope is with respect to q's log_variance.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
@@ -2278,15 +2303,18 @@ HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
 // mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
-    bool black = x0 < -0.999f, white = x0 > 0.999f;
+    bool is_black = x0 < -0.999f;
+    bool is_white = x0 > 0.999f;
     float away = -fabsf(error);
-    if (black) away = -error;
-    if (white) away = error;
+    if (is_black) away = -error;
+    if (is_white) away = error;
+
     float precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision;
     float lower = (away - 1 / 255.0f) * precision;
-    ValueAndSlope within = approx_standard_normal_cdf(upper), below = {0, 0};
-    if (!black && !white) below = approx_standard_normal_cdf(lower);
+    ValueAndSlope within = approx_standard_normal_cdf(upper);
+    ValueAndSlope below = {0, 0};
+    if (!is_black && !is_white) below = approx_standard_normal_cdf(lower);
 
     float p = within.value - below.value;
     if (p < 1e-12f) return {logf(1e-12f), 0};
@@ -2307,8 +2335,8 @@ HOST_DEVICE static inline ValueAndSlope pseudo_huber(float error) {
 // the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
 // a gradient from it. A team does a chunk of a sample.
 //
-// On paths an element has a pseudo-Huber loss of its error instead, and others of how much this differs from the errors of the
-// pixels beside, above and below it: so edges count more than areas that are too bright or too dark as a whole.
+// On paths an element has a pseudo-Huber loss of its error instead, and four more: of the difference between its error and that
+// of each neighbouring pixel. So edges count more than areas that are too bright or too dark as a whole.
 template <typename Real> struct PredictionLoss {
     BatchLoss batch;
     const Real* out;                // (B, H, W, PIXEL)
@@ -2316,10 +2344,12 @@ template <typename Real> struct PredictionLoss {
     Real* dout = nullptr;           // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W), with --learn_sigma; otherwise null
 
-    // That of an element whose error is this one; a difference between two pixels counts half for each.
+    // The loss on paths of an element with this error. A difference between two pixels counts half for each.
     HOST_DEVICE ValueAndSlope path_loss(size_t at, int pixel, float error) const {
         ValueAndSlope loss = pseudo_huber(error);
-        int x = pixel % batch.width, y = pixel / batch.width, height = batch.pixels / batch.width;
+        int x = pixel % batch.width;
+        int y = pixel / batch.width;
+        int height = batch.pixels / batch.width;
         auto add_neighbour = [&](bool is_inside, int steps) {
             if (!is_inside) return;
             size_t there = at + (ptrdiff_t)steps * PIXEL;
@@ -2334,13 +2364,15 @@ template <typename Real> struct PredictionLoss {
         return loss;
     }
 
-    // The bound's term for channel c of the output, after the prediction, and its derivative by that channel.
+    // The bound's term for channel c of the output, one of those after the prediction, and its derivative with respect to it.
     HOST_DEVICE ValueAndSlope variance_loss(size_t at, int b, int pixel, int c) const {
-        const int t = batch.timestep(b), C = batch.channels;
+        const int t = batch.timestep(b);
+        const int C = batch.channels;
         const ScheduleRow row = batch.schedule[t];
         float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
         float log_variance = row.posterior_log_variance_clipped + above;
         float error = row.mean_error * ((float)out[at - C] - target[at - C]);
+
         ValueAndSlope term;
         if (t) {
             term = normal_kl(error, log_variance, above);
@@ -2355,32 +2387,42 @@ template <typename Real> struct PredictionLoss {
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)batch.B * loss_chunks(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
-        int n = batch.pixels * PIXEL, chunks = loss_chunks(batch.pixels), C = batch.channels;
-        int b = team.index / chunks, chunk = team.index % chunks;
-        size_t sum_at = (size_t)batch.first * chunks + team.index;
-        int begin = chunk * LOSS_CHUNK, end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
-        float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
+        const int C = batch.channels;
+        const int n = batch.pixels * PIXEL;
+        const int chunks = loss_chunks(batch.pixels);
+        const int b = team.index / chunks;
+        const int chunk = team.index % chunks;
+        const size_t sum_at = (size_t)batch.first * chunks + team.index;
+        const int begin = chunk * LOSS_CHUNK;
+        const int end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
+        const float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
+        const float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;  // T / 1000 of the bound; 1 nat has 1 / ln 2 bits
+
         Sum sum = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
-            size_t at = (size_t)b * n + i;
-            int c = i % PIXEL;
-            float difference = c < C ? (float)out[at] - target[at] : 0;
-            float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
-            Sum loss = (Sum)difference * difference;
-            if (batch.on_paths && c < C) {
-                ValueAndSlope of_path = path_loss(at, i / PIXEL, difference);
+            const size_t at = (size_t)b * n + i;
+            const int c = i % PIXEL;
+            const bool is_prediction = c < C;
+
+            float error = is_prediction ? (float)out[at] - target[at] : 0;
+            float gradient = scale * error;  // 2 w_b (out - target) / elements of the batch
+            Sum loss = (Sum)error * error;
+            if (batch.on_paths && is_prediction) {
+                ValueAndSlope of_path = path_loss(at, i / PIXEL, error);
                 loss = of_path.value;
                 gradient = 0.5f * scale * of_path.slope;
             }
             sum += loss;
-            if (images && c >= C && c < 2 * C) {
+
+            const bool is_variance = images && c >= C && c < 2 * C;
+            if (is_variance) {
                 ValueAndSlope term = variance_loss(at, b, i / PIXEL, c);
                 bound += (Sum)(bits * term.value);
                 gradient = term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (Real)gradient;
         }
+
         sum = team_sum(sum);
         if (team.thread == 0) batch.chunk_sums[sum_at] = (float)sum;
         if (!images) return;
