@@ -2153,11 +2153,12 @@ static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
         NoiseLevel level = level_at(t);
+        double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
         double beta = beta_at(t);
         double posterior_variance = posterior_variance_at(std::max(t, 1));
-        double posterior_mean_by_x0 = beta * level_at(t - 1).alpha / (level.sigma * level.sigma);
+        double posterior_mean_by_x0 = beta * level_at(t - 1).alpha / variance;
 
         rows.push_back({.alpha = (float)level.alpha,
                         .sigma = (float)level.sigma,
@@ -2442,7 +2443,8 @@ template <typename Real> struct PredictionLoss {
 HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     enum { STAGES = 8 };
     int64_t stage = steps > 0 ? step * STAGES / steps : 0;
-    return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
+    if (stage > STAGES - 1) stage = STAGES - 1;
+    return 1 - 1 / (float)(2 << stage);
 }
 
 // Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its place: then the gap
@@ -2451,6 +2453,7 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
     float most = own * ratio;
+    // How many timesteps are early enough; the latest of them is chosen.
     int count = first_timestep(timestep, [&](int t) { return schedule[t].noise_fraction > most; });
     pairs.timesteps[b] = count ? count - 1 : 0;
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
@@ -2468,15 +2471,15 @@ template <typename Real> struct EarlierErrors {
     HOST_DEVICE void operator()(size_t i) const {
         int b = (int)(i / ((size_t)loss.pixels * PIXEL));
         int sample = loss.first + b;
-        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;  // choose_earlier found none
+        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;  // choose_earlier found no timestep
         float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[sample]].x0_error;
         pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / loss.at(b).x0_error;
     }
 };
 
-// The weights of the samples' squared errors, which have been added up; they keep any sample from outweighing the others. The
-// squared error of x0 is divided by its own root, held constant (the paper's adaptive weight, with c = 0), and by the gap. An
-// item is a sample.
+// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from outweighing the
+// others: the squared error of x0 is divided by its own root, held constant (the paper's adaptive weight, with c = 0), and by
+// the gap. An item is a sample.
 struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2484,19 +2487,21 @@ struct PairWeights {
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
-        int sample = loss.first + (int)b, chunks = loss_chunks(loss.pixels);
+        int sample = loss.first + (int)b;
+        int chunks = loss_chunks(loss.pixels);
         float squares = 0;
         for (int i = 0; i < chunks; i++) squares += loss.chunk_sums[sample * chunks + i];
+
         float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
         weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
 };
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
-// The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
-// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from points of such a
-// path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
-// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end.
+// The other way of consistency tuning is the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
+// Consistency, Mean Flow, and Flow Map Models" (2025). The model draws pictures by DPM-Solver++, and from points of such a
+// path the network that is tuned learns to predict the picture at its end. Only a few points of a path are kept: its end, and
+// those at which the consistency_steps steps of the tuned model will begin, of which the first is noise alone.
 //
 // Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network. In each
 // training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps times, but seldom in steps that
@@ -2515,7 +2520,9 @@ template <typename Real> struct LoadPathPoints {
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        size_t point = chosen[b], end = point / (consistency_steps + 1) * (consistency_steps + 1) + consistency_steps;
+        size_t point = chosen[b];
+        const int points_a_path = consistency_steps + 1;
+        size_t end = point / points_a_path * points_a_path + consistency_steps;
         float x = points[point * x_t.count() + i];
         float x0 = points[end * x_t.count() + i];
 
@@ -2527,14 +2534,18 @@ template <typename Real> struct LoadPathPoints {
 };
 
 // ---- distribution matching --------------------------------------------------------------------------------
-// The end of consistency tuning on paths: Yin et al., "One-step Diffusion with Distribution Matching Distillation" (2024),
-// section 3.2. The student, which is the network that is tuned, draws pictures as it will draw them: in one step or in two, of
-// which the first makes a draft. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the
-// teacher has learned to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures
-// that look more like images, and the student learns to change its picture in that direction, by its last step. Drafts are not
-// matched: they would lose variety, and pictures with them. The student sees its own drafts, as in Yin et al., "Improved
-// Distribution Matching Distillation for Fast Image Synthesis" (2024), section 4.5. A training step updates the fake, then the
-// student.
+// The end of consistency tuning on paths is that of Yin et al., "One-step Diffusion with Distribution Matching Distillation"
+// (2024), section 3.2.
+//
+// The student, which is the network that is tuned, draws pictures as it will draw them: in one step, or in two, of which the
+// first makes a draft. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the teacher
+// has learned to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures that
+// look more like images. The student learns to change its picture in that direction. A training step updates the fake, then
+// the student.
+//
+// Only the last step of drawing learns. Drafts are not matched: they would lose variety, and the pictures with them. The student
+// learns from its own drafts, as in Yin et al., "Improved Distribution Matching Distillation for Fast Image Synthesis" (2024),
+// section 4.5.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2553,7 +2564,8 @@ template <typename Real> struct PredictX0 {
 
     size_t items() const { return (size_t)loss.B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
-        size_t channel = i / loss.pixels, b = channel / loss.channels;
+        size_t channel = i / loss.pixels;  // counted through all images
+        size_t b = channel / loss.channels;
         size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
         float x0 = fmaf(loss.at(b).x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
@@ -2573,7 +2585,11 @@ template <typename Real> struct MatchingTarget {
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(Team team) const {
-        size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
+        const size_t b = team.index;
+        const size_t pixels = loss.pixels;
+        const size_t elements = loss.channels * pixels;
+        const size_t begin = b * elements;
+
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
@@ -2581,7 +2597,8 @@ template <typename Real> struct MatchingTarget {
         float scale = loss.at(b).x0_error / mean;
 
         for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
-            size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
+            size_t at = b * pixels * PIXEL + i;
+            size_t c = i % PIXEL;
             float change = 0;
             if (c < (size_t)loss.channels) {
                 size_t element = begin + c * pixels + i / PIXEL;
@@ -2593,25 +2610,28 @@ template <typename Real> struct MatchingTarget {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
-// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
-// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler and, at the same place,
-// into FLAGS of unet_io.h and sampler_text; sampler_steps and spacing_of say how it usually goes. train_unet.py has SAMPLERS.
+// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken.
+//
+// A new sampler is a function beside ddim_step and a branch in make_sampler. Its name goes into the enumeration Sampler and,
+// at the same place, into FLAGS of unet_io.h and into sampler_text. sampler_steps and spacing_of say how many steps it takes
+// where nothing else is asked for, and at which timesteps. SAMPLERS of train_unet.py is the mirror of this list.
 
-// What a step makes of the sample x: a sum of the predicted x0, x, what the call before saved, and fresh noise, times these
-// factors. It also saves save_x0 x0 + save_x x for the next call: that is x0 itself, except in the first of Heun's two calls.
+// What a step makes of the sample x, where noise is fresh:
+//   x <- x0 (the predicted x0) + x x + saved (what the call before saved) + noise eps
+// It also saves save_x0 (the predicted x0) + save_x x for the next call. That is x0 itself, except in the first of Heun's two
+// calls.
 struct SampleUpdate {
     float x0 = 0, x = 0, saved = 0, noise = 0;
     float save_x0 = 1, save_x = 0;
 };
 
-// A call of the network, and what follows from its answer. The first step, number 0, calls nothing: x becomes
-// noise.
+// A call of the network, and what follows from its answer. The first step, number 0, makes no call: x becomes noise.
 struct SamplerStep {
     uint32_t number = 0;                   // of the call, counted from 1; it keys the noise
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
-    float max_log_sigma_ratio = 0;  // with a learned sigma, the noise is up to exp(this) times as large; 0: it is not learned
+    float max_log_sigma_ratio = 0;  // a learned sigma makes the noise up to exp(this) times as large; 0: it is not learned
 };
 
 // --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an ideal denoiser
@@ -2626,22 +2646,28 @@ static int spacing_of(const Config& c) {
 // which one step makes the mean of all pictures.
 static std::vector<int> uniform_timesteps(int T, int count) {
     if (count == 1) return {T - 1};
+
     std::vector<int> timesteps;
-    double stride = (double)(T - 1) / (count - 1), t = 0;
-    for (int i = 0; i < count; i++, t += stride) timesteps.push_back((int)nearbyint(t));
+    double stride = (double)(T - 1) / (count - 1);
+    double t = 0;
+    for (int i = 0; i < count; i++) {
+        timesteps.push_back((int)nearbyint(t));
+        t += stride;
+    }
     return timesteps;
 }
 
 // Lin et al. (2023), table 2: all steps, the last to no noise included, are equally long.
 static std::vector<int> trailing_timesteps(int T, int count) {
     std::vector<int> timesteps;
-    for (int i = count - 1; i >= 0; i--) timesteps.push_back((int)nearbyint(T - i * ((double)T / count)) - 1);
+    double stride = (double)T / count;
+    for (int i = count - 1; i >= 0; i--) timesteps.push_back((int)nearbyint(T - i * stride) - 1);
     return timesteps;
 }
 
-// Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the schedule's largest, to
-// that of timestep 0. Each becomes the nearest timestep, by its logarithm, that is not taken. They are returned rising, and the
-// last is T - 1.
+// Karras et al. (2022), equation 5 with rho = 7: noise_ratios from 80, or the schedule's largest if that is less, to that of
+// timestep 0. Each becomes the timestep whose ratio has the nearest logarithm, of those that are not taken. The timesteps are
+// returned rising, and the last is T - 1.
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
@@ -2650,29 +2676,36 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     for (int i = 1; i < count; i++) {
         double wanted = 7 * log(largest + (smallest - largest) * i / (count - 1));
         auto distance = [&](int candidate) { return fabs(log(noise_ratio(schedule[candidate])) - wanted); };
-        int left = count - 1 - i;  // timesteps that still need a place
-        for (t--; t > left && distance(t - 1) <= distance(t); t--) continue;
+        int left = count - 1 - i;  // timesteps that still need a place below this one
+
+        t--;
+        while (t > left && distance(t - 1) <= distance(t)) t--;
         timesteps.push_back(t);
     }
     std::ranges::reverse(timesteps);
     return timesteps;
 }
 
-// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced, three
-// tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
+// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced. Three
+// tenths of the way up was the best for Fashion-MNIST, of two to seven tenths.
 static int second_start(int count) { return ceil_div(3 * count, 10); }
 
-// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts at a point of the paths
-// that the model learned from, if it did; from paths it has learned no other steps. Else they are evenly spaced.
+// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts three tenths of the way
+// up. A model that was tuned on paths has learned it from a certain point of each path, and starts there. Other numbers of steps
+// are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
-    int T = c.diffusion_steps, spaced = c.path_steps ? c.path_steps : T;
-    if (count == 2) return {trailing_timesteps(T, spaced)[second_start(spaced) - 1], T - 1};
-    return trailing_timesteps(T, count);
+    const int T = c.diffusion_steps;
+    if (count != 2) return trailing_timesteps(T, count);
+
+    int spaced = c.path_steps ? c.path_steps : T;
+    int second = trailing_timesteps(T, spaced)[second_start(spaced) - 1];
+    return {second, T - 1};
 }
 
 // The timesteps that a sampler visits, rising.
 static std::vector<int> sampler_timesteps(const Config& c, const std::vector<NoiseLevel>& schedule) {
-    int T = c.diffusion_steps, count = sampler_steps(c);
+    const int T = c.diffusion_steps;
+    const int count = sampler_steps(c);
     if (c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO) return consistency_timesteps(c, count);
     switch (spacing_of(c)) {
         case SPACING_UNIFORM: return uniform_timesteps(T, count);
@@ -2697,8 +2730,10 @@ static SampleUpdate consistency_step(NoiseLevel to) {
 }
 
 // DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models" (2022),
-// algorithm 2: DDIM, with x0 extrapolated by means of the step before, which came from `before`; its time is -log(noise_ratio).
-// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot; so is the last, which is
+// algorithm 2: DDIM, with x0 extrapolated from that of the step before, which came from `before`. A step's length is measured
+// in the paper's lambda, which is -log(noise_ratio).
+//
+// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot. So is the last, which is
 // infinitely long. After a step that came from noise alone, whose length is infinite, w is 0: that makes DDIM's step, too.
 static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
     auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
@@ -2711,9 +2746,9 @@ static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to
     return update;
 }
 
-// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha at the noise_ratio: DDIM's step, then, with a second call of
-// the network at its end, the same again with the mean of the slopes at both ends. The first call saves what does not depend on
-// the second.
+// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha as a function of the noise_ratio. The first call of the
+// network makes DDIM's step. The second is made at the end of that step, and repeats it with the mean of the slopes at both
+// ends. The first call saves all terms of the result that do not depend on the second.
 static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
     SampleUpdate first = ddim_step(from, to, 0);
     first.save_x0 = first.x0 / 2;
@@ -2722,6 +2757,10 @@ static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLev
     double half = (1 - noise_ratio(from) / noise_ratio(to)) / 2;
     return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
+
+// Heun's slope at the end of a step is an error divided by the noise_ratio there. Where the ratio falls to less than a
+// tenth, that would magnify the error. This excludes the last step, to no noise, and one from noise alone.
+static bool suits_heun(NoiseLevel from, NoiseLevel to) { return noise_ratio(to) >= 0.1 * noise_ratio(from); }
 
 // The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0 itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
@@ -2741,11 +2780,9 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     };
 
     for (int i = last; i >= 0; i--) {
-        NoiseLevel from = level_of(i), to = level_of(i - 1);
-        // Heun's slope at the end of a step is an error divided by the noise_ratio there. Where the ratio falls to less than a
-        // tenth, that would magnify the error, and the step is DDIM's. So are the last, to 0, and one from noise alone.
-        bool is_short = noise_ratio(to) >= 0.1 * noise_ratio(from);
-        if (c.sampler == SAMPLER_HEUN && is_short) {
+        NoiseLevel from = level_of(i);
+        NoiseLevel to = level_of(i - 1);
+        if (c.sampler == SAMPLER_HEUN && suits_heun(from, to)) {
             auto [first, second] = heun_step(from, to);
             call(i, first);
             call(i - 1, second);
@@ -2756,12 +2793,13 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         } else if (c.sampler == SAMPLER_DDPM) {
             call(i, ddim_step(from, to, 1));
             if (c.learn_sigma && i) steps.back().max_log_sigma_ratio = (float)log(from.sigma / to.sigma);
-        } else {
+        } else {  // DDIM, and the steps that the others leave to it
             call(i, ddim_step(from, to, c.eta));
         }
     }
     return steps;
 }
+
 // The steps of a path; the first makes the noise that it begins with.
 static std::vector<SamplerStep> make_path(Config c) {
     c.sampler = SAMPLER_DPMPP;
@@ -2770,6 +2808,7 @@ static std::vector<SamplerStep> make_path(Config c) {
     c.sample_steps = c.path_steps;
     return make_sampler(c);
 }
+
 static long network_calls(const std::vector<SamplerStep>& steps) { return (long)steps.size() - 1; }
 
 // What decides a sample: the seed of its noise, and its class.
@@ -2778,9 +2817,9 @@ struct SampleSpec {
     int label;
 };
 
-// Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction,
-// without the class, whose rows follow the first's, and prediction = without + guidance (with - without): Ho and Salimans,
-// "Classifier-Free Diffusion Guidance" (2022).
+// Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction
+// of each sample, without the class; these rows follow the others. Then prediction = without + guidance (with - without): Ho
+// and Salimans, "Classifier-Free Diffusion Guidance" (2022).
 template <typename Real> struct SampleBatch {
     TensorOf<Real> input;     // x for the network; with guidance a copy follows, for the second prediction
     const Real* out;          // (B, H, W, PIXEL): the prediction; with guidance the second follows
@@ -2791,6 +2830,7 @@ template <typename Real> struct SampleBatch {
     const SampleSpec* specs;  // (B)
 
     int rows() const { return guidance == 1 ? input.B : 2 * input.B; }  // of a call of the network
+
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float prediction = (float)out[at];
         if (guidance != 1) {
@@ -2815,12 +2855,13 @@ template <typename Real> struct UpdateSamples {
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < batch.channels; c++) {
             float normal[4] = {};
             if (update.noise > 0)
-                random_normals_at(normal, batch.specs[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
-                                  step.number);
+                random_normals_at(normal, batch.specs[four.b].seed, STREAM_SAMPLER, four.element(c), 0, step.number);
+
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = batch.predicted_x0(step, at);
-                float x = batch.x[at], saved = batch.saved[at];
+                float x = batch.x[at];
+                float saved = batch.saved[at];
                 float sigma = update.noise;
                 if (step.max_log_sigma_ratio > 0)  // the network has learned it
                     sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
@@ -2829,6 +2870,7 @@ template <typename Real> struct UpdateSamples {
                 next = fmaf(sigma, normal[i], next);
                 batch.x[at] = next;
                 batch.saved[at] = fmaf(update.save_x0, x0, update.save_x * x);
+
                 batch.input.data[at] = (Real)next;
                 if (batch.guidance != 1) batch.input.data[batch.input.count() + at] = (Real)next;
             }
@@ -2836,7 +2878,7 @@ template <typename Real> struct UpdateSamples {
     }
 };
 
-// What a call of the network is given: the timestep of each of its rows, and its class or none.
+// What a call of the network is given: for each of its rows the timestep, and the class or none.
 struct SetModelInputs {
     int *timesteps, *labels;  // (rows); labels null: the network knows no classes
     const SampleSpec* specs;
@@ -2851,7 +2893,7 @@ struct SetModelInputs {
 };
 
 // ---- samples of a model -----------------------------------------------------------------------------------
-// Between training steps target and images are free for x and what the sampler saves.
+// Between training steps m->target and m->images are free: they hold x and what the sampler saves.
 static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
@@ -2863,18 +2905,20 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .specs = m->specs};
 }
 
+// Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the predictions.
 static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     size_t values = batch.input.count();
-    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
-        backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), batch.rows() / batch.input.B * values * sizeof(floatX));
+    int predictions = batch.rows() / batch.input.B;  // of each sample
+    backend_zero(batch.x, values * sizeof(float));
+    backend_zero(batch.saved, values * sizeof(float));
+    backend_zero(unet_output(m), predictions * values * sizeof(floatX));
 }
 
 // CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
 // captured, so that each set of weights needs a map of its own.
 typedef std::map<int, Graph> CallGraphs;
 
-// Calls the network for a step. The first step needs no call.
+// Calls the network for a step, unless it is the first, which needs no call.
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
@@ -2918,7 +2962,8 @@ struct StepState {
     float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
-enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
+
+enum { NORM_CHUNK = 65536 };  // parameters whose squares a team adds up
 
 // chunk_sums (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2929,7 +2974,8 @@ struct SquaredNorm {
     enum { THREADS = 512, BLOCKS = 1 };
     size_t items() const { return ceil_div(n, NORM_CHUNK); }
     HOST_DEVICE void operator()(Team team) const {
-        size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
+        const size_t first = (size_t)team.index * NORM_CHUNK;
+        const size_t end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
         Sum sum = 0;
         for (size_t i = first + 4 * team.thread; i < end; i += 4 * team.threads) {
             Vector<float, 4> v = load<4>(x + i);
@@ -2941,9 +2987,14 @@ struct SquaredNorm {
 };
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All arrays are (n), a multiple of 4,
-// and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The EMAs, whose number varies, are
-// loaded first, so that no branch stands between the other loads and the arithmetic.
+// of the gradient times `clip`:
+//   m = beta1 m + (1 - beta1) g
+//   v = beta2 v + (1 - beta2) g^2
+//   w = (1 - lr weight_decay) w - lr m / correction1 / (sqrt(v / correction2) + eps)
+// Then the running means (EMAs) and the layers' copy follow. Weights that Muon updates step along its directions instead.
+//
+// All arrays are (n), a multiple of 4, and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The
+// EMAs, whose number varies, are loaded first, so that no branch stands between the other loads and the arithmetic.
 template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
     const float* gradient;             // (n)
@@ -2958,24 +3009,30 @@ template <typename Real> struct UpdateWeights {
         if (!state->accepted) return;
         const AdamW a = state->update;
         const auto& [w, ema, m, v] = memory;
-        size_t i = 4 * item;
-        float step = a.lr / a.correction1, root = sqrtf(a.correction2);
+        const size_t i = 4 * item;
+        float step_size = a.lr / a.correction1;
+        float root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
 
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
-        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
-        Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
-        Vector<Real, 4> working_n;
-        float scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
+        Vector<float, 4> g_n = load<4>(gradient + i);
+        Vector<float, 4> w_n = load<4>(w + i);
+        Vector<float, 4> m_n = load<4>(m + i);
+        Vector<float, 4> v_n = load<4>(v + i);
+        float muon_scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
 
+        Vector<Real, 4> working_n;
         for (int j = 0; j < 4; j++) {
             float g = g_n[j] * a.clip;
             m_n[j] = fmaf(a.beta1, m_n[j], (1.0f - a.beta1) * g);
             v_n[j] = fmaf(a.beta2, v_n[j], (1.0f - a.beta2) * g * g);
-            if (scale > 0) w_n[j] = fmaf(-a.lr * scale, (float)directions[i + j], w_n[j] * decay);
-            else w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            if (muon_scale > 0) {
+                w_n[j] = fmaf(-a.lr * muon_scale, (float)directions[i + j], w_n[j] * decay);
+            } else {
+                w_n[j] = w_n[j] * decay - step_size * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            }
             working_n[j] = (Real)w_n[j];
         }
         store(w + i, w_n);
@@ -2999,7 +3056,8 @@ struct AddFloats {
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        Vector<float, 4> total = load<4>(a + 4 * item), more = load<4>(b + 4 * item);
+        Vector<float, 4> total = load<4>(a + 4 * item);
+        Vector<float, 4> more = load<4>(b + 4 * item);
         for (int j = 0; j < 4; j++) total[j] += more[j];
         store(sum + 4 * item, total);
     }
@@ -3012,7 +3070,7 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
     double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
-    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;
+    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;  // from 1 to 0
     double last = c.final_lr_fraction;
     return c.lr * (last + (1 - last) * falling);
 }
@@ -3029,26 +3087,28 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
                .eps = c.adam_eps,
                .correction1 = (float)(1 - pow((double)c.beta1, n)),
                .correction2 = (float)(1 - pow((double)c.beta2, n))};
-    double rising = c.ema_warmup ? 1 - pow(1 + n, -0.75) : 1;
-    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
+    double most_kept = c.ema_warmup ? 1 - pow(1 + n, -0.75) : 1;
+    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(most_kept, (double)c.ema_rate[k]));
     return a;
 }
 
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window, where
-// z > 0 and it has seen enough.
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window. Never, where z is 0
+// or the window has seen too few.
 HOST_DEVICE static inline bool is_outlier(float value, const float* window, int seen, float z) {
     int count = seen < WINDOW ? seen : WINDOW;
     if (!(z > 0) || count < WINDOW_LEAST) return false;
 
-    double mean = 0, squares = 0;
+    double mean = 0;
     for (int i = 0; i < count; i++) mean += window[i];
     mean /= count;
+
+    double squares = 0;
     for (int i = 0; i < count; i++) squares += (window[i] - mean) * (window[i] - mean);
     return value - mean > z * sqrt(squares / (count - 1));
 }
 
-// What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
-// (as torch.nn.utils.clip_grad_norm_). A finite step counts, even without its update: the data move on.
+// Decides, by a step's loss and gradient norm, whether its update is made, and by how much the gradient is clipped (as
+// torch.nn.utils.clip_grad_norm_ does it). A finite step counts, even without its update: the data move on.
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     bool outlier = is_outlier(loss, h->losses, h->seen, c.skip_outliers) ||
@@ -3058,7 +3118,9 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
     state->norm = norm;
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
-    state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
+    float clip = 1;
+    if (c.grad_clip > 0) clip = fminf(1.0f, c.grad_clip / (norm + 1e-6f));
+    state->update.clip = clip;
 
     if (!state->finite) return;
     state->step++;
@@ -3080,39 +3142,65 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 enum { MUON_STEPS = 5, MUON_UNIT = 16 };
 static constexpr float MUON_a = 3.4445f, MUON_b = -4.7750f, MUON_c = 2.0315f;
 
-// Where in x, (num_floats), the matrices lie that Muon updates. AdamW has the rest: what is no matrix, the table of the
-// classes, and a layer whose inputs or outputs are the few channels of an image.
+// Whether Muon updates a parameter. AdamW has the rest: what is no matrix, the table of the classes, and a layer whose inputs
+// or outputs are the few channels of an image.
+static bool is_for_muon(const Parameter& t) {
+    if (!is_matrix(t) || t.name == network.label_table) return false;
+    return t.shape[0] % MUON_UNIT == 0 && t.shape[1] % MUON_UNIT == 0;
+}
+
+// Where in x, (num_floats), the matrices lie that Muon updates.
 static std::vector<Tensor> muon_matrices(const Plan& plan, floatX* x) {
     std::vector<Tensor> matrices;
     for (const Parameter& t : plan.tensors) {
-        if (!is_matrix(t) || t.name == network.label_table || t.shape[0] % MUON_UNIT || t.shape[1] % MUON_UNIT) continue;
-        int rows = t.shape[0], columns = (int)(t.count / rows);
-        for (int row = 0; row < rows; row += columns)
-            matrices.push_back({x + t.offset + (size_t)row * columns, std::min(columns, rows - row), 1, 1, columns});
+        if (!is_for_muon(t)) continue;
+        const int rows = t.shape[0];
+        const int columns = (int)(t.count / rows);
+        for (int row = 0; row < rows; row += columns) {
+            floatX* first = x + t.offset + (size_t)row * columns;
+            matrices.push_back({first, std::min(columns, rows - row), 1, 1, columns});
+        }
     }
     std::ranges::stable_sort(matrices, std::greater(), &Tensor::C);  // the longest sums begin first
     return matrices;
 }
 
-// For each step of the iteration the products that are A, those that are B, and those that are the next X.
+// The products of all steps of the iteration, in the order in which orthogonalise does them: for each step those that are A,
+// those that are B, and those that are the next X. Also counts the tiles of their outputs.
 static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Tensor>& matrices) {
     std::vector<MatrixProduct> products;
-    floatX *from = muon->x, *to = muon->next_x;
+    floatX* from = muon->x;
+    floatX* to = muon->next_x;
     for (int step = 0; step < MUON_STEPS; step++) {
-        std::vector<MatrixProduct> lists[3];
-        muon->square_tiles = muon->tiles = 0;
+        std::vector<MatrixProduct> makes_A, makes_B, makes_next;
+        muon->square_tiles = 0;
+        muon->tiles = 0;
         for (const Tensor& matrix : matrices) {
-            size_t offset = matrix.data - muon->x;
-            int rows = matrix.rows();
-            Tensor X = {from + offset, rows, 1, 1, matrix.C}, next = {to + offset, rows, 1, 1, matrix.C};
-            Tensor A = {muon->A + offset, rows, 1, 1, rows}, B = {muon->B + offset, rows, 1, 1, rows};
-            lists[0].push_back({A, X, X.data, {}, 1, 0, muon->square_tiles});
-            lists[1].push_back({B, A, A.data, A, MUON_c, MUON_b, muon->square_tiles});
-            lists[2].push_back({next, B, X.data, X, 1, MUON_a, muon->tiles});
-            muon->square_tiles += lists[0].back().tiles(true);
-            muon->tiles += lists[2].back().tiles(false);
+            const size_t offset = matrix.data - muon->x;
+            const int rows = matrix.rows();
+            Tensor X = {from + offset, rows, 1, 1, matrix.C};
+            Tensor next = {to + offset, rows, 1, 1, matrix.C};
+            Tensor A = {muon->A + offset, rows, 1, 1, rows};
+            Tensor B = {muon->B + offset, rows, 1, 1, rows};
+
+            makes_A.push_back({.out = A, .left = X, .right = X.data, .first_tile = muon->square_tiles});
+            makes_B.push_back({.out = B,
+                               .left = A,
+                               .right = A.data,
+                               .added = A,
+                               .alpha = MUON_c,
+                               .beta = MUON_b,
+                               .first_tile = muon->square_tiles});
+            makes_next.push_back({.out = next,
+                                  .left = B,
+                                  .right = X.data,
+                                  .added = X,
+                                  .beta = MUON_a,
+                                  .first_tile = muon->tiles});
+            muon->square_tiles += makes_A.back().tiles(true);
+            muon->tiles += makes_next.back().tiles(false);
         }
-        for (const auto& list : lists) products.insert(products.end(), list.begin(), list.end());
+        for (const auto& list : {makes_A, makes_B, makes_next}) products.insert(products.end(), list.begin(), list.end());
         std::swap(from, to);
     }
     return products;
@@ -3133,8 +3221,8 @@ template <typename Real> struct MuonMomentum {
     }
 };
 
-// The first X is not divided by its norm in memory: the factors of the first B and of the next X do it. The square of the norm
-// is the trace of A. A team does a matrix.
+// The first X is not divided by its norm in memory. Instead, the factors of the first B and of the next X are set here, as they
+// follow from the norm. The square of the norm is the trace of A. A team does a matrix.
 template <typename Real> struct MuonNorms {
     MatrixProductOf<Real> *B, *next_x;
     int count;
@@ -3146,8 +3234,9 @@ template <typename Real> struct MuonNorms {
         Sum trace = 0;
         for (int i = team.thread; i < A.C; i += team.threads) trace += (float)A.data[(size_t)i * A.C + i];
         trace = team_sum(trace);
-        float norm = fmaxf(sqrtf((float)trace), 1e-7f);
         if (team.thread) return;
+
+        float norm = fmaxf(sqrtf((float)trace), 1e-7f);
         B[team.index].alpha = MUON_c / (norm * norm) / (norm * norm);
         B[team.index].beta = MUON_b / (norm * norm);
         next_x[team.index].alpha = 1 / norm;
@@ -3158,11 +3247,13 @@ template <typename Real> struct MuonNorms {
 // Makes the matrices in muon.x orthogonal, and returns where they are then.
 static const floatX* orthogonalise(const Muon& muon) {
     for (int step = 0; step < MUON_STEPS; step++) {
-        MatrixProduct *A = muon.products + 3 * step * muon.count, *B = A + muon.count, *next_x = B + muon.count;
-        multiply_matrices(A, muon.count, muon.square_tiles, true);
+        MatrixProduct* A = muon.products + 3 * step * muon.count;
+        MatrixProduct* B = A + muon.count;
+        MatrixProduct* next_x = B + muon.count;
+        multiply_matrices(A, muon.count, muon.square_tiles, true);  // X X^T
         if (step == 0) run(MuonNorms<floatX>{B, next_x, muon.count});
-        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A is its own transpose
-        multiply_matrices(next_x, muon.count, muon.tiles, false);
+        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A A^T, because A is its own transpose
+        multiply_matrices(next_x, muon.count, muon.tiles, false);   // B X
     }
     return MUON_STEPS % 2 ? muon.next_x : muon.x;
 }
