@@ -1690,9 +1690,9 @@ static void block_backward(Model* m, const Block& block, int B) {
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, because they alone decay. The embedding layers of all residual blocks
-// lie next to each other, so that block 0 computes them as one layer: their weights are the last matrices, their biases
-// come next. Files keep PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, because they alone decay. The embedding layers of
+// all residual blocks lie next to each other, so that block 0 computes them as one layer: their weights are
+// the last matrices, their biases come next. Files keep PyTorch's order.
 static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
@@ -1725,7 +1725,7 @@ static void size_outputs(Plan* plan, const Config& c) {
         b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
         if (plan->training) b.gradient.bytes = b.out.bytes;
 
-        // A group norm reads every output but the embedding and the last. The network of dev/dit has no group norms.
+        // A group norm may read any output but the embedding and the last. The network of dev/dit has none.
         bool is_normed = i > 0 && i < n - 1 && c.norm_groups;
         if (is_normed) b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
     }
@@ -1743,21 +1743,22 @@ static void compute_lifetimes(Plan* plan) {
         for (Buffer* backward : {&b.gradient, &b.scratch_backward, &b.late}) backward->used_at(back);
         if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
 
-        // The last step at which the block reads what its forward has left. Block 0 runs on the side stream, which may still
-        // be at work when the main stream has come to later blocks.
+        // The last step at which the block reads what its forward has left. Block 0 runs on the side stream,
+        // which may still be at work when the main stream has come to later blocks.
         int kept = i;
         if (plan->training || i == 0) kept = back;
         b.hidden.used_at(kept);
         b.stats.used_at(kept);
 
-        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which has become dh;
-        // and the output's gradient where the block's only weight gradient is that of the first or the last convolution.
+        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which
+        // has become dh; and the output's gradient where the block's only weight gradient is that of the
+        // first or the last convolution.
         b.late.used_at(back + 1);
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward of a block with weights reads its inputs again. It reads the projection, which is a part of block 0's
-        // output, again if emb_again.
+        // Backward of a block with weights reads its inputs again. It reads the projection, which is a part
+        // of block 0's output, again if emb_again.
         const int embedding = b.emb < 0 ? -1 : 0;
         for (int source : {b.input, b.skip, embedding}) {
             if (source < 0) continue;
@@ -1794,7 +1795,8 @@ static void measure_buffers(Plan* plan, const Config& c) {
     }
 }
 
-// Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the same step.
+// Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the
+// same step.
 static void place_buffers(Plan* plan) {
     std::vector<Buffer*> buffers;
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
@@ -1929,8 +1931,8 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient on the side
-// stream may go on beside the backward of the next block; the block's others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
+// on the side stream may go on beside the backward of the next block; the block's others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
@@ -1978,7 +1980,8 @@ static double cosine_beta(int t, int T) {
 }
 
 // Alpha is shifted so that its last is 0 and scaled so that its first stays: algorithm 1 of Lin et al.,
-// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where alpha^2 + sigma^2 = 1.
+// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where
+// alpha^2 + sigma^2 = 1.
 static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
     double first = schedule->front().alpha;
     double last = schedule->back().alpha;
@@ -1995,9 +1998,9 @@ static NoiseLevel flow_level(int t, int T) {
     return {1 - s, s};
 }
 
-// Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from 0.002 to 80, spaced
-// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input is scaled to a standard deviation
-// of 1, by table 1's c_in.
+// Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from
+// 0.002 to 80, spaced by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's
+// input is scaled to a standard deviation of 1, by table 1's c_in.
 const double SIGMA_DATA = 0.5;
 static NoiseLevel edm_level(int t, int T) {
     double smallest = pow(0.002, 1.0 / 7);
@@ -2007,12 +2010,13 @@ static NoiseLevel edm_level(int t, int T) {
     return {c_in, c_in * sigma};
 }
 
-// The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by its sigma.
-// The last has a sigma of about 1, because sampling begins with noise of that standard deviation; its alpha may be 0, but not
-// with --predict eps.
+// The level of each timestep, from the least noise to the most. The first has some noise, because a step
+// divides by its sigma. The last has a sigma of about 1, because sampling begins with noise of that standard
+// deviation; its alpha may be 0, but not with --predict eps.
 //
-// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
-// unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
+// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule
+// and in FLAGS of unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is
+// its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
     const int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
@@ -2045,8 +2049,8 @@ static Target edm_target(NoiseLevel level) {
     return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
 }
 
-// A new prediction is a case here, and a name at the same place in the enumeration Prediction and in FLAGS of unet_io.h. The
-// loss's weights and the samplers follow from it.
+// A new prediction is a case here, and a name at the same place in the enumeration Prediction and in FLAGS of
+// unet_io.h. The loss's weights and the samplers follow from it.
 static Target target_at(int predict, NoiseLevel level) {
     switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
@@ -2078,7 +2082,7 @@ struct ScheduleRow {
     float weight;                 // of the squared error
     // For --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020):
     float posterior_log_variance_clipped;  // timestep 0 has no variance, and takes timestep 1's
-    float log_variance_range;              // log beta minus that
+    float log_variance_range;              // log beta minus the line above
     float mean_error;                      // by how much its mean is off where the prediction is off by 1
     // For --consistency:
     float noise_fraction;
@@ -2088,10 +2092,11 @@ struct ScheduleRow {
 // It rises from 0, for the image, to 1, for noise alone. With the flow schedule it rises in equal steps.
 static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); }
 
-// The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
-// noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is the logit-normal distribution of
-// Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024). A timestep stands for the
-// levels that are nearer to it than to its neighbours, by their noise_fraction.
+// The probability that training draws timestep t or one before it. Either all are equally likely, or the
+// logarithm of the noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is
+// the logit-normal distribution of Esser et al., "Scaling Rectified Flow Transformers for High-Resolution
+// Image Synthesis" (2024). A timestep stands for the levels that are nearer to it than to its neighbours, by
+// their noise_fraction.
 static double cumulative_probability(const Config& c, const std::vector<NoiseLevel>& schedule, int t) {
     if (c.timestep_sampling == TIMESTEPS_UNIFORM) return (t + 1.0) / c.diffusion_steps;
     if (t == c.diffusion_steps - 1) return 1;
@@ -2101,8 +2106,8 @@ static double cumulative_probability(const Config& c, const std::vector<NoiseLev
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// For each timestep the largest random word that draws it or an earlier one. These words never fall from one timestep to the
-// next. Where two timesteps have the same word, the later one is never drawn.
+// For each timestep the largest random word that draws it or an earlier one. These words never fall from one
+// timestep to the next. Where two timesteps have the same word, the later one is never drawn.
 static std::vector<uint32_t> make_last_words(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<uint32_t> last_words;
@@ -2113,8 +2118,8 @@ static std::vector<uint32_t> make_last_words(const Config& c) {
     return last_words;
 }
 
-// The first timestep before `end` for which holds() is true, or `end`. A binary search: holds() must be true for all later
-// timesteps, too.
+// The first timestep before `end` for which holds() is true, or `end`. A binary search: holds() must be true
+// for all later timesteps, too.
 HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     int first = 0;
     while (first < end) {
@@ -2133,8 +2138,8 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
 }
 
-// The weight of a prediction's squared error. With gamma that of x0 counts min(SNR, gamma): Hang et al., "Efficient Diffusion
-// Training via Min-SNR Weighting Strategy" (2023).
+// The weight of a prediction's squared error. With gamma that of x0 counts min(SNR, gamma): Hang et al.,
+// "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023).
 static double loss_weight(NoiseLevel level, double x0_error, double gamma) {
     if (gamma <= 0) return 1;
     double snr = level.alpha * level.alpha / (level.sigma * level.sigma);
@@ -2182,9 +2187,9 @@ HOST_DEVICE static inline float clamped(float x0) {
 }
 
 // ---- noising ----------------------------------------------------------------------------------------------
-// An item of the layers below: four pixels of image b, of the last item perhaps fewer, with all channels. The noise
-// is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL). An
-// item's pixels lie together in both, so that a GPU's threads read and write whole lines.
+// An item of the layers below: four pixels of image b with all channels; the last item of an image may have
+// fewer. The noise is in the order (C, H, W), as images are in files, and what the network reads is in
+// (B, H, W, PIXEL). An item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
     int pixels;  // of the image: H W
     int b;
@@ -2257,8 +2262,8 @@ enum { LOSS_CHUNK = 4096 };
 // How many chunks a sample has.
 HOST_DEVICE static inline int loss_chunks(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// The loss of a batch: where its sums go, and what the samples' weights follow from. A layer that has a BatchLoss works on B
-// of the batch's samples, from `first` on. Its b counts from there.
+// The loss of a batch: where its sums go, and what the samples' weights follow from. A layer that has a
+// BatchLoss works on B of the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
     float* chunk_sums;                      // (batch_size, loss_chunks(pixels)), not weighted
     const int* timesteps = nullptr;         // (batch_size)
@@ -2276,17 +2281,18 @@ struct BatchLoss {
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
-// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15 and 16. The
-// bound is a sum over the timesteps, in bits for each number of the image. The loss is a mean over timesteps, so that a sample
-// adds T times the term of its own timestep. The functions below are named as in guided-diffusion.
+// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15
+// and 16. The bound is a sum over the timesteps, in bits for each number of the image. The loss is a mean over
+// timesteps, so that a sample adds T times the term of its own timestep. The functions below are named as in
+// guided-diffusion.
 
 // A function's value, and its derivative with respect to the logarithm of the variance, to z, or to an error.
 struct ValueAndSlope {
     float value, slope;
 };
 
-// KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean differs from p's by
-// `error`. The slope is with respect to q's log_variance.
+// KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean
+// differs from p's by `error`. The slope is with respect to q's log_variance.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
@@ -2299,9 +2305,9 @@ HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
     return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
 }
 
-// The term of t = 0: the logarithm of the probability of x0's byte, which is that between the byte's two edges. Black has
-// all below its upper edge, and white all above its lower one. For other bytes only the mean's distance from x0 counts: the
-// mean is put above x0, so that no two numbers near 1 are subtracted.
+// The term of t = 0: the logarithm of the probability of x0's byte, which is that between the byte's two
+// edges. Black has all below its upper edge, and white all above its lower one. For other bytes only the
+// mean's distance from x0 counts: the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
     bool is_black = x0 < -0.999f;
@@ -2322,22 +2328,23 @@ HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(floa
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The pseudo-Huber loss of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023), who apply it to
-// whole images: 2 c (sqrt(error^2 + c^2) - c). Beyond c it grows like |error|, so that what a network cannot know becomes one
-// of the possible values, a sharp one, instead of their mean.
+// The pseudo-Huber loss of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023),
+// who apply it to whole images: 2 c (sqrt(error^2 + c^2) - c). Beyond c it grows like |error|, so that what a
+// network cannot know becomes one of the possible values, a sharp one, instead of their mean.
 HOST_DEVICE static inline ValueAndSlope pseudo_huber(float error) {
     const float c = 0.1f;
     float root = sqrtf(fmaf(error, error, c * c));
     return {2 * c * error * error / (root + c), 2 * c * error / root};
 }
 
-// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts divided by
-// its elements is F.mse_loss(out, target). With --learn_sigma the channels after the prediction, from -1 to 1, say where
-// the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
-// a gradient from it. A team does a chunk of a sample.
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts
+// divided by its elements is F.mse_loss(out, target). With --learn_sigma the channels after the prediction,
+// from -1 to 1, say where the logarithm of the variance lies between its bounds, and the variational bound's
+// term is added; only these channels get a gradient from it. A team does a chunk of a sample.
 //
-// On paths an element has a pseudo-Huber loss of its error instead, and four more: of the difference between its error and that
-// of each neighbouring pixel. So edges count more than areas that are too bright or too dark as a whole.
+// On paths an element has a pseudo-Huber loss of its error instead, and four more: of the difference between
+// its error and that of each neighbouring pixel. So edges count more than areas that are too bright or too
+// dark as a whole.
 template <typename Real> struct PredictionLoss {
     BatchLoss batch;
     const Real* out;                // (B, H, W, PIXEL)
@@ -2365,7 +2372,8 @@ template <typename Real> struct PredictionLoss {
         return loss;
     }
 
-    // The bound's term for channel c of the output, one of those after the prediction, and its derivative with respect to it.
+    // The bound's term for channel c of the output, one of those after the prediction, and its derivative
+    // with respect to it.
     HOST_DEVICE ValueAndSlope variance_loss(size_t at, int b, int pixel, int c) const {
         const int t = batch.timestep(b);
         const int C = batch.channels;
@@ -2397,7 +2405,7 @@ template <typename Real> struct PredictionLoss {
         const int begin = chunk * LOSS_CHUNK;
         const int end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
         const float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
-        const float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;  // T / 1000 of the bound; 1 nat has 1 / ln 2 bits
+        const float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;  // T / 1000, and nats to bits
 
         Sum sum = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
@@ -2433,13 +2441,13 @@ template <typename Real> struct PredictionLoss {
 };
 
 // ---- consistency tuning -----------------------------------------------------------------------------------
-// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to predict the same x0 from all noised forms
-// of an image, so that one call draws a picture from noise alone. Each image is noised twice with the same noise: to the
-// sample's timestep, and to an earlier one. The x0 that the network predicts from the second, held constant, is its target
-// for the first.
+// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to predict the same x0 from
+// all noised forms of an image, so that one call draws a picture from noise alone. Each image is noised twice
+// with the same noise: to the sample's timestep, and to an earlier one. The x0 that the network predicts from
+// the second, held constant, is its target for the first.
 
-// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2 in the first of STAGES, then 3/4, and
-// 255/256 in the last.
+// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2 in the first of STAGES,
+// then 3/4, and 255/256 in the last.
 HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     enum { STAGES = 8 };
     int64_t stage = steps > 0 ? step * STAGES / steps : 0;
@@ -2447,8 +2455,8 @@ HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     return 1 - 1 / (float)(2 << stage);
 }
 
-// Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its place: then the gap
-// is the whole noise_fraction, and what the network predicts at timestep 0 is not used.
+// Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its
+// place: then the gap is the whole noise_fraction, and what the network predicts at timestep 0 is not used.
 HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const ScheduleRow* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
@@ -2459,8 +2467,8 @@ HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, con
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// pairs.errors: what is added to the target of the sample's own timestep, so that the target means the x0 that the network
-// predicts at the earlier one. An item is an element.
+// pairs.errors: what is added to the target of the sample's own timestep, so that the target means the x0
+// that the network predicts at the earlier one. An item is an element.
 template <typename Real> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2477,9 +2485,9 @@ template <typename Real> struct EarlierErrors {
     }
 };
 
-// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from outweighing the
-// others: the squared error of x0 is divided by its own root, held constant (the paper's adaptive weight, with c = 0), and by
-// the gap. An item is a sample.
+// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
+// outweighing the others: the squared error of x0 is divided by its own root, held constant (the paper's
+// adaptive weight, with c = 0), and by the gap. An item is a sample.
 struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2498,14 +2506,15 @@ struct PairWeights {
 };
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
-// The other way of consistency tuning is the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
-// Consistency, Mean Flow, and Flow Map Models" (2025). The model draws pictures by DPM-Solver++, and from points of such a
-// path the network that is tuned learns to predict the picture at its end. Only a few points of a path are kept: its end, and
-// those at which the consistency_steps steps of the tuned model will begin, of which the first is noise alone.
+// The other way of consistency tuning is the first stage of Hu et al., "CMT: Mid-Training for Efficient
+// Learning of Consistency, Mean Flow, and Flow Map Models" (2025). The model draws pictures by DPM-Solver++,
+// and from points of such a path the network that is tuned learns to predict the picture at its end. Only a
+// few points of a path are kept: its end, and those at which the consistency_steps steps of the tuned model
+// will begin, of which the first is noise alone.
 //
-// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network. In each
-// training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps times, but seldom in steps that
-// follow each other, which would learn the same twice.
+// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the
+// network. In each training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps
+// times, but seldom in steps that follow each other, which would learn the same twice.
 enum { PATHS_KEPT = 20 };
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
@@ -2534,18 +2543,18 @@ template <typename Real> struct LoadPathPoints {
 };
 
 // ---- distribution matching --------------------------------------------------------------------------------
-// The end of consistency tuning on paths is that of Yin et al., "One-step Diffusion with Distribution Matching Distillation"
-// (2024), section 3.2.
+// The end of consistency tuning on paths is that of Yin et al., "One-step Diffusion with Distribution
+// Matching Distillation" (2024), section 3.2.
 //
-// The student, which is the network that is tuned, draws pictures as it will draw them: in one step, or in two, of which the
-// first makes a draft. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the teacher
-// has learned to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures that
-// look more like images. The student learns to change its picture in that direction. A training step updates the fake, then
-// the student.
+// The student, which is the network that is tuned, draws pictures as it will draw them: in one step, or in
+// two, of which the first makes a draft. A second network, the fake, begins as the teacher and learns to
+// denoise these pictures, as the teacher has learned to denoise images. For the same noised picture the
+// teacher's x0 minus the fake's points towards pictures that look more like images. The student learns to
+// change its picture in that direction. A training step updates the fake, then the student.
 //
-// Only the last step of drawing learns. Drafts are not matched: they would lose variety, and the pictures with them. The student
-// learns from its own drafts, as in Yin et al., "Improved Distribution Matching Distillation for Fast Image Synthesis" (2024),
-// section 4.5.
+// Only the last step of drawing is trained. Drafts are not matched: they would lose variety, and the pictures
+// with them. The student learns from its own drafts, as in Yin et al., "Improved Distribution Matching
+// Distillation for Fast Image Synthesis" (2024), section 4.5.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2553,7 +2562,8 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item is an element.
+// predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item
+// is an element.
 template <typename Real> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
@@ -2572,10 +2582,11 @@ template <typename Real> struct PredictX0 {
     }
 };
 
-// The student's target: its own prediction, plus a change that makes the squared error's gradient the paper's. That gradient,
-// by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator, equation 8, makes pictures count alike
-// however much noise they got. The picture changes by x0_error where the prediction changes by 1, so that the gradient by the
-// prediction is x0_error times as large. A team does a sample.
+// The student's target: its own prediction, plus a change that makes the squared error's gradient the
+// paper's. That gradient, by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator,
+// equation 8, makes pictures count alike however much noise they got. The picture changes by x0_error where
+// the prediction changes by 1, so that the gradient by the prediction is x0_error times as large. A team does
+// a sample.
 template <typename Real> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
@@ -2612,14 +2623,15 @@ template <typename Real> struct MatchingTarget {
 // ---- samplers ---------------------------------------------------------------------------------------------
 // A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken.
 //
-// A new sampler is a function beside ddim_step and a branch in make_sampler. Its name goes into the enumeration Sampler and,
-// at the same place, into FLAGS of unet_io.h and into sampler_text. sampler_steps and spacing_of say how many steps it takes
-// where nothing else is asked for, and at which timesteps. SAMPLERS of train_unet.py is the mirror of this list.
+// A new sampler is a function beside ddim_step and a branch in make_sampler. Its name goes into the
+// enumeration Sampler and, at the same place, into FLAGS of unet_io.h and into sampler_text. sampler_steps
+// and spacing_of say how many steps it takes where nothing else is asked for, and at which timesteps.
+// SAMPLERS of train_unet.py is the mirror of this list.
 
-// What a step makes of the sample x, where noise is fresh:
-//   x <- x0 (the predicted x0) + x x + saved (what the call before saved) + noise eps
-// It also saves save_x0 (the predicted x0) + save_x x for the next call. That is x0 itself, except in the first of Heun's two
-// calls.
+// The factors by which a step changes the sample x, with x0 the predicted image and eps fresh noise:
+//   next  = update.x0 x0 + update.x x + update.saved saved + update.noise eps
+//   saved = update.save_x0 x0 + update.save_x x, for the next call
+// What is saved is x0 itself, except in the first of Heun's two calls.
 struct SampleUpdate {
     float x0 = 0, x = 0, saved = 0, noise = 0;
     float save_x0 = 1, save_x = 0;
@@ -2631,19 +2643,20 @@ struct SamplerStep {
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
-    float max_log_sigma_ratio = 0;  // a learned sigma makes the noise up to exp(this) times as large; 0: it is not learned
+    // A learned sigma makes the noise up to exp(max_log_sigma_ratio) times as large. 0: it is not learned.
+    float max_log_sigma_ratio = 0;
 };
 
-// --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an ideal denoiser
-// (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
+// --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an
+// ideal denoiser (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
 static int spacing_of(const Config& c) {
     if (c.spacing != SPACING_AUTO) return c.spacing;
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     return is_uniform ? SPACING_UNIFORM : SPACING_TRAILING;
 }
 
-// guided-diffusion's space_timesteps(T, [count]), which has the first and the last timestep. A single one is the last, from
-// which one step makes the mean of all pictures.
+// guided-diffusion's space_timesteps(T, [count]), which has the first and the last timestep. A single one is
+// the last, from which one step makes the mean of all pictures.
 static std::vector<int> uniform_timesteps(int T, int count) {
     if (count == 1) return {T - 1};
 
@@ -2665,9 +2678,9 @@ static std::vector<int> trailing_timesteps(int T, int count) {
     return timesteps;
 }
 
-// Karras et al. (2022), equation 5 with rho = 7: noise_ratios from 80, or the schedule's largest if that is less, to that of
-// timestep 0. Each becomes the timestep whose ratio has the nearest logarithm, of those that are not taken. The timesteps are
-// returned rising, and the last is T - 1.
+// Karras et al. (2022), equation 5 with rho = 7: noise_ratios from 80, or the schedule's largest if that is
+// less, to that of timestep 0. Each becomes the timestep whose ratio has the nearest logarithm, of those that
+// are not taken. The timesteps are returned rising, and the last is T - 1.
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
@@ -2686,13 +2699,13 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     return timesteps;
 }
 
-// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced. Three
-// tenths of the way up was the best for Fashion-MNIST, of two to seven tenths.
+// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are
+// evenly spaced. Three tenths of the way up was the best for Fashion-MNIST, of two to seven tenths.
 static int second_start(int count) { return ceil_div(3 * count, 10); }
 
-// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts three tenths of the way
-// up. A model that was tuned on paths has learned it from a certain point of each path, and starts there. Other numbers of steps
-// are evenly spaced.
+// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts three
+// tenths of the way up: where the model was tuned on paths, at the very point from which it has learned this
+// step. Other numbers of steps are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
     const int T = c.diffusion_steps;
     if (count != 2) return trailing_timesteps(T, count);
@@ -2714,10 +2727,12 @@ static std::vector<int> sampler_timesteps(const Config& c, const std::vector<Noi
     }
 }
 
-// DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again from the clamped
-// x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
+// DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again
+// from the clamped x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance
+// of the posterior, equation 7.
 static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
-    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // of from's, added after `to`
+    // The part of the variance at `from` that was added after `to`.
+    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);
     double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
     return {.x0 = (float)(to.alpha - direction * from.alpha),
             .x = (float)direction,
@@ -2729,12 +2744,13 @@ static SampleUpdate consistency_step(NoiseLevel to) {
     return {.x0 = (float)to.alpha, .noise = (float)to.sigma};
 }
 
-// DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models" (2022),
-// algorithm 2: DDIM, with x0 extrapolated from that of the step before, which came from `before`. A step's length is measured
-// in the paper's lambda, which is -log(noise_ratio).
+// DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic
+// Models" (2022), algorithm 2: DDIM, with x0 extrapolated from that of the step before, which came from
+// `before`. A step's length is measured in the paper's lambda, which is -log(noise_ratio).
 //
-// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot. So is the last, which is
-// infinitely long. After a step that came from noise alone, whose length is infinite, w is 0: that makes DDIM's step, too.
+// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot. So is
+// the last, which is infinitely long. After a step that came from noise alone, whose length is infinite, w is
+// 0: that makes DDIM's step, too.
 static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
     auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
     double w = length(from, to) / length(before, from) / 2;
@@ -2746,9 +2762,10 @@ static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to
     return update;
 }
 
-// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha as a function of the noise_ratio. The first call of the
-// network makes DDIM's step. The second is made at the end of that step, and repeats it with the mean of the slopes at both
-// ends. The first call saves all terms of the result that do not depend on the second.
+// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha as a function of the noise_ratio. The first
+// call of the network makes DDIM's step. The second is made at the end of that step, and repeats it with the
+// mean of the slopes at both ends. The first call saves all terms of the result that do not depend on the
+// second.
 static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
     SampleUpdate first = ddim_step(from, to, 0);
     first.save_x0 = first.x0 / 2;
@@ -2817,9 +2834,9 @@ struct SampleSpec {
     int label;
 };
 
-// Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction
-// of each sample, without the class; these rows follow the others. Then prediction = without + guidance (with - without): Ho
-// and Salimans, "Classifier-Free Diffusion Guidance" (2022).
+// Samples that are made at the same time, and the network's predictions. With guidance the network makes a
+// second prediction of each sample, without the class; these rows follow the others. Then prediction =
+// without + guidance (with - without): Ho and Salimans, "Classifier-Free Diffusion Guidance" (2022).
 template <typename Real> struct SampleBatch {
     TensorOf<Real> input;     // x for the network; with guidance a copy follows, for the second prediction
     const Real* out;          // (B, H, W, PIXEL): the prediction; with guidance the second follows
@@ -2842,8 +2859,9 @@ template <typename Real> struct SampleBatch {
     }
 };
 
-// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and not on the others
-// of its batch. fmaf says how each sum is rounded, so that every compiler makes the same bits.
+// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and
+// not on the others of its batch. fmaf says how each sum is rounded, so that every compiler makes the same
+// bits.
 template <typename Real> struct UpdateSamples {
     SampleBatch<Real> batch;
     SamplerStep step;
@@ -2905,7 +2923,8 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .specs = m->specs};
 }
 
-// Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the predictions.
+// Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the
+// predictions.
 static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     size_t values = batch.input.count();
     int predictions = batch.rows() / batch.input.B;  // of each sample
@@ -2914,8 +2933,8 @@ static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     backend_zero(unet_output(m), predictions * values * sizeof(floatX));
 }
 
-// CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
-// captured, so that each set of weights needs a map of its own.
+// CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had
+// set when it was captured, so that each set of weights needs a map of its own.
 typedef std::map<int, Graph> CallGraphs;
 
 // Calls the network for a step, unless it is the first, which needs no call.
@@ -2991,10 +3010,12 @@ struct SquaredNorm {
 //   m = beta1 m + (1 - beta1) g
 //   v = beta2 v + (1 - beta2) g^2
 //   w = (1 - lr weight_decay) w - lr m / correction1 / (sqrt(v / correction2) + eps)
-// Then the running means (EMAs) and the layers' copy follow. Weights that Muon updates step along its directions instead.
+// Then the running means (EMAs) and the layers' copy follow. Weights that Muon updates step along its
+// directions instead.
 //
-// All arrays are (n), a multiple of 4, and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The
-// EMAs, whose number varies, are loaded first, so that no branch stands between the other loads and the arithmetic.
+// All arrays are (n), a multiple of 4, and aligned to 16 bytes. An item is four elements; w_n, for example,
+// are those of w. The EMAs, whose number varies, are loaded first, so that no branch stands between the other
+// loads and the arithmetic.
 template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
     const float* gradient;             // (n)
@@ -3076,8 +3097,8 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 }
 
 // The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
-// among them. With ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the first weights
-// are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
+// among them. With ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the
+// first weights are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
     AdamW a = {.lr = (float)learning_rate(c, s),
@@ -3092,8 +3113,8 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     return a;
 }
 
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window. Never, where z is 0
-// or the window has seen too few.
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
+// Never, where z is 0 or the window has seen too few.
 HOST_DEVICE static inline bool is_outlier(float value, const float* window, int seen, float z) {
     int count = seen < WINDOW ? seen : WINDOW;
     if (!(z > 0) || count < WINDOW_LEAST) return false;
@@ -3134,16 +3155,18 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 }
 
 // ---- Muon -------------------------------------------------------------------------------------------------
-// Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The direction in which a matrix of weights
-// changes is its momentum, with singular values that five steps of Newton and Schulz's iteration bring near 1:
+// Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The direction in which a
+// matrix of weights changes is its momentum, with singular values that five steps of Newton and Schulz's
+// iteration bring near 1:
 //   A = X X^T,  B = b A + c A A,  X <- a X + B X,  from X / |X|
-// It is scaled as in Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate and weight decay
-// suit it. A convolution's rows are its outputs. A matrix with more rows than columns counts as several.
+// It is scaled as in Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate
+// and weight decay suit it. A convolution's rows are its outputs. A matrix with more rows than columns counts
+// as several.
 enum { MUON_STEPS = 5, MUON_UNIT = 16 };
 static constexpr float MUON_a = 3.4445f, MUON_b = -4.7750f, MUON_c = 2.0315f;
 
-// Whether Muon updates a parameter. AdamW has the rest: what is no matrix, the table of the classes, and a layer whose inputs
-// or outputs are the few channels of an image.
+// Whether Muon updates a parameter. AdamW has the rest: what is no matrix, the table of the classes, and a
+// layer whose inputs or outputs are the few channels of an image.
 static bool is_for_muon(const Parameter& t) {
     if (!is_matrix(t) || t.name == network.label_table) return false;
     return t.shape[0] % MUON_UNIT == 0 && t.shape[1] % MUON_UNIT == 0;
@@ -3165,8 +3188,8 @@ static std::vector<Tensor> muon_matrices(const Plan& plan, floatX* x) {
     return matrices;
 }
 
-// The products of all steps of the iteration, in the order in which orthogonalise does them: for each step those that are A,
-// those that are B, and those that are the next X. Also counts the tiles of their outputs.
+// The products of all steps of the iteration, in the order in which orthogonalise does them: for each step
+// those that are A, those that are B, and those that are the next X. Also counts the tiles of their outputs.
 static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Tensor>& matrices) {
     std::vector<MatrixProduct> products;
     floatX* from = muon->x;
@@ -3200,7 +3223,9 @@ static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Te
             muon->square_tiles += makes_A.back().tiles(true);
             muon->tiles += makes_next.back().tiles(false);
         }
-        for (const auto& list : {makes_A, makes_B, makes_next}) products.insert(products.end(), list.begin(), list.end());
+
+        for (const auto& list : {makes_A, makes_B, makes_next})
+            products.insert(products.end(), list.begin(), list.end());
         std::swap(from, to);
     }
     return products;
@@ -3221,8 +3246,8 @@ template <typename Real> struct MuonMomentum {
     }
 };
 
-// The first X is not divided by its norm in memory. Instead, the factors of the first B and of the next X are set here, as they
-// follow from the norm. The square of the norm is the trace of A. A team does a matrix.
+// The first X is not divided by its norm in memory. Instead, the factors of the first B and of the next X are
+// set here, as they follow from the norm. The square of the norm is the trace of A. A team does a matrix.
 template <typename Real> struct MuonNorms {
     MatrixProductOf<Real> *B, *next_x;
     int count;
