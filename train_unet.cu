@@ -2138,11 +2138,10 @@ HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, u
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
 }
 
-// The weight of a prediction's squared error. With gamma that of x0 counts min(SNR, gamma): Hang et al.,
-// "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023).
-static double loss_weight(NoiseLevel level, double x0_error, double gamma) {
+// The weight of the prediction's squared error. Without gamma it is 1. With gamma the squared error of x0 has the
+// weight min(SNR, gamma): Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023).
+static double loss_weight(double snr, double x0_error, double gamma) {
     if (gamma <= 0) return 1;
-    double snr = level.alpha * level.alpha / (level.sigma * level.sigma);
     return std::min(snr, gamma) * x0_error * x0_error;
 }
 
@@ -2150,10 +2149,6 @@ static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
     auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
-    auto posterior_variance_at = [&](int t) {
-        double ratio = level_at(t - 1).sigma / level_at(t).sigma;
-        return beta_at(t) * ratio * ratio;
-    };
 
     std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
@@ -2161,18 +2156,20 @@ static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
         double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
-        double beta = beta_at(t);
-        double posterior_variance = posterior_variance_at(std::max(t, 1));
-        double posterior_mean_by_x0 = beta * level_at(t - 1).alpha / variance;
+        double snr = level.alpha * level.alpha / variance;
+
+        int clipped = std::max(t, 1);
+        double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
+        double posterior_variance = beta_at(clipped) * ratio * ratio;
 
         rows.push_back({.alpha = (float)level.alpha,
                         .sigma = (float)level.sigma,
                         .target_eps = (float)target.eps,
                         .target_x0 = (float)target.x0,
-                        .weight = (float)loss_weight(level, x0_error, c.min_snr_gamma),
+                        .weight = (float)loss_weight(snr, x0_error, c.min_snr_gamma),
                         .posterior_log_variance_clipped = (float)log(posterior_variance),
-                        .log_variance_range = (float)log(beta / posterior_variance),
-                        .mean_error = (float)(posterior_mean_by_x0 * x0_error),
+                        .log_variance_range = (float)log(beta_at(t) / posterior_variance),
+                        .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
                         .noise_fraction = (float)noise_fraction(level),
                         .x0_error = (float)x0_error});
     }
