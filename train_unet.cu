@@ -2644,8 +2644,8 @@ struct SamplerStep {
     float max_log_sigma_ratio = 0;
 };
 
-// --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an
-// ideal denoiser (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
+// --spacing auto is guided-diffusion's spacing for DDIM and DDPM, and otherwise the one with the smallest error for
+// an ideal denoiser (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
 static int spacing_of(const Config& c) {
     if (c.spacing != SPACING_AUTO) return c.spacing;
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
@@ -2878,8 +2878,10 @@ template <typename Real> struct UpdateSamples {
                 float x = batch.x[at];
                 float saved = batch.saved[at];
                 float sigma = update.noise;
-                if (step.max_log_sigma_ratio > 0)  // the network has learned it
-                    sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
+                if (step.max_log_sigma_ratio > 0) {
+                    float learned = (float)batch.out[at + batch.channels];  // from -1 to 1
+                    sigma *= expf(step.max_log_sigma_ratio * 0.5f * (learned + 1));
+                }
 
                 float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
@@ -3088,7 +3090,12 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
     double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
-    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;  // from 1 to 0
+    double falling;  // from 1 to 0
+    if (c.lr_schedule == LR_COSINE) {
+        falling = 0.5 * (1 + cos(M_PI * done));
+    } else {
+        falling = 1 - done;
+    }
     double last = c.final_lr_fraction;
     return c.lr * (last + (1 - last) * falling);
 }
@@ -3259,8 +3266,9 @@ template <typename Real> struct MuonNorms {
         if (team.thread) return;
 
         float norm = fmaxf(sqrtf((float)trace), 1e-7f);
-        B[team.index].alpha = MUON_c / (norm * norm) / (norm * norm);
-        B[team.index].beta = MUON_b / (norm * norm);
+        float norm_squared = norm * norm;
+        B[team.index].alpha = MUON_c / norm_squared / norm_squared;
+        B[team.index].beta = MUON_b / norm_squared;
         next_x[team.index].alpha = 1 / norm;
         next_x[team.index].beta = MUON_a / norm;
     }
