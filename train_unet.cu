@@ -1691,9 +1691,9 @@ static void block_backward(Model* m, const Block& block, int B) {
 
 // ==== 5  PLAN, FORWARD AND BACKWARD =======================================================================
 // ---- plan -------------------------------------------------------------------------------------------------
-// Lays the parameters out in memory. Matrices come first, because they alone decay. The embedding layers of all residual blocks
-// lie next to each other, so that block 0 computes them as one layer: their weights are the last matrices, their biases
-// come next. Files keep PyTorch's order.
+// Lays the parameters out in memory. Matrices come first, because they alone decay. The embedding layers of
+// all residual blocks lie next to each other, so that block 0 computes them as one layer: their weights are
+// the last matrices, their biases come next. Files keep PyTorch's order.
 static void place_parameters(Plan* plan) {
     std::vector<Parameter*> order;
     for (Parameter& t : plan->tensors) order.push_back(&t);
@@ -1716,39 +1716,52 @@ static std::vector<Buffer*> buffers_of(Block* b) {
             &b->gradient, &b->scratch_forward, &b->scratch_backward, &b->late};
 }
 
-// Computes the live range of every buffer, in steps of the plan, and the sizes of what blocks leave to others;
-// the other sizes come from measure_buffers.
-static void compute_lifetimes(Plan* plan, const Config& c) {
+// Computes the sizes of what blocks leave to others: outputs, their moments, and gradients.
+static void size_outputs(Plan* plan, const Config& c) {
     const int n = (int)plan->blocks.size();
     const size_t B = plan->batch;
     for (int i = 0; i < n; i++) {
         Block& b = plan->blocks[i];
-        const bool is_last = i == n - 1;
-        const int back = 2 * n - 1 - i;
-        // The last step at which the block reads what its forward left. Block 0 runs on the side stream, which may still be at
-        // work when the main stream has come to later blocks.
-        const int kept = plan->training || i == 0 ? back : i;
-
         size_t pixels = (size_t)b.out_H * b.out_H;
         b.out.bytes = aligned(B * pixels * padded(b.O) * sizeof(floatX));
         if (plan->training) b.gradient.bytes = b.out.bytes;
-        if (i && !is_last && c.norm_groups)  // a group norm reads `out`; the network of dev/dit has none
-            b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+
+        // A group norm may read any output but the embedding and the last. The network of dev/dit has none.
+        bool is_normed = i > 0 && i < n - 1 && c.norm_groups;
+        if (is_normed) b.moments.bytes = aligned(B * norm_tiles((int)pixels) * b.O * sizeof(Moments));
+    }
+}
+
+// Computes the live range of every buffer, in steps of the plan.
+static void compute_lifetimes(Plan* plan) {
+    const int n = (int)plan->blocks.size();
+    for (int i = 0; i < n; i++) {
+        Block& b = plan->blocks[i];
+        const bool is_last = i == n - 1;
+        const int back = 2 * n - 1 - i;  // the step of its backward
 
         for (Buffer* forward : {&b.out, &b.moments, &b.hidden, &b.stats, &b.scratch_forward}) forward->used_at(i);
         for (Buffer* backward : {&b.gradient, &b.scratch_backward, &b.late}) backward->used_at(back);
-        b.hidden.used_at(kept);
-        b.stats.used_at(kept);
         if (is_last) b.out.used_at(2 * n);  // by the caller, after the last step
 
-        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which has become dh;
-        // and the output's gradient where the block's only weight gradient is that of the first or the last convolution.
+        // The last step at which the block reads what its forward has left. Block 0 runs on the side stream,
+        // which may still be at work when the main stream has come to later blocks.
+        int kept = i;
+        if (plan->training || i == 0) kept = back;
+        b.hidden.used_at(kept);
+        b.stats.used_at(kept);
+
+        // What the side stream reads beside the next block's backward: `late`; a residual block's h, which
+        // has become dh; and the output's gradient where the block's only weight gradient is that of the
+        // first or the last convolution.
         b.late.used_at(back + 1);
         if (plan->training && b.emb >= 0) b.hidden.used_at(back + 1);
         if (i == 1 || is_last) b.gradient.used_at(back + 1);
 
-        // Backward reads the block's inputs again, unless it has no weights. It reads its projection again if emb_again.
-        for (int source : {b.input, b.skip, b.emb < 0 ? -1 : 0}) {
+        // Backward of a block with weights reads its inputs again. It reads the projection, which is a part
+        // of block 0's output, again if emb_again.
+        const int embedding = b.emb < 0 ? -1 : 0;
+        for (int source : {b.input, b.skip, embedding}) {
             if (source < 0) continue;
             Block& read = plan->blocks[source];
             bool again = source == 0 ? b.emb_again : b.num_params > 0;
@@ -1765,10 +1778,11 @@ static void measure_buffers(Plan* plan, const Config& c) {
     Model m = Model();
     m.config = c;
     m.plan = *plan;
-    for (Block& block : plan->blocks)
+    for (Block& block : plan->blocks) {
         with_module(&m, block, plan->batch, [&](auto constructed) {
             block.hidden.bytes = constructed.kept_hidden.used;
             block.stats.bytes = constructed.kept_stats.used;
+
             m.scratch = m.late = Arena();
             constructed.reserve_forward();
             block.scratch_forward.bytes = m.scratch.used;
@@ -1779,17 +1793,23 @@ static void measure_buffers(Plan* plan, const Config& c) {
             block.scratch_backward.bytes = m.scratch.used;
             block.late.bytes = m.late.used;
         });
+    }
 }
 
-// Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the same step.
+// Gives every buffer an offset, the largest first: the lowest at which it overlaps none that is in use at the
+// same step.
 static void place_buffers(Plan* plan) {
-    std::vector<Buffer*> buffers, placed;  // placed: by offset
+    std::vector<Buffer*> buffers;
     for (Block& block : plan->blocks) std::ranges::copy(buffers_of(&block), std::back_inserter(buffers));
     std::ranges::stable_sort(buffers, std::greater(), &Buffer::bytes);
+
+    std::vector<Buffer*> placed;  // sorted by offset, so that b has to move upwards only
     for (Buffer* b : buffers) {
-        for (const Buffer* other : placed)
-            if (other->first <= b->last && b->first <= other->last && other->offset < b->offset + b->bytes)
-                b->offset = std::max(b->offset, other->offset + other->bytes);
+        for (const Buffer* other : placed) {
+            bool is_live_with = other->first <= b->last && b->first <= other->last;
+            bool is_in_the_way = other->offset < b->offset + b->bytes;
+            if (is_live_with && is_in_the_way) b->offset = std::max(b->offset, other->offset + other->bytes);
+        }
         placed.insert(std::ranges::upper_bound(placed, b->offset, {}, &Buffer::offset), b);
         plan->arena_bytes = std::max(plan->arena_bytes, b->offset + b->bytes);
     }
@@ -1799,18 +1819,23 @@ static void place_buffers(Plan* plan) {
 // reads a second output, and with out_H if it changes the size.
 static void add_block(Plan* plan, const Config& c, const std::string& name, Block block) {
     snprintf(block.name, sizeof block.name, "%s", name.c_str());
-    block.C = block.kind == BLOCK_EMBED ? c.num_channels : c.in_channels;
-    block.H = block.kind == BLOCK_EMBED ? 1 : c.image_size;
-    if (block.kind != BLOCK_EMBED && block.kind != BLOCK_CONV_IN) {
+    if (block.kind == BLOCK_EMBED) {
+        block.C = c.num_channels;
+        block.H = 1;
+    } else if (block.kind == BLOCK_CONV_IN) {
+        block.C = c.in_channels;
+        block.H = c.image_size;
+    } else {
         block.input = (int)plan->blocks.size() - 1;
         block.C = plan->blocks.back().O;
         block.H = plan->blocks.back().out_H;
     }
+    if (!block.out_H) block.out_H = block.H;
+
     if (block.skip >= 0) {
         block.C2 = plan->blocks[block.skip].O;
         plan->blocks[block.skip + 1].accumulate = true;  // the encoder's next block, which reads the same output
     }
-    if (!block.out_H) block.out_H = block.H;
 
     block.param = (int)plan->tensors.size();
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { Kind::declare(plan, c, &block); });
@@ -1824,28 +1849,30 @@ static void add_block(Plan* plan, const Config& c, const std::string& name, Bloc
 static Plan make_plan(const Config& c, int batch, bool training) {
     Plan plan = {.batch = batch, .training = training};
     const int levels = list_length(c.channel_mult);
-    int width = level_width(c, 0);
-    std::vector<int> skips;  // blocks
-    std::string group;       // as files name it; its blocks are numbered
-    int number = 0, outputs = 0;
+    int width = level_width(c, 0);  // output channels of the blocks that are added
+    std::vector<int> skips;         // the blocks whose outputs the decoder is still to read
+    std::string group;              // of blocks, as files name it
+    int number = 0;                 // of the next block in its group
+    int output_groups = 0;
 
     auto begin_group = [&](const std::string& name) {
         group = name;
         number = 0;
     };
     auto last_size = [&] { return plan.blocks.back().out_H; };
-    auto add = [&](BlockKind kind, int skip = -1, int out_H = 0) {
-        Block block = {.kind = kind, .O = width, .out_H = out_H, .skip = skip};
+    auto add = [&](Block block) {
+        block.O = width;
         add_block(&plan, c, text("%s.%d", group, number++), block);
     };
     auto add_residual = [&](int skip = -1) {
-        add(BLOCK_RES, skip);
-        if (attends(c, last_size())) add(BLOCK_ATTENTION);
+        add({.kind = BLOCK_RES, .skip = skip});
+        if (attends(c, last_size())) add({.kind = BLOCK_ATTENTION});
     };
     auto add_resampling = [&](BlockKind kind, int out_H) {
-        add(c.resblock_updown ? BLOCK_RES : kind, -1, out_H);
+        add({.kind = c.resblock_updown ? BLOCK_RES : kind, .out_H = out_H});
     };
-    auto leave_skip = [&] {  // the last block's output, and the next group begins
+    // The last block's output becomes a skip, and the encoder's next group begins.
+    auto leave_skip = [&] {
         skips.push_back((int)plan.blocks.size() - 1);
         begin_group(text("input_blocks.%zu", skips.size()));
     };
@@ -1853,7 +1880,7 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     add_block(&plan, c, "time_embed", {.kind = BLOCK_EMBED, .O = embedding_width(c)});
 
     begin_group("input_blocks.0");
-    add(BLOCK_CONV_IN);
+    add({.kind = BLOCK_CONV_IN});
     leave_skip();
     for (int level = 0; level < levels; level++) {
         width = level_width(c, level);
@@ -1867,23 +1894,26 @@ static Plan make_plan(const Config& c, int batch, bool training) {
     }
 
     begin_group("middle_block");
-    add(BLOCK_RES);
-    add(BLOCK_ATTENTION);
-    add(BLOCK_RES);
+    add({.kind = BLOCK_RES});
+    add({.kind = BLOCK_ATTENTION});
+    add({.kind = BLOCK_RES});
 
     for (int level = levels - 1; level >= 0; level--) {
         width = level_width(c, level);
         for (int i = 0; i <= c.num_res_blocks; i++) {
-            begin_group(text("output_blocks.%d", outputs++));
+            begin_group(text("output_blocks.%d", output_groups++));
             add_residual(skips.back());
             skips.pop_back();
             if (level && i == c.num_res_blocks) add_resampling(BLOCK_UP, 2 * last_size());
         }
     }
-    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = c.learn_sigma ? 2 * c.in_channels : c.in_channels});
+
+    int predictions = c.learn_sigma ? 2 : 1;  // of each channel its value and, if learned, its variance
+    add_block(&plan, c, "out", {.kind = BLOCK_OUT, .O = predictions * c.in_channels});
 
     place_parameters(&plan);
-    compute_lifetimes(&plan, c);
+    size_outputs(&plan, c);
+    compute_lifetimes(&plan);
     measure_buffers(&plan, c);
     place_buffers(&plan);
     return plan;
@@ -1902,8 +1932,8 @@ static void unet_forward(Model* m, int B, int first = 0) {
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient on the side
-// stream may go on beside the backward of the next block; the block's others are waited for.
+// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
+// on the side stream may go on beside the backward of the next block; the block's others are waited for.
 static void unet_backward(Model* m, int B, float* dw) {
     m->dw = dw;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
@@ -1911,6 +1941,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_backward);
         m->late = arena_of(m, block.late);
+
         Event of_block_before = newest_event;
         network.backward(m, block, B);
         // Waits for all but the newest event, which is of this block; or for all, if the block started none.
@@ -1938,7 +1969,8 @@ static double transition_variance(NoiseLevel less, NoiseLevel more) {
 // Ho et al. (2020), section 4, stretched to other T as guided-diffusion does. It stays below 1: see
 // check_config.
 static double linear_beta(int t, int T) {
-    double first = 1e-4 * 1000.0 / T, last = 0.02 * 1000.0 / T;
+    double first = 1e-4 * 1000.0 / T;
+    double last = 0.02 * 1000.0 / T;
     return first + (last - first) * t / (T - 1);
 }
 
@@ -1949,9 +1981,11 @@ static double cosine_beta(int t, int T) {
 }
 
 // Alpha is shifted so that its last is 0 and scaled so that its first stays: algorithm 1 of Lin et al.,
-// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where alpha^2 + sigma^2 = 1.
+// "Common Diffusion Noise Schedules and Sample Steps are Flawed" (2023). For schedules of betas, where
+// alpha^2 + sigma^2 = 1.
 static void rescale_to_zero_terminal_snr(std::vector<NoiseLevel>* schedule) {
-    double first = schedule->front().alpha, last = schedule->back().alpha;
+    double first = schedule->front().alpha;
+    double last = schedule->back().alpha;
     for (NoiseLevel& level : *schedule) {
         level.alpha = (level.alpha - last) * first / (first - last);
         level.sigma = sqrt(1 - level.alpha * level.alpha);
@@ -1965,51 +1999,59 @@ static NoiseLevel flow_level(int t, int T) {
     return {1 - s, s};
 }
 
-// Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from 0.002 to 80, spaced
-// by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's input is scaled to a standard deviation
-// of 1, by table 1's c_in.
+// Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (2022): sigmas from
+// 0.002 to 80, spaced by equation 5 with rho = 7, of images whose standard deviation is 0.5. The network's
+// input is scaled to a standard deviation of 1, by table 1's c_in.
 const double SIGMA_DATA = 0.5;
 static NoiseLevel edm_level(int t, int T) {
-    double smallest = pow(0.002, 1.0 / 7), largest = pow(80, 1.0 / 7);
+    double smallest = pow(0.002, 1.0 / 7);
+    double largest = pow(80, 1.0 / 7);
     double sigma = pow(smallest + (largest - smallest) * t / (T - 1), 7);
     double c_in = 1 / hypot(sigma, SIGMA_DATA);
     return {c_in, c_in * sigma};
 }
 
-// The level of each timestep, from the least noise to the most. The first has some noise, because a step divides by its sigma.
-// The last has a sigma of about 1, because sampling begins with noise of that standard deviation; its alpha may be 0, but not
-// with --predict eps.
-// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule and in FLAGS of
-// unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is its mirror.
+// The level of each timestep, from the least noise to the most. The first has some noise, because a step
+// divides by its sigma. The last has a sigma of about 1, because sampling begins with noise of that standard
+// deviation; its alpha may be 0, but not with --predict eps.
+//
+// A new schedule is a function such as flow_level, a case here, and a name at the same place in NoiseSchedule
+// and in FLAGS of unet_io.h. check_config says what it does not go with, and noise_levels of unet_io.py is
+// its mirror.
 static std::vector<NoiseLevel> make_schedule(const Config& c) {
-    int T = c.diffusion_steps;
+    const int T = c.diffusion_steps;
     std::vector<NoiseLevel> schedule;
-    double abar = 1;
-    auto after_beta = [&](double beta) {
+    double abar = 1;  // alpha-bar of Ho et al. (2020): the product of all 1 - beta so far
+    auto add_beta = [&](double beta) {
         abar *= 1 - beta;
-        return NoiseLevel{sqrt(abar), sqrt(1 - abar)};
+        schedule.push_back({sqrt(abar), sqrt(1 - abar)});
     };
-    for (int t = 0; t < T; t++)
+
+    for (int t = 0; t < T; t++) {
         switch ((NoiseSchedule)c.noise_schedule) {
-            case SCHEDULE_LINEAR: schedule.push_back(after_beta(linear_beta(t, T))); break;
-            case SCHEDULE_COSINE: schedule.push_back(after_beta(cosine_beta(t, T))); break;
+            case SCHEDULE_LINEAR: add_beta(linear_beta(t, T)); break;
+            case SCHEDULE_COSINE: add_beta(cosine_beta(t, T)); break;
             case SCHEDULE_FLOW: schedule.push_back(flow_level(t, T)); break;
             case SCHEDULE_EDM: schedule.push_back(edm_level(t, T)); break;
         }
+    }
     if (c.zero_terminal_snr) rescale_to_zero_terminal_snr(&schedule);
     return schedule;
 }
 
-// What the network predicts: eps times the noise + x0 times the image. A new prediction is a line in target_at and a name:
-// in the enumeration Prediction and in FLAGS of unet_io.h. Loss weights and samplers follow.
+// What the network predicts: eps times the noise + x0 times the image.
 struct Target {
     double eps, x0;
 };
+
 // Karras et al. (2022), equation 8: (x0 - c_skip (x0 + noise_ratio eps)) / c_out, with c_skip and c_out of table 1.
 static Target edm_target(NoiseLevel level) {
     double scale = hypot(level.sigma, SIGMA_DATA * level.alpha);
     return {-SIGMA_DATA * level.alpha / scale, level.sigma / (SIGMA_DATA * scale)};
 }
+
+// A new prediction is a case here, and a name at the same place in the enumeration Prediction and in FLAGS of
+// unet_io.h. The loss's weights and the samplers follow from it.
 static Target target_at(int predict, NoiseLevel level) {
     switch ((Prediction)predict) {
         case PREDICT_EPS: return {1, 0};
@@ -2022,11 +2064,12 @@ static Target target_at(int predict, NoiseLevel level) {
     return {};
 }
 
-// What a prediction says of the image: x0 = x times the noised image + out times the prediction. It solves
-// the equations of NoiseLevel and Target.
+// The image that follows from a prediction: x0 = x times the noised image + out times the prediction.
 struct Denoiser {
     double x, out;
 };
+
+// Solves the equations of NoiseLevel and Target for x0.
 static Denoiser denoiser_at(int predict, NoiseLevel level) {
     Target target = target_at(predict, level);
     double determinant = level.alpha * target.eps - level.sigma * target.x0;
@@ -2040,30 +2083,32 @@ struct ScheduleRow {
     float weight;                 // of the squared error
     // For --learn_sigma, of the posterior q(x_t-1 | x_t, x0), equation 7 of Ho et al. (2020):
     float posterior_log_variance_clipped;  // timestep 0 has no variance, and takes timestep 1's
-    float log_variance_range;              // log beta minus that
+    float log_variance_range;              // log beta minus the line above
     float mean_error;                      // by how much its mean is off where the prediction is off by 1
     // For --consistency:
     float noise_fraction;
     float x0_error;  // by how much x0 is off where the prediction is off by 1
 };
 
-// It rises from 0, for the image, to 1, for noise alone; with the flow schedule in equal steps.
+// It rises from 0, for the image, to 1, for noise alone. With the flow schedule it rises in equal steps.
 static double noise_fraction(NoiseLevel level) { return level.sigma / (level.alpha + level.sigma); }
 
-// The probability that training draws timestep t or one before it. Either all are equally likely, or the logarithm of the
-// noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is the logit-normal distribution of
-// Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (2024). A timestep stands for the
-// levels that are nearer to it than to its neighbours, by their noise_fraction.
+// The probability that training draws timestep t or one before it. Either all are equally likely, or the
+// logarithm of the noise_ratio is normal, as in Karras et al. (2022), table 1; with the flow schedule this is
+// the logit-normal distribution of Esser et al., "Scaling Rectified Flow Transformers for High-Resolution
+// Image Synthesis" (2024). A timestep stands for the levels that are nearer to it than to its neighbours, by
+// their noise_fraction.
 static double cumulative_probability(const Config& c, const std::vector<NoiseLevel>& schedule, int t) {
     if (c.timestep_sampling == TIMESTEPS_UNIFORM) return (t + 1.0) / c.diffusion_steps;
     if (t == c.diffusion_steps - 1) return 1;
+
     double middle = (noise_fraction(schedule[t]) + noise_fraction(schedule[t + 1])) / 2;
     double deviations = (log(middle / (1 - middle)) - c.timestep_mean) / c.timestep_std;
     return erfc(-deviations / sqrt(2.0)) / 2;
 }
 
-// For each timestep the largest random word that draws it or an earlier one. They never fall; of two timesteps that have the
-// same, the later one is never drawn.
+// For each timestep the largest random word that draws it or an earlier one. These words never fall from one
+// timestep to the next. Where two timesteps have the same word, the later one is never drawn.
 static std::vector<uint32_t> make_last_words(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     std::vector<uint32_t> last_words;
@@ -2074,7 +2119,8 @@ static std::vector<uint32_t> make_last_words(const Config& c) {
     return last_words;
 }
 
-// A binary search: the first timestep before `end` that holds() is true of, or `end`. It is true of all later ones, too.
+// The first timestep before `end` for which holds() is true, or `end`. A binary search: holds() must be true
+// for all later timesteps, too.
 HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     int first = 0;
     while (first < end) {
@@ -2088,36 +2134,40 @@ HOST_DEVICE static inline int first_timestep(int end, const auto& holds) {
     return first;
 }
 
-// The timestep, of T, that a random word draws: the first whose last word is not smaller.
+// The timestep, of T, that a random word draws: the first whose last word is at least this word.
 HOST_DEVICE static inline int draw_timestep(const uint32_t* last_words, int T, uint32_t word) {
     return first_timestep(T - 1, [&](int t) { return word <= last_words[t]; });
+}
+
+// The weight of the prediction's squared error. Without gamma it is 1. With gamma the squared error of x0 has the
+// weight min(SNR, gamma): Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023).
+static double loss_weight(double snr, double x0_error, double gamma) {
+    if (gamma <= 0) return 1;
+    return std::min(snr, gamma) * x0_error * x0_error;
 }
 
 static std::vector<ScheduleRow> make_schedule_rows(const Config& c) {
     std::vector<NoiseLevel> schedule = make_schedule(c);
     auto level_at = [&](int t) { return t < 0 ? NoiseLevel{1, 0} : schedule[t]; };
     auto beta_at = [&](int t) { return transition_variance(level_at(t - 1), level_at(t)); };
+
     std::vector<ScheduleRow> rows;
     for (int t = 0; t < c.diffusion_steps; t++) {
         NoiseLevel level = level_at(t);
         double variance = level.sigma * level.sigma;
         Target target = target_at(c.predict, level);
         double x0_error = denoiser_at(c.predict, level).out;
-
-        // Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy" (2023): the squared
-        // error of x0 counts min(SNR, gamma). gamma = 0: that of the prediction counts 1.
         double snr = level.alpha * level.alpha / variance;
-        double weight =
-            c.min_snr_gamma > 0 ? std::min(snr, (double)c.min_snr_gamma) * x0_error * x0_error : 1;
 
         int clipped = std::max(t, 1);
         double ratio = schedule[clipped - 1].sigma / schedule[clipped].sigma;
         double posterior_variance = beta_at(clipped) * ratio * ratio;
+
         rows.push_back({.alpha = (float)level.alpha,
                         .sigma = (float)level.sigma,
                         .target_eps = (float)target.eps,
                         .target_x0 = (float)target.x0,
-                        .weight = (float)weight,
+                        .weight = (float)loss_weight(snr, x0_error, c.min_snr_gamma),
                         .posterior_log_variance_clipped = (float)log(posterior_variance),
                         .log_variance_range = (float)log(beta_at(t) / posterior_variance),
                         .mean_error = (float)(beta_at(t) * level_at(t - 1).alpha / variance * x0_error),
@@ -2135,26 +2185,32 @@ HOST_DEVICE static inline float clamped(float x0) {
 }
 
 // ---- noising ----------------------------------------------------------------------------------------------
-// An item of the layers below: four pixels of image b, the last item's perhaps fewer, all channels. The noise
-// is in the order (C, H, W), as images are in files, and what the network reads in (B, H, W, PIXEL); an
-// item's pixels lie together in both, so that a GPU's threads read and write whole lines.
+// An item of the layers below: four pixels of image b with all channels; the last item of an image may have
+// fewer. The noise is in the order (C, H, W), as images are in files, and what the network reads is in
+// (B, H, W, PIXEL). An item's pixels lie together in both, so that a GPU's threads read and write whole lines.
 struct FourPixels {
-    int pixels, b, first, n;  // of the image's H W pixels those from `first` on, n of them
+    int pixels;  // of the image: H W
+    int b;
+    int first;  // the number of the item's first pixel in the image
+    int n;      // of the item's pixels
+
+    // How many such items there are.
     static size_t count(const auto& images) { return (size_t)images.B * ceil_div(images.T(), 4); }
+
     HOST_DEVICE FourPixels(size_t item, int pixels) : pixels(pixels) {
         int items = ceil_div(pixels, 4);
         b = (int)(item / items);
         first = 4 * (int)(item % items);
         n = pixels - first < 4 ? pixels - first : 4;
     }
-    HOST_DEVICE int element(int c) const { return c * pixels + first; }  // the first pixel's, in (C, H, W)
-    HOST_DEVICE size_t at(int i, int c) const {                          // pixel i's, in (B, H, W, PIXEL)
-        return ((size_t)b * pixels + first + i) * PIXEL + c;
-    }
+
+    // Where channel c of the first pixel lies in (C, H, W), and of pixel i in (B, H, W, PIXEL).
+    HOST_DEVICE int element(int c) const { return c * pixels + first; }
+    HOST_DEVICE size_t at(int i, int c) const { return ((size_t)b * pixels + first + i) * PIXEL + c; }
 };
 
 // x_t = alpha x0 + sigma eps, and the network's target. With offset noise eps also has offset_noise times a
-// normal that all of a channel's pixels share, so that an image's mean is learnt, too.
+// normal that all pixels of a channel share, so that an image's mean is learned, too.
 template <typename Real> struct AddNoise {
     TensorOf<Real> x_t;
     float* target;                // (B, H, W, PIXEL)
@@ -2201,11 +2257,11 @@ template <typename Real> struct AddNoise {
 // ---- loss -------------------------------------------------------------------------------------------------
 // A team adds up a chunk: so many elements of one sample, of all its PIXEL channels.
 enum { LOSS_CHUNK = 4096 };
-// The number of a sample's chunks.
+// How many chunks a sample has.
 HOST_DEVICE static inline int loss_chunks(int pixels) { return ceil_div((size_t)pixels * PIXEL, LOSS_CHUNK); }
 
-// The loss of a batch: sums over its elements, and what their weights follow from. A layer that has a BatchLoss works on B of
-// the batch's samples, from `first` on. Its b counts from there.
+// The loss of a batch: where its sums go, and what the samples' weights follow from. A layer that has a
+// BatchLoss works on B of the batch's samples, from `first` on. Its b counts from there.
 struct BatchLoss {
     float* chunk_sums;                      // (batch_size, loss_chunks(pixels)), not weighted
     const int* timesteps = nullptr;         // (batch_size)
@@ -2216,23 +2272,25 @@ struct BatchLoss {
     bool on_paths = false;                 // the loss is path_loss instead of the squared error
     int width = 0;                         // of an image, in pixels; only path_loss reads it
     int first = 0, B = batch_size;
+
     HOST_DEVICE double elements() const { return (double)batch_size * pixels * channels; }
     HOST_DEVICE int timestep(int b) const { return timesteps[first + b]; }
     HOST_DEVICE const ScheduleRow& at(int b) const { return schedule[timestep(b)]; }
     HOST_DEVICE float weight_of(int b) const { return weights ? weights[first + b] : at(b).weight; }
 };
 
-// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15 and 16. A
-// sample has the bound's term of its timestep, in bits for each number of the image, times T, because the bound is a sum over
-// timesteps and the loss is a mean. The functions below are named as in guided-diffusion.
+// --learn_sigma adds a thousandth of the variational bound to the loss: Nichol and Dhariwal (2021), equations 15
+// and 16. The bound is a sum over the timesteps, in bits for each number of the image. The loss is a mean over
+// timesteps, so that a sample adds T times the term of its own timestep. The functions below are named as in
+// guided-diffusion.
 
-// A function's value, and its derivative by the logarithm of the variance, by z, or by an error.
+// A function's value, and its derivative with respect to the logarithm of the variance, to z, or to an error.
 struct ValueAndSlope {
     float value, slope;
 };
 
-// KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean differs from p's by
-// `error`. The slope is by q's log_variance.
+// KL(p || q) of two Gaussians. q has this log_variance, which is larger than p's by `above`, and its mean
+// differs from p's by `error`. The slope is with respect to q's log_variance.
 HOST_DEVICE static inline ValueAndSlope normal_kl(float error, float log_variance, float above) {
     float spread = expm1f(-above) + error * error * expf(-log_variance);
     return {0.5f * (above + spread), -0.5f * spread};
@@ -2245,42 +2303,46 @@ HOST_DEVICE static inline ValueAndSlope approx_standard_normal_cdf(float z) {
     return {below, below * (1 - below) * k * (1 + 3 * 0.044715f * z * z)};
 }
 
-// The term of t = 0: the logarithm of the probability of x0's byte, which is that between the byte's two edges. Black has
-// all below its upper edge, and white all above its lower one. For other bytes only the mean's distance from x0 counts: the
-// mean is put above x0, so that no two numbers near 1 are subtracted.
+// The term of t = 0: the logarithm of the probability of x0's byte, which is that between the byte's two
+// edges. Black has all below its upper edge, and white all above its lower one. For other bytes only the
+// mean's distance from x0 counts: the mean is put above x0, so that no two numbers near 1 are subtracted.
 HOST_DEVICE static inline ValueAndSlope discretized_gaussian_log_likelihood(float x0, float error,
                                                                             float log_variance) {
-    bool black = x0 < -0.999f, white = x0 > 0.999f;
+    bool is_black = x0 < -0.999f;
+    bool is_white = x0 > 0.999f;
     float away = -fabsf(error);
-    if (black) away = -error;
-    if (white) away = error;
+    if (is_black) away = -error;
+    if (is_white) away = error;
+
     float precision = expf(-0.5f * log_variance);
     float upper = (away + 1 / 255.0f) * precision;
     float lower = (away - 1 / 255.0f) * precision;
-    ValueAndSlope within = approx_standard_normal_cdf(upper), below = {0, 0};
-    if (!black && !white) below = approx_standard_normal_cdf(lower);
+    ValueAndSlope within = approx_standard_normal_cdf(upper);
+    ValueAndSlope below = {0, 0};
+    if (!is_black && !is_white) below = approx_standard_normal_cdf(lower);
 
     float p = within.value - below.value;
     if (p < 1e-12f) return {logf(1e-12f), 0};
     return {logf(p), -0.5f * (within.slope * upper - below.slope * lower) / p};
 }
 
-// The pseudo-Huber loss of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023), who apply it to
-// whole images: 2 c (sqrt(error^2 + c^2) - c). Beyond c it grows like |error|, so that what a network cannot know becomes one
-// of the possible values, a sharp one, instead of their mean.
+// The pseudo-Huber loss of Song and Dhariwal, "Improved Techniques for Training Consistency Models" (2023),
+// who apply it to whole images: 2 c (sqrt(error^2 + c^2) - c). Beyond c it grows like |error|, so that what a
+// network cannot know becomes one of the possible values, a sharp one, instead of their mean.
 HOST_DEVICE static inline ValueAndSlope pseudo_huber(float error) {
     const float c = 0.1f;
     float root = sqrtf(fmaf(error, error, c * c));
     return {2 * c * error * error / (root + c), 2 * c * error / root};
 }
 
-// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts divided by
-// its elements is F.mse_loss(out, target). With --learn_sigma the channels after the prediction, from -1 to 1, say where
-// the logarithm of the variance lies between its bounds, and the variational bound's term is added; only these channels get
-// a gradient from it. A team does a chunk of a sample.
+// The squared error of a batch's samples, and its gradient. With weights of 1 the sum of the batch's parts
+// divided by its elements is F.mse_loss(out, target). With --learn_sigma the channels after the prediction,
+// from -1 to 1, say where the logarithm of the variance lies between its bounds, and the variational bound's
+// term is added; only these channels get a gradient from it. A team does a chunk of a sample.
 //
-// On paths an element has a pseudo-Huber loss of its error instead, and others of how much this differs from the errors of the
-// pixels beside, above and below it: so edges count more than areas that are too bright or too dark as a whole.
+// On paths an element has a pseudo-Huber loss of its error instead, and four more: of the difference between
+// its error and that of each neighbouring pixel. So edges count more than areas that are too bright or too
+// dark as a whole.
 template <typename Real> struct PredictionLoss {
     BatchLoss batch;
     const Real* out;                // (B, H, W, PIXEL)
@@ -2288,10 +2350,12 @@ template <typename Real> struct PredictionLoss {
     Real* dout = nullptr;           // (B, H, W, PIXEL): the loss's gradient; null: not wanted
     const float* images = nullptr;  // (B, C, H, W), with --learn_sigma; otherwise null
 
-    // That of an element whose error is this one; a difference between two pixels counts half for each.
+    // The loss on paths of an element with this error. A difference between two pixels counts half for each.
     HOST_DEVICE ValueAndSlope path_loss(size_t at, int pixel, float error) const {
         ValueAndSlope loss = pseudo_huber(error);
-        int x = pixel % batch.width, y = pixel / batch.width, height = batch.pixels / batch.width;
+        int x = pixel % batch.width;
+        int y = pixel / batch.width;
+        int height = batch.pixels / batch.width;
         auto add_neighbour = [&](bool is_inside, int steps) {
             if (!is_inside) return;
             size_t there = at + (ptrdiff_t)steps * PIXEL;
@@ -2306,13 +2370,16 @@ template <typename Real> struct PredictionLoss {
         return loss;
     }
 
-    // The bound's term for channel c of the output, after the prediction, and its derivative by that channel.
+    // The bound's term for channel c of the output, one of those after the prediction, and its derivative
+    // with respect to it.
     HOST_DEVICE ValueAndSlope variance_loss(size_t at, int b, int pixel, int c) const {
-        const int t = batch.timestep(b), C = batch.channels;
+        const int t = batch.timestep(b);
+        const int C = batch.channels;
         const ScheduleRow row = batch.schedule[t];
         float above = 0.5f * ((float)out[at] + 1) * row.log_variance_range;
         float log_variance = row.posterior_log_variance_clipped + above;
         float error = row.mean_error * ((float)out[at - C] - target[at - C]);
+
         ValueAndSlope term;
         if (t) {
             term = normal_kl(error, log_variance, above);
@@ -2327,32 +2394,42 @@ template <typename Real> struct PredictionLoss {
     enum { THREADS = 1024, BLOCKS = 1 };
     size_t items() const { return (size_t)batch.B * loss_chunks(batch.pixels); }
     HOST_DEVICE void operator()(Team team) const {
-        int n = batch.pixels * PIXEL, chunks = loss_chunks(batch.pixels), C = batch.channels;
-        int b = team.index / chunks, chunk = team.index % chunks;
-        size_t sum_at = (size_t)batch.first * chunks + team.index;
-        int begin = chunk * LOSS_CHUNK, end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
-        float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
-        float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;
+        const int C = batch.channels;
+        const int n = batch.pixels * PIXEL;
+        const int chunks = loss_chunks(batch.pixels);
+        const int b = team.index / chunks;
+        const int chunk = team.index % chunks;
+        const size_t sum_at = (size_t)batch.first * chunks + team.index;
+        const int begin = chunk * LOSS_CHUNK;
+        const int end = chunk + 1 < chunks ? begin + LOSS_CHUNK : n;
+        const float scale = (float)(2.0 / batch.elements()) * batch.weight_of(b);
+        const float bits = batch.diffusion_steps / 1000.0f / 0.69314718f;  // T / 1000, and nats to bits
+
         Sum sum = 0, bound = 0;
         for (int i = begin + team.thread; i < end; i += team.threads) {
-            size_t at = (size_t)b * n + i;
-            int c = i % PIXEL;
-            float difference = c < C ? (float)out[at] - target[at] : 0;
-            float gradient = scale * difference;  // 2 w_b (out - target) / elements of the batch
-            Sum loss = (Sum)difference * difference;
-            if (batch.on_paths && c < C) {
-                ValueAndSlope of_path = path_loss(at, i / PIXEL, difference);
+            const size_t at = (size_t)b * n + i;
+            const int c = i % PIXEL;
+            const bool is_prediction = c < C;
+
+            float error = is_prediction ? (float)out[at] - target[at] : 0;
+            float gradient = scale * error;  // 2 w_b (out - target) / elements of the batch
+            Sum loss = (Sum)error * error;
+            if (batch.on_paths && is_prediction) {
+                ValueAndSlope of_path = path_loss(at, i / PIXEL, error);
                 loss = of_path.value;
                 gradient = 0.5f * scale * of_path.slope;
             }
             sum += loss;
-            if (images && c >= C && c < 2 * C) {
+
+            const bool is_variance = images && c >= C && c < 2 * C;
+            if (is_variance) {
                 ValueAndSlope term = variance_loss(at, b, i / PIXEL, c);
                 bound += (Sum)(bits * term.value);
                 gradient = term.slope * (float)(bits / batch.elements());
             }
             if (dout) dout[at] = (Real)gradient;
         }
+
         sum = team_sum(sum);
         if (team.thread == 0) batch.chunk_sums[sum_at] = (float)sum;
         if (!images) return;
@@ -2362,32 +2439,34 @@ template <typename Real> struct PredictionLoss {
 };
 
 // ---- consistency tuning -----------------------------------------------------------------------------------
-// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to predict the same x0 from all noised forms
-// of an image, so that one call draws a picture from noise alone. Each image is noised twice with the same noise: to the
-// sample's timestep, and to an earlier one. The x0 that the network predicts from the second, held constant, is its target
-// for the first.
+// Geng et al., "Consistency Models Made Easy" (2024): a trained network learns to predict the same x0 from
+// all noised forms of an image, so that one call draws a picture from noise alone. Each image is noised twice
+// with the same noise: to the sample's timestep, and to an earlier one. The x0 that the network predicts from
+// the second, held constant, is its target for the first.
 
-// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2 in the first of STAGES, then 3/4, and
-// 255/256 in the last.
+// The noise_fraction of the earlier timestep is at most this part of the other's: 1/2 in the first of STAGES,
+// then 3/4, and 255/256 in the last.
 HOST_DEVICE static inline float pair_ratio(int64_t step, int steps) {
     enum { STAGES = 8 };
     int64_t stage = steps > 0 ? step * STAGES / steps : 0;
-    return 1 - 1 / (float)(2 << (stage < STAGES ? stage : STAGES - 1));
+    if (stage > STAGES - 1) stage = STAGES - 1;
+    return 1 - 1 / (float)(2 << stage);
 }
 
-// Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its place: then the gap
-// is the whole noise_fraction, and what the network predicts at timestep 0 is not used.
+// Chooses the earlier timestep of sample b. Where no timestep is early enough, the image itself takes its
+// place: then the gap is the whole noise_fraction, and what the network predicts at timestep 0 is not used.
 HOST_DEVICE static inline void choose_earlier(const ConsistencyPairs& pairs, const ScheduleRow* schedule, size_t b,
                                               int timestep, float ratio) {
     float own = schedule[timestep].noise_fraction;
     float most = own * ratio;
+    // How many timesteps are early enough; the latest of them is chosen.
     int count = first_timestep(timestep, [&](int t) { return schedule[t].noise_fraction > most; });
     pairs.timesteps[b] = count ? count - 1 : 0;
     pairs.gaps[b] = count ? own - schedule[count - 1].noise_fraction : own;
 }
 
-// pairs.errors: what is added to the target of the sample's own timestep, so that the target means the x0 that the network
-// predicts at the earlier one. An item is an element.
+// pairs.errors: what is added to the target of the sample's own timestep, so that the target means the x0
+// that the network predicts at the earlier one. An item is an element.
 template <typename Real> struct EarlierErrors {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2398,15 +2477,15 @@ template <typename Real> struct EarlierErrors {
     HOST_DEVICE void operator()(size_t i) const {
         int b = (int)(i / ((size_t)loss.pixels * PIXEL));
         int sample = loss.first + b;
-        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;  // choose_earlier found none
+        bool is_image = pairs.gaps[sample] == loss.at(b).noise_fraction;  // choose_earlier found no timestep
         float x0_error = is_image ? 0 : loss.schedule[pairs.timesteps[sample]].x0_error;
         pairs.errors[i] = x0_error * ((float)out[i] - target[i]) / loss.at(b).x0_error;
     }
 };
 
-// The weights of the samples' squared errors, which have been added up; they keep any sample from outweighing the others. The
-// squared error of x0 is divided by its own root, held constant (the paper's adaptive weight, with c = 0), and by the gap. An
-// item is a sample.
+// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
+// outweighing the others: the squared error of x0 is divided by its own root, held constant (the paper's
+// adaptive weight, with c = 0), and by the gap. An item is a sample.
 struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
@@ -2414,23 +2493,26 @@ struct PairWeights {
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
-        int sample = loss.first + (int)b, chunks = loss_chunks(loss.pixels);
+        int sample = loss.first + (int)b;
+        int chunks = loss_chunks(loss.pixels);
         float squares = 0;
         for (int i = 0; i < chunks; i++) squares += loss.chunk_sums[sample * chunks + i];
+
         float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
         weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
 };
 
 // ---- paths of the sampler ---------------------------------------------------------------------------------
-// The other way of consistency tuning, the first stage of Hu et al., "CMT: Mid-Training for Efficient Learning of
-// Consistency, Mean Flow, and Flow Map Models" (2025): the model draws pictures by DPM-Solver++, and from points of such a
-// path the network that is tuned learns to predict the picture at its end. Of a path only these points are kept: those at which
-// the consistency_steps steps of the tuned model will begin, the first of them noise alone, and the end.
+// The other way of consistency tuning is the first stage of Hu et al., "CMT: Mid-Training for Efficient
+// Learning of Consistency, Mean Flow, and Flow Map Models" (2025). The model draws pictures by DPM-Solver++,
+// and from points of such a path the network that is tuned learns to predict the picture at its end. Only a
+// few points of a path are kept: its end, and those at which the consistency_steps steps of the tuned model
+// will begin, of which the first is noise alone.
 //
-// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the network. In each
-// training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps times, but seldom in steps that
-// follow each other, which would learn the same twice.
+// Every path_steps training steps each sample of the batch gets a new path, which takes as many calls of the
+// network. In each training step it takes a random one of its newest PATHS_KEPT. So a path is used path_steps
+// times, but seldom in steps that follow each other, which would learn the same twice.
 enum { PATHS_KEPT = 20 };
 
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
@@ -2445,7 +2527,9 @@ template <typename Real> struct LoadPathPoints {
     size_t items() const { return x_t.count(); }
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
-        size_t point = chosen[b], end = point / (consistency_steps + 1) * (consistency_steps + 1) + consistency_steps;
+        size_t point = chosen[b];
+        const int points_a_path = consistency_steps + 1;
+        size_t end = point / points_a_path * points_a_path + consistency_steps;
         float x = points[point * x_t.count() + i];
         float x0 = points[end * x_t.count() + i];
 
@@ -2457,14 +2541,18 @@ template <typename Real> struct LoadPathPoints {
 };
 
 // ---- distribution matching --------------------------------------------------------------------------------
-// The end of consistency tuning on paths: Yin et al., "One-step Diffusion with Distribution Matching Distillation" (2024),
-// section 3.2. The student, which is the network that is tuned, draws pictures as it will draw them: in one step or in two, of
-// which the first makes a draft. A second network, the fake, begins as the teacher and learns to denoise these pictures, as the
-// teacher has learned to denoise images. For the same noised picture the teacher's x0 minus the fake's points towards pictures
-// that look more like images, and the student learns to change its picture in that direction, by its last step. Drafts are not
-// matched: they would lose variety, and pictures with them. The student sees its own drafts, as in Yin et al., "Improved
-// Distribution Matching Distillation for Fast Image Synthesis" (2024), section 4.5. A training step updates the fake, then the
-// student.
+// The end of consistency tuning on paths is that of Yin et al., "One-step Diffusion with Distribution
+// Matching Distillation" (2024), section 3.2.
+//
+// The student, which is the network that is tuned, draws pictures as it will draw them: in one step, or in
+// two, of which the first makes a draft. A second network, the fake, begins as the teacher and learns to
+// denoise these pictures, as the teacher has learned to denoise images. For the same noised picture the
+// teacher's x0 minus the fake's points towards pictures that look more like images. The student learns to
+// change its picture in that direction. A training step updates the fake, then the student.
+//
+// Only the last step of drawing is trained. Drafts are not matched: they would lose variety, and the pictures
+// with them. The student learns from its own drafts, as in Yin et al., "Improved Distribution Matching
+// Distillation for Fast Image Synthesis" (2024), section 4.5.
 
 // Training steps before those that match distributions.
 static int64_t steps_on_paths(const Config& c) {
@@ -2472,7 +2560,8 @@ static int64_t steps_on_paths(const Config& c) {
     return steps - llround((double)c.matching_fraction * (double)steps);
 }
 
-// predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item is an element.
+// predicted = images + x0_error (out - target): the x0 that the network predicts from noised images. An item
+// is an element.
 template <typename Real> struct PredictX0 {
     float* predicted;  // (B, C, H, W)
     BatchLoss loss;
@@ -2483,17 +2572,19 @@ template <typename Real> struct PredictX0 {
 
     size_t items() const { return (size_t)loss.B * loss.channels * loss.pixels; }
     HOST_DEVICE void operator()(size_t i) const {
-        size_t channel = i / loss.pixels, b = channel / loss.channels;
+        size_t channel = i / loss.pixels;  // counted through all images
+        size_t b = channel / loss.channels;
         size_t at = (b * loss.pixels + i % loss.pixels) * PIXEL + channel % loss.channels;
         float x0 = fmaf(loss.at(b).x0_error, (float)out[at] - target[at], images[i]);
         predicted[i] = clamps ? clamped(x0) : x0;
     }
 };
 
-// The student's target: its own prediction, plus a change that makes the squared error's gradient the paper's. That gradient,
-// by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator, equation 8, makes pictures count alike
-// however much noise they got. The picture changes by x0_error where the prediction changes by 1, so that the gradient by the
-// prediction is x0_error times as large. A team does a sample.
+// The student's target: its own prediction, plus a change that makes the squared error's gradient the
+// paper's. That gradient, by the picture, is (fake - teacher) / mean |picture - teacher|; the denominator,
+// equation 8, makes pictures count alike however much noise they got. The picture changes by x0_error where
+// the prediction changes by 1, so that the gradient by the prediction is x0_error times as large. A team does
+// a sample.
 template <typename Real> struct MatchingTarget {
     float* target;  // (B, H, W, PIXEL)
     BatchLoss loss;
@@ -2503,7 +2594,11 @@ template <typename Real> struct MatchingTarget {
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(Team team) const {
-        size_t b = team.index, pixels = loss.pixels, elements = loss.channels * pixels, begin = b * elements;
+        const size_t b = team.index;
+        const size_t pixels = loss.pixels;
+        const size_t elements = loss.channels * pixels;
+        const size_t begin = b * elements;
+
         Sum distance = 0;
         for (size_t i = begin + team.thread; i < begin + elements; i += team.threads)
             distance += fabsf(pictures[i] - teacher[i]);
@@ -2511,7 +2606,8 @@ template <typename Real> struct MatchingTarget {
         float scale = loss.at(b).x0_error / mean;
 
         for (size_t i = team.thread; i < pixels * PIXEL; i += team.threads) {
-            size_t at = b * pixels * PIXEL + i, c = i % PIXEL;
+            size_t at = b * pixels * PIXEL + i;
+            size_t c = i % PIXEL;
             float change = 0;
             if (c < (size_t)loss.channels) {
                 size_t element = begin + c * pixels + i / PIXEL;
@@ -2523,55 +2619,66 @@ template <typename Real> struct MatchingTarget {
 };
 
 // ---- samplers ---------------------------------------------------------------------------------------------
-// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken. A new one is a
-// function beside ddim_step and a branch in make_sampler; its name goes into the enumeration Sampler and, at the same place,
-// into FLAGS of unet_io.h and sampler_text; sampler_steps and spacing_of say how it usually goes. train_unet.py has SAMPLERS.
+// A sampler is a list of SamplerSteps, which make_sampler computes before the first of them is taken.
+//
+// A new sampler is a function beside ddim_step and a branch in make_sampler. Its name goes into the
+// enumeration Sampler and, at the same place, into FLAGS of unet_io.h and into sampler_text. sampler_steps
+// and spacing_of say how many steps it takes where nothing else is asked for, and at which timesteps.
+// SAMPLERS of train_unet.py is the mirror of this list.
 
-// What a step makes of the sample x: a sum of the predicted x0, x, what the call before saved, and fresh noise, times these
-// factors. It also saves save_x0 x0 + save_x x for the next call: that is x0 itself, except in the first of Heun's two calls.
+// The factors by which a step changes the sample x, with x0 the predicted image and eps fresh noise:
+//   next  = update.x0 x0 + update.x x + update.saved saved + update.noise eps
+//   saved = update.save_x0 x0 + update.save_x x, for the next call
+// What is saved is x0 itself, except in the first of Heun's two calls.
 struct SampleUpdate {
     float x0 = 0, x = 0, saved = 0, noise = 0;
     float save_x0 = 1, save_x = 0;
 };
 
-// A call of the network, and what follows from its answer. The first step, number 0, calls nothing: x becomes
-// noise.
+// A call of the network, and what follows from its answer. The first step, number 0, makes no call: x becomes noise.
 struct SamplerStep {
     uint32_t number = 0;                   // of the call, counted from 1; it keys the noise
     int timestep = -1;                     // what the network is given; -1: it is not called
     float x0_from_x = 0, x0_from_out = 0;  // of the Denoiser
     SampleUpdate update = {};
-    float max_log_sigma_ratio = 0;  // with a learned sigma, the noise is up to exp(this) times as large; 0: it is not learned
+    // A learned sigma makes the noise up to exp(max_log_sigma_ratio) times as large. 0: it is not learned.
+    float max_log_sigma_ratio = 0;
 };
 
-// --spacing auto: for DDIM and DDPM guided-diffusion's spacing, otherwise the one with the smallest error for an ideal denoiser
-// (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
+// --spacing auto is guided-diffusion's spacing for DDIM and DDPM, and otherwise the one with the smallest error for
+// an ideal denoiser (test_ideal.py). The consistency sampler has its own: see sampler_timesteps.
 static int spacing_of(const Config& c) {
     if (c.spacing != SPACING_AUTO) return c.spacing;
     bool is_uniform = c.sampler == SAMPLER_DDIM || c.sampler == SAMPLER_DDPM;
     return is_uniform ? SPACING_UNIFORM : SPACING_TRAILING;
 }
 
-// guided-diffusion's space_timesteps(T, [count]), which has the first and the last timestep. A single one is the last, from
-// which one step makes the mean of all pictures.
+// guided-diffusion's space_timesteps(T, [count]), which has the first and the last timestep. A single one is
+// the last, from which one step makes the mean of all pictures.
 static std::vector<int> uniform_timesteps(int T, int count) {
     if (count == 1) return {T - 1};
+
     std::vector<int> timesteps;
-    double stride = (double)(T - 1) / (count - 1), t = 0;
-    for (int i = 0; i < count; i++, t += stride) timesteps.push_back((int)nearbyint(t));
+    double stride = (double)(T - 1) / (count - 1);
+    double t = 0;
+    for (int i = 0; i < count; i++) {
+        timesteps.push_back((int)nearbyint(t));
+        t += stride;
+    }
     return timesteps;
 }
 
 // Lin et al. (2023), table 2: all steps, the last to no noise included, are equally long.
 static std::vector<int> trailing_timesteps(int T, int count) {
     std::vector<int> timesteps;
-    for (int i = count - 1; i >= 0; i--) timesteps.push_back((int)nearbyint(T - i * ((double)T / count)) - 1);
+    double stride = (double)T / count;
+    for (int i = count - 1; i >= 0; i--) timesteps.push_back((int)nearbyint(T - i * stride) - 1);
     return timesteps;
 }
 
-// Karras et al. (2022), equation 5 with rho = 7, from their noise_ratio of 80, or the schedule's largest, to
-// that of timestep 0. Each becomes the nearest timestep, by its logarithm, that is not taken. They are returned rising, and the
-// last is T - 1.
+// Karras et al. (2022), equation 5 with rho = 7: noise_ratios from 80, or the schedule's largest if that is
+// less, to that of timestep 0. Each becomes the timestep whose ratio has the nearest logarithm, of those that
+// are not taken. The timesteps are returned rising, and the last is T - 1.
 static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule, int count) {
     int t = (int)schedule.size() - 1;
     std::vector<int> timesteps = {t};
@@ -2580,29 +2687,36 @@ static std::vector<int> karras_timesteps(const std::vector<NoiseLevel>& schedule
     for (int i = 1; i < count; i++) {
         double wanted = 7 * log(largest + (smallest - largest) * i / (count - 1));
         auto distance = [&](int candidate) { return fabs(log(noise_ratio(schedule[candidate])) - wanted); };
-        int left = count - 1 - i;  // timesteps that still need a place
-        for (t--; t > left && distance(t - 1) <= distance(t); t--) continue;
+        int left = count - 1 - i;  // timesteps that still need a place below this one
+
+        t--;
+        while (t > left && distance(t - 1) <= distance(t)) t--;
         timesteps.push_back(t);
     }
     std::ranges::reverse(timesteps);
     return timesteps;
 }
 
-// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are evenly spaced, three
-// tenths of the way up: of two to seven tenths the best for Fashion-MNIST.
+// The second of two consistency steps starts at timestep number second_start (from 1) of `count` that are
+// evenly spaced. Three tenths of the way up was the best for Fashion-MNIST, of two to seven tenths.
 static int second_start(int count) { return ceil_div(3 * count, 10); }
 
-// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts at a point of the paths
-// that the model learned from, if it did; from paths it has learned no other steps. Else they are evenly spaced.
+// The timesteps of `count` consistency steps, rising. The last is T - 1. The second of two steps starts three
+// tenths of the way up: where the model was tuned on paths, at the very point from which it has learned this
+// step. Other numbers of steps are evenly spaced.
 static std::vector<int> consistency_timesteps(const Config& c, int count) {
-    int T = c.diffusion_steps, spaced = c.path_steps ? c.path_steps : T;
-    if (count == 2) return {trailing_timesteps(T, spaced)[second_start(spaced) - 1], T - 1};
-    return trailing_timesteps(T, count);
+    const int T = c.diffusion_steps;
+    if (count != 2) return trailing_timesteps(T, count);
+
+    int spaced = c.path_steps ? c.path_steps : T;
+    int second = trailing_timesteps(T, spaced)[second_start(spaced) - 1];
+    return {second, T - 1};
 }
 
 // The timesteps that a sampler visits, rising.
 static std::vector<int> sampler_timesteps(const Config& c, const std::vector<NoiseLevel>& schedule) {
-    int T = c.diffusion_steps, count = sampler_steps(c);
+    const int T = c.diffusion_steps;
+    const int count = sampler_steps(c);
     if (c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO) return consistency_timesteps(c, count);
     switch (spacing_of(c)) {
         case SPACING_UNIFORM: return uniform_timesteps(T, count);
@@ -2611,10 +2725,12 @@ static std::vector<int> sampler_timesteps(const Config& c, const std::vector<Noi
     }
 }
 
-// DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again from the clamped
-// x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance of the posterior, equation 7.
+// DDIM, Song et al., "Denoising Diffusion Implicit Models" (2021): equation 12 with the noise derived again
+// from the clamped x0, and equation 16. With eta = 1 it is DDPM, Ho et al. (2020): the mean and the variance
+// of the posterior, equation 7.
 static SampleUpdate ddim_step(NoiseLevel from, NoiseLevel to, double eta) {
-    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);  // of from's, added after `to`
+    // The part of the variance at `from` that was added after `to`.
+    double fresh = transition_variance(to, from) / (from.sigma * from.sigma);
     double direction = to.sigma / from.sigma * sqrt(std::max(0.0, 1 - eta * eta * fresh));
     return {.x0 = (float)(to.alpha - direction * from.alpha),
             .x = (float)direction,
@@ -2626,10 +2742,13 @@ static SampleUpdate consistency_step(NoiseLevel to) {
     return {.x0 = (float)to.alpha, .noise = (float)to.sigma};
 }
 
-// DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models" (2022),
-// algorithm 2: DDIM, with x0 extrapolated by means of the step before, which came from `before`; its time is -log(noise_ratio).
-// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot; so is the last, which is
-// infinitely long. After a step that came from noise alone, whose length is infinite, w is 0: that makes DDIM's step, too.
+// DPM-Solver++(2M), Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic
+// Models" (2022), algorithm 2: DDIM, with x0 extrapolated from that of the step before, which came from
+// `before`. A step's length is measured in the paper's lambda, which is -log(noise_ratio).
+//
+// A step more than twice as long as the one before is DDIM's, because extrapolation would overshoot. So is
+// the last, which is infinitely long. After a step that came from noise alone, whose length is infinite, w is
+// 0: that makes DDIM's step, too.
 static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to) {
     auto length = [](NoiseLevel a, NoiseLevel b) { return log(noise_ratio(a)) - log(noise_ratio(b)); };
     double w = length(from, to) / length(before, from) / 2;
@@ -2641,9 +2760,10 @@ static SampleUpdate dpmpp_step(NoiseLevel before, NoiseLevel from, NoiseLevel to
     return update;
 }
 
-// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha at the noise_ratio: DDIM's step, then, with a second call of
-// the network at its end, the same again with the mean of the slopes at both ends. The first call saves what does not depend on
-// the second.
+// Heun's method, Karras et al. (2022), algorithm 1, for x / alpha as a function of the noise_ratio. The first
+// call of the network makes DDIM's step. The second is made at the end of that step, and repeats it with the
+// mean of the slopes at both ends. The first call saves all terms of the result that do not depend on the
+// second.
 static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLevel to) {
     SampleUpdate first = ddim_step(from, to, 0);
     first.save_x0 = first.x0 / 2;
@@ -2652,6 +2772,10 @@ static std::pair<SampleUpdate, SampleUpdate> heun_step(NoiseLevel from, NoiseLev
     double half = (1 - noise_ratio(from) / noise_ratio(to)) / 2;
     return {first, {.x0 = (float)(-half * to.alpha), .x = (float)half, .saved = 1}};
 }
+
+// Heun's slope at the end of a step is an error divided by the noise_ratio there. Where the ratio falls to less than a
+// tenth, that would magnify the error. This excludes the last step, to no noise, and one from noise alone.
+static bool suits_heun(NoiseLevel from, NoiseLevel to) { return noise_ratio(to) >= 0.1 * noise_ratio(from); }
 
 // The steps from pure noise to a sample: from timestep to timestep, and at last to no noise, which is x0 itself.
 static std::vector<SamplerStep> make_sampler(const Config& c) {
@@ -2671,11 +2795,9 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
     };
 
     for (int i = last; i >= 0; i--) {
-        NoiseLevel from = level_of(i), to = level_of(i - 1);
-        // Heun's slope at the end of a step is an error divided by the noise_ratio there. Where the ratio falls to less than a
-        // tenth, that would magnify the error, and the step is DDIM's. So are the last, to 0, and one from noise alone.
-        bool is_short = noise_ratio(to) >= 0.1 * noise_ratio(from);
-        if (c.sampler == SAMPLER_HEUN && is_short) {
+        NoiseLevel from = level_of(i);
+        NoiseLevel to = level_of(i - 1);
+        if (c.sampler == SAMPLER_HEUN && suits_heun(from, to)) {
             auto [first, second] = heun_step(from, to);
             call(i, first);
             call(i - 1, second);
@@ -2686,12 +2808,13 @@ static std::vector<SamplerStep> make_sampler(const Config& c) {
         } else if (c.sampler == SAMPLER_DDPM) {
             call(i, ddim_step(from, to, 1));
             if (c.learn_sigma && i) steps.back().max_log_sigma_ratio = (float)log(from.sigma / to.sigma);
-        } else {
+        } else {  // DDIM, and the steps that the others leave to it
             call(i, ddim_step(from, to, c.eta));
         }
     }
     return steps;
 }
+
 // The steps of a path; the first makes the noise that it begins with.
 static std::vector<SamplerStep> make_path(Config c) {
     c.sampler = SAMPLER_DPMPP;
@@ -2700,6 +2823,7 @@ static std::vector<SamplerStep> make_path(Config c) {
     c.sample_steps = c.path_steps;
     return make_sampler(c);
 }
+
 static long network_calls(const std::vector<SamplerStep>& steps) { return (long)steps.size() - 1; }
 
 // What decides a sample: the seed of its noise, and its class.
@@ -2708,9 +2832,9 @@ struct SampleSpec {
     int label;
 };
 
-// Samples that are made at the same time, and the network's predictions. With guidance the network makes a second prediction,
-// without the class, whose rows follow the first's, and prediction = without + guidance (with - without): Ho and Salimans,
-// "Classifier-Free Diffusion Guidance" (2022).
+// Samples that are made at the same time, and the network's predictions. With guidance the network makes a
+// second prediction of each sample, without the class; these rows follow the others. Then prediction =
+// without + guidance (with - without): Ho and Salimans, "Classifier-Free Diffusion Guidance" (2022).
 template <typename Real> struct SampleBatch {
     TensorOf<Real> input;     // x for the network; with guidance a copy follows, for the second prediction
     const Real* out;          // (B, H, W, PIXEL): the prediction; with guidance the second follows
@@ -2721,6 +2845,7 @@ template <typename Real> struct SampleBatch {
     const SampleSpec* specs;  // (B)
 
     int rows() const { return guidance == 1 ? input.B : 2 * input.B; }  // of a call of the network
+
     HOST_DEVICE float predicted_x0(const SamplerStep& step, size_t at) const {
         float prediction = (float)out[at];
         if (guidance != 1) {
@@ -2732,8 +2857,9 @@ template <typename Real> struct SampleBatch {
     }
 };
 
-// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and not on the others
-// of its batch. fmaf says how each sum is rounded, so that every compiler makes the same bits.
+// The end of a step: x and saved become what its SampleUpdate says. A sample depends on its SampleSpec, and
+// not on the others of its batch. fmaf says how each sum is rounded, so that every compiler makes the same
+// bits.
 template <typename Real> struct UpdateSamples {
     SampleBatch<Real> batch;
     SamplerStep step;
@@ -2745,20 +2871,24 @@ template <typename Real> struct UpdateSamples {
         UNROLLED_FOR (int c = 0; c < MAX_CHANNELS && c < batch.channels; c++) {
             float normal[4] = {};
             if (update.noise > 0)
-                random_normals_at(normal, batch.specs[four.b].seed, STREAM_SAMPLER, four.element(c), 0,
-                                  step.number);
+                random_normals_at(normal, batch.specs[four.b].seed, STREAM_SAMPLER, four.element(c), 0, step.number);
+
             UNROLLED_FOR (int i = 0; i < 4 && i < four.n; i++) {
                 size_t at = four.at(i, c);
                 float x0 = batch.predicted_x0(step, at);
-                float x = batch.x[at], saved = batch.saved[at];
+                float x = batch.x[at];
+                float saved = batch.saved[at];
                 float sigma = update.noise;
-                if (step.max_log_sigma_ratio > 0)  // the network has learned it
-                    sigma *= expf(step.max_log_sigma_ratio * 0.5f * ((float)batch.out[at + batch.channels] + 1));
+                if (step.max_log_sigma_ratio > 0) {
+                    float learned = (float)batch.out[at + batch.channels];  // from -1 to 1
+                    sigma *= expf(step.max_log_sigma_ratio * 0.5f * (learned + 1));
+                }
 
                 float next = fmaf(update.saved, saved, fmaf(update.x0, x0, update.x * x));
                 next = fmaf(sigma, normal[i], next);
                 batch.x[at] = next;
                 batch.saved[at] = fmaf(update.save_x0, x0, update.save_x * x);
+
                 batch.input.data[at] = (Real)next;
                 if (batch.guidance != 1) batch.input.data[batch.input.count() + at] = (Real)next;
             }
@@ -2766,7 +2896,7 @@ template <typename Real> struct UpdateSamples {
     }
 };
 
-// What a call of the network is given: the timestep of each of its rows, and its class or none.
+// What a call of the network is given: for each of its rows the timestep, and the class or none.
 struct SetModelInputs {
     int *timesteps, *labels;  // (rows); labels null: the network knows no classes
     const SampleSpec* specs;
@@ -2781,7 +2911,7 @@ struct SetModelInputs {
 };
 
 // ---- samples of a model -----------------------------------------------------------------------------------
-// Between training steps target and images are free for x and what the sampler saves.
+// Between training steps m->target and m->images are free: they hold x and what the sampler saves.
 static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
@@ -2793,18 +2923,21 @@ static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
             .specs = m->specs};
 }
 
+// Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the
+// predictions.
 static void begin_samples(Model* m, const SampleBatch<floatX>& batch) {
     size_t values = batch.input.count();
-    for (float* held : {batch.x, batch.saved})  // the first step takes 0 times these, which may hold a NaN
-        backend_zero(held, values * sizeof(float));
-    backend_zero(unet_output(m), batch.rows() / batch.input.B * values * sizeof(floatX));
+    int predictions = batch.rows() / batch.input.B;  // of each sample
+    backend_zero(batch.x, values * sizeof(float));
+    backend_zero(batch.saved, values * sizeof(float));
+    backend_zero(unet_output(m), predictions * values * sizeof(floatX));
 }
 
-// CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had set when it was
-// captured, so that each set of weights needs a map of its own.
+// CUDA graphs of the network's calls, by the number of rows. A graph reads the weights that use_weights had
+// set when it was captured, so that each set of weights needs a map of its own.
 typedef std::map<int, Graph> CallGraphs;
 
-// Calls the network for a step. The first step needs no call.
+// Calls the network for a step, unless it is the first, which needs no call.
 static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
                             CallGraphs* graphs) {
     if (step.timestep < 0) return;
@@ -2848,7 +2981,8 @@ struct StepState {
     float quartile_sums[4] = {}, quartile_counts[4] = {};
     History history;
 };
-enum { NORM_CHUNK = 65536 };  // parameters whose squares are summed together
+
+enum { NORM_CHUNK = 65536 };  // parameters whose squares a team adds up
 
 // chunk_sums (n / NORM_CHUNK rounded up): the sum of squares of each chunk of x (n, aligned to 16 bytes).
 struct SquaredNorm {
@@ -2859,7 +2993,8 @@ struct SquaredNorm {
     enum { THREADS = 512, BLOCKS = 1 };
     size_t items() const { return ceil_div(n, NORM_CHUNK); }
     HOST_DEVICE void operator()(Team team) const {
-        size_t first = (size_t)team.index * NORM_CHUNK, end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
+        const size_t first = (size_t)team.index * NORM_CHUNK;
+        const size_t end = first + NORM_CHUNK < n ? first + NORM_CHUNK : n;
         Sum sum = 0;
         for (size_t i = first + 4 * team.thread; i < end; i += 4 * team.threads) {
             Vector<float, 4> v = load<4>(x + i);
@@ -2871,9 +3006,16 @@ struct SquaredNorm {
 };
 
 // Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as torch.optim.AdamW,
-// of the gradient times `clip`; then the running means (EMAs) and the layers' copy. All arrays are (n), a multiple of 4,
-// and aligned to 16 bytes. An item is four elements; w_n, for example, are those of w. The EMAs, whose number varies, are
-// loaded first, so that no branch stands between the other loads and the arithmetic.
+// of the gradient times `clip`:
+//   m = beta1 m + (1 - beta1) g
+//   v = beta2 v + (1 - beta2) g^2
+//   w = (1 - lr weight_decay) w - lr m / correction1 / (sqrt(v / correction2) + eps)
+// Then the running means (EMAs) and the layers' copy follow. Weights that Muon updates step along its
+// directions instead.
+//
+// All arrays are (n), a multiple of 4, and aligned to 16 bytes. An item is four elements; w_n, for example,
+// are those of w. The EMAs, whose number varies, are loaded first, so that no branch stands between the other
+// loads and the arithmetic.
 template <typename Real> struct UpdateWeights {
     OptimiserMemory memory;
     const float* gradient;             // (n)
@@ -2888,24 +3030,30 @@ template <typename Real> struct UpdateWeights {
         if (!state->accepted) return;
         const AdamW a = state->update;
         const auto& [w, ema, m, v] = memory;
-        size_t i = 4 * item;
-        float step = a.lr / a.correction1, root = sqrtf(a.correction2);
+        const size_t i = 4 * item;
+        float step_size = a.lr / a.correction1;
+        float root = sqrtf(a.correction2);
         float decay = i < decayed ? 1.0f - a.lr * a.weight_decay : 1.0f;
 
         Vector<float, 4> ema_n[MAX_EMAS];
         for (int k = 0; k < MAX_EMAS; k++)
             if (ema[k]) ema_n[k] = load<4>(ema[k] + i);
-        Vector<float, 4> g_n = load<4>(gradient + i), w_n = load<4>(w + i);
-        Vector<float, 4> m_n = load<4>(m + i), v_n = load<4>(v + i);
-        Vector<Real, 4> working_n;
-        float scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
+        Vector<float, 4> g_n = load<4>(gradient + i);
+        Vector<float, 4> w_n = load<4>(w + i);
+        Vector<float, 4> m_n = load<4>(m + i);
+        Vector<float, 4> v_n = load<4>(v + i);
+        float muon_scale = scales ? scales[i / CHANNEL_MULTIPLE] : 0;
 
+        Vector<Real, 4> working_n;
         for (int j = 0; j < 4; j++) {
             float g = g_n[j] * a.clip;
             m_n[j] = fmaf(a.beta1, m_n[j], (1.0f - a.beta1) * g);
             v_n[j] = fmaf(a.beta2, v_n[j], (1.0f - a.beta2) * g * g);
-            if (scale > 0) w_n[j] = fmaf(-a.lr * scale, (float)directions[i + j], w_n[j] * decay);
-            else w_n[j] = w_n[j] * decay - step * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            if (muon_scale > 0) {
+                w_n[j] = fmaf(-a.lr * muon_scale, (float)directions[i + j], w_n[j] * decay);
+            } else {
+                w_n[j] = w_n[j] * decay - step_size * m_n[j] / (sqrtf(v_n[j]) / root + a.eps);
+            }
             working_n[j] = (Real)w_n[j];
         }
         store(w + i, w_n);
@@ -2929,7 +3077,8 @@ struct AddFloats {
 
     size_t items() const { return n / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        Vector<float, 4> total = load<4>(a + 4 * item), more = load<4>(b + 4 * item);
+        Vector<float, 4> total = load<4>(a + 4 * item);
+        Vector<float, 4> more = load<4>(b + 4 * item);
         for (int j = 0; j < 4; j++) total[j] += more[j];
         store(sum + 4 * item, total);
     }
@@ -2942,14 +3091,19 @@ HOST_DEVICE static double learning_rate(const Hyper& c, int64_t s) {
 
     double span = c.lr_steps > c.warmup_steps ? c.lr_steps - c.warmup_steps : 1;
     double done = fmin((double)(s - c.warmup_steps) / span, 1.0);
-    double falling = c.lr_schedule == LR_COSINE ? 0.5 * (1 + cos(M_PI * done)) : 1 - done;
+    double falling;  // from 1 to 0
+    if (c.lr_schedule == LR_COSINE) {
+        falling = 0.5 * (1 + cos(M_PI * done));
+    } else {
+        falling = 1 - done;
+    }
     double last = c.final_lr_fraction;
     return c.lr * (last + (1 - last) * falling);
 }
 
 // The learning rate goes by steps; the corrections of Adam's moments and the EMAs' warm-up go by the updates
-// among them. With ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the first weights
-// are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
+// among them. With ema_warmup an average keeps at most 1 - (1 + n)^-0.75 of itself in update n, so that the
+// first weights are soon forgotten; diffusers' EMAModel does this with inv_gamma = 1 and power = 3/4.
 HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
     double n = (double)(updates + 1);
     AdamW a = {.lr = (float)learning_rate(c, s),
@@ -2959,26 +3113,28 @@ HOST_DEVICE static AdamW adamw_at(const Hyper& c, int64_t s, int64_t updates) {
                .eps = c.adam_eps,
                .correction1 = (float)(1 - pow((double)c.beta1, n)),
                .correction2 = (float)(1 - pow((double)c.beta2, n))};
-    double rising = c.ema_warmup ? 1 - pow(1 + n, -0.75) : 1;
-    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(rising, (double)c.ema_rate[k]));
+    double most_kept = c.ema_warmup ? 1 - pow(1 + n, -0.75) : 1;
+    for (int k = 0; k < MAX_EMAS; k++) a.ema_weight[k] = (float)(1 - fmin(most_kept, (double)c.ema_rate[k]));
     return a;
 }
 
-// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window, where
-// z > 0 and it has seen enough.
+// Whether a value lies more than z (unbiased) standard deviations above the mean of those in the window.
+// Never, where z is 0 or the window has seen too few.
 HOST_DEVICE static inline bool is_outlier(float value, const float* window, int seen, float z) {
     int count = seen < WINDOW ? seen : WINDOW;
     if (!(z > 0) || count < WINDOW_LEAST) return false;
 
-    double mean = 0, squares = 0;
+    double mean = 0;
     for (int i = 0; i < count; i++) mean += window[i];
     mean /= count;
+
+    double squares = 0;
     for (int i = 0; i < count; i++) squares += (window[i] - mean) * (window[i] - mean);
     return value - mean > z * sqrt(squares / (count - 1));
 }
 
-// What a step's loss and gradient norm decide: whether its update is made, and of how much of the gradient
-// (as torch.nn.utils.clip_grad_norm_). A finite step counts, even without its update: the data move on.
+// Decides, by a step's loss and gradient norm, whether its update is made, and by how much the gradient is clipped (as
+// torch.nn.utils.clip_grad_norm_ does it). A finite step counts, even without its update: the data move on.
 HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float norm, const Hyper& c) {
     History* h = &state->history;
     bool outlier = is_outlier(loss, h->losses, h->seen, c.skip_outliers) ||
@@ -2988,7 +3144,9 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
     state->norm = norm;
     state->finite = fabsf(loss) <= FLT_MAX && fabsf(norm) <= FLT_MAX;
     state->accepted = state->finite && !outlier;
-    state->update.clip = c.grad_clip > 0 ? fminf(1.0f, c.grad_clip / (norm + 1e-6f)) : 1.0f;
+    float clip = 1;
+    if (c.grad_clip > 0) clip = fminf(1.0f, c.grad_clip / (norm + 1e-6f));
+    state->update.clip = clip;
 
     if (!state->finite) return;
     state->step++;
@@ -3002,47 +3160,77 @@ HOST_DEVICE static inline void conclude_step(StepState* state, float loss, float
 }
 
 // ---- Muon -------------------------------------------------------------------------------------------------
-// Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The direction in which a matrix of weights
-// changes is its momentum, with singular values that five steps of Newton and Schulz's iteration bring near 1:
+// Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The direction in which a
+// matrix of weights changes is its momentum, with singular values that five steps of Newton and Schulz's
+// iteration bring near 1:
 //   A = X X^T,  B = b A + c A A,  X <- a X + B X,  from X / |X|
-// It is scaled as in Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate and weight decay
-// suit it. A convolution's rows are its outputs. A matrix with more rows than columns counts as several.
+// It is scaled as in Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate
+// and weight decay suit it. A convolution's rows are its outputs. A matrix with more rows than columns counts
+// as several.
 enum { MUON_STEPS = 5, MUON_UNIT = 16 };
 static constexpr float MUON_a = 3.4445f, MUON_b = -4.7750f, MUON_c = 2.0315f;
 
-// Where in x, (num_floats), the matrices lie that Muon updates. AdamW has the rest: what is no matrix, the table of the
-// classes, and a layer whose inputs or outputs are the few channels of an image.
+// Whether Muon updates a parameter. AdamW has the rest: what is no matrix, the table of the classes, and a
+// layer whose inputs or outputs are the few channels of an image.
+static bool is_for_muon(const Parameter& t) {
+    if (!is_matrix(t) || t.name == network.label_table) return false;
+    return t.shape[0] % MUON_UNIT == 0 && t.shape[1] % MUON_UNIT == 0;
+}
+
+// Where in x, (num_floats), the matrices lie that Muon updates.
 static std::vector<Tensor> muon_matrices(const Plan& plan, floatX* x) {
     std::vector<Tensor> matrices;
     for (const Parameter& t : plan.tensors) {
-        if (!is_matrix(t) || t.name == network.label_table || t.shape[0] % MUON_UNIT || t.shape[1] % MUON_UNIT) continue;
-        int rows = t.shape[0], columns = (int)(t.count / rows);
-        for (int row = 0; row < rows; row += columns)
-            matrices.push_back({x + t.offset + (size_t)row * columns, std::min(columns, rows - row), 1, 1, columns});
+        if (!is_for_muon(t)) continue;
+        const int rows = t.shape[0];
+        const int columns = (int)(t.count / rows);
+        for (int row = 0; row < rows; row += columns) {
+            floatX* first = x + t.offset + (size_t)row * columns;
+            matrices.push_back({first, std::min(columns, rows - row), 1, 1, columns});
+        }
     }
     std::ranges::stable_sort(matrices, std::greater(), &Tensor::C);  // the longest sums begin first
     return matrices;
 }
 
-// For each step of the iteration the products that are A, those that are B, and those that are the next X.
+// The products of all steps of the iteration, in the order in which orthogonalise does them: for each step
+// those that are A, those that are B, and those that are the next X. Also counts the tiles of their outputs.
 static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Tensor>& matrices) {
     std::vector<MatrixProduct> products;
-    floatX *from = muon->x, *to = muon->next_x;
+    floatX* from = muon->x;
+    floatX* to = muon->next_x;
     for (int step = 0; step < MUON_STEPS; step++) {
-        std::vector<MatrixProduct> lists[3];
-        muon->square_tiles = muon->tiles = 0;
+        std::vector<MatrixProduct> makes_A, makes_B, makes_next;
+        muon->square_tiles = 0;
+        muon->tiles = 0;
         for (const Tensor& matrix : matrices) {
-            size_t offset = matrix.data - muon->x;
-            int rows = matrix.rows();
-            Tensor X = {from + offset, rows, 1, 1, matrix.C}, next = {to + offset, rows, 1, 1, matrix.C};
-            Tensor A = {muon->A + offset, rows, 1, 1, rows}, B = {muon->B + offset, rows, 1, 1, rows};
-            lists[0].push_back({A, X, X.data, {}, 1, 0, muon->square_tiles});
-            lists[1].push_back({B, A, A.data, A, MUON_c, MUON_b, muon->square_tiles});
-            lists[2].push_back({next, B, X.data, X, 1, MUON_a, muon->tiles});
-            muon->square_tiles += lists[0].back().tiles(true);
-            muon->tiles += lists[2].back().tiles(false);
+            const size_t offset = matrix.data - muon->x;
+            const int rows = matrix.rows();
+            Tensor X = {from + offset, rows, 1, 1, matrix.C};
+            Tensor next = {to + offset, rows, 1, 1, matrix.C};
+            Tensor A = {muon->A + offset, rows, 1, 1, rows};
+            Tensor B = {muon->B + offset, rows, 1, 1, rows};
+
+            makes_A.push_back({.out = A, .left = X, .right = X.data, .first_tile = muon->square_tiles});
+            makes_B.push_back({.out = B,
+                               .left = A,
+                               .right = A.data,
+                               .added = A,
+                               .alpha = MUON_c,
+                               .beta = MUON_b,
+                               .first_tile = muon->square_tiles});
+            makes_next.push_back({.out = next,
+                                  .left = B,
+                                  .right = X.data,
+                                  .added = X,
+                                  .beta = MUON_a,
+                                  .first_tile = muon->tiles});
+            muon->square_tiles += makes_A.back().tiles(true);
+            muon->tiles += makes_next.back().tiles(false);
         }
-        for (const auto& list : lists) products.insert(products.end(), list.begin(), list.end());
+
+        for (const auto& list : {makes_A, makes_B, makes_next})
+            products.insert(products.end(), list.begin(), list.end());
         std::swap(from, to);
     }
     return products;
@@ -3063,8 +3251,8 @@ template <typename Real> struct MuonMomentum {
     }
 };
 
-// The first X is not divided by its norm in memory: the factors of the first B and of the next X do it. The square of the norm
-// is the trace of A. A team does a matrix.
+// The first X is not divided by its norm in memory. Instead, the factors of the first B and of the next X are
+// set here, as they follow from the norm. The square of the norm is the trace of A. A team does a matrix.
 template <typename Real> struct MuonNorms {
     MatrixProductOf<Real> *B, *next_x;
     int count;
@@ -3076,10 +3264,12 @@ template <typename Real> struct MuonNorms {
         Sum trace = 0;
         for (int i = team.thread; i < A.C; i += team.threads) trace += (float)A.data[(size_t)i * A.C + i];
         trace = team_sum(trace);
-        float norm = fmaxf(sqrtf((float)trace), 1e-7f);
         if (team.thread) return;
-        B[team.index].alpha = MUON_c / (norm * norm) / (norm * norm);
-        B[team.index].beta = MUON_b / (norm * norm);
+
+        float norm = fmaxf(sqrtf((float)trace), 1e-7f);
+        float norm_squared = norm * norm;
+        B[team.index].alpha = MUON_c / norm_squared / norm_squared;
+        B[team.index].beta = MUON_b / norm_squared;
         next_x[team.index].alpha = 1 / norm;
         next_x[team.index].beta = MUON_a / norm;
     }
@@ -3088,11 +3278,13 @@ template <typename Real> struct MuonNorms {
 // Makes the matrices in muon.x orthogonal, and returns where they are then.
 static const floatX* orthogonalise(const Muon& muon) {
     for (int step = 0; step < MUON_STEPS; step++) {
-        MatrixProduct *A = muon.products + 3 * step * muon.count, *B = A + muon.count, *next_x = B + muon.count;
-        multiply_matrices(A, muon.count, muon.square_tiles, true);
+        MatrixProduct* A = muon.products + 3 * step * muon.count;
+        MatrixProduct* B = A + muon.count;
+        MatrixProduct* next_x = B + muon.count;
+        multiply_matrices(A, muon.count, muon.square_tiles, true);  // X X^T
         if (step == 0) run(MuonNorms<floatX>{B, next_x, muon.count});
-        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A is its own transpose
-        multiply_matrices(next_x, muon.count, muon.tiles, false);
+        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A A^T, because A is its own transpose
+        multiply_matrices(next_x, muon.count, muon.tiles, false);   // B X
     }
     return MUON_STEPS % 2 ? muon.next_x : muon.x;
 }

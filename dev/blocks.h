@@ -424,7 +424,8 @@ static Plan plan_of(const Problem& p, const Config& c, BlockKind kind) {
     plan.tensors.clear(), plan.num_decayed = 0;  // theirs
     add_block(&plan, c, "block", {.kind = kind, .O = p.dim(residual ? "O" : "C"), .skip = C2 ? 1 : -1});
     place_parameters(&plan);
-    compute_lifetimes(&plan, c);
+    size_outputs(&plan, c);
+    compute_lifetimes(&plan);
     measure_buffers(&plan, c);
     return plan;
 }

@@ -571,7 +571,8 @@ static Plan make_dit_plan(const Config& c, int batch, bool training) {
 
     place_parameters(&plan);
     for (Block& block : plan.blocks) block.emb_again = block.emb >= 0;
-    compute_lifetimes(&plan, c);
+    size_outputs(&plan, c);
+    compute_lifetimes(&plan);
     place_buffers(&plan);
     return plan;
 }
