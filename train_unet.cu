@@ -126,12 +126,20 @@
 #endif
 
 // ==== 1  CONFIGURATION =====================================================================================
-enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in the network's
-// memory has PIXEL channels, of which those after its own are zeros.
+enum {
+    MAX_LEVELS = 8,            // of the UNet
+    MAX_EMAS = 4,              // averages of the weights
+    MAX_PATH_LENGTH = 1024,    // with the 0 at its end
+    MAX_CHANNELS = 4,          // of an image
+    MAX_ATTENTION_SIZE = 128,  // height and width of the largest image that attention works on
+};
+
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in
+// the network's memory has PIXEL channels, and those behind its own are zeros.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };
 static_assert(2 * MAX_CHANNELS <= PIXEL, "a prediction and, with --learn_sigma, its variances fit a pixel");
-// An attention head's channels are a multiple of the first number, and at most the second.
+
+// The number of channels of an attention head is a multiple of the first number, and at most the second.
 static std::pair<int, int> head_channels();
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
@@ -146,58 +154,102 @@ enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynam
 
 // The optimiser's settings. They are few enough to be an argument of a kernel.
 struct Hyper {
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps, optimizer;
+    float lr, final_lr_fraction;
+    float weight_decay, beta1, beta2, adam_eps;
+    float grad_clip, skip_outliers;
+    int lr_schedule, warmup_steps;
+    int lr_steps;  // that the schedule takes: the --steps of the first start
+    int optimizer;
     int ema_warmup;            // 0: the start is a trained model, from which the averages go on at their full rate
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
 
 typedef char Path[MAX_PATH_LENGTH];
 
+// The values of the flags. FLAGS in unet_io.h says what each of them does. Lists are ended by a 0 where shorter.
 struct Config {
     // files
-    Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
+    Path preset;
+    Path data_file, val_file;
+    Path model_weights;
+    Path out_dir, resume;
+    Path output_name, output_dir;
+    Path config;
+
     // architecture
-    int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
-    int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
-    int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
-    float cond_drop_prob, dropout, channel_mult[MAX_LEVELS];  // lists are ended by a 0 where shorter
+    int image_size, in_channels;
+    int num_channels, num_res_blocks;
+    int num_head_channels, norm_groups;
+    int max_period;
+    int class_cond, num_classes;
+    int use_scale_shift_norm;
+    int num_heads, num_heads_upsample;
+    int rescale_timesteps;
+    int resblock_updown, conv_resample;
+    int learn_sigma;
+    int use_new_attention_order;
+    float cond_drop_prob, dropout;
+    float channel_mult[MAX_LEVELS];
     int attention_resolutions[MAX_LEVELS];
-    Path model;  // this and the next two lines are settings of the network in dev/dit alone
+
+    // architecture of the network in dev/dit alone
+    Path model;
     int depth, hidden_size, patch_size;
     float mlp_ratio;
+
     // diffusion
-    int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
+    int diffusion_steps;
+    int noise_schedule, predict;
+    int zero_terminal_snr;
+
     // training
-    int batch_size, microbatch, steps, flip, consistency, consistency_steps, path_steps;
+    int batch_size, microbatch;
+    int steps;
+    int flip;
+    int consistency, consistency_steps, path_steps;
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
     Hyper hyper;
-    float min_snr_gamma, offset_noise, matching_fraction;
-    int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
+    float min_snr_gamma;
+    float offset_noise;
+    float matching_fraction;
+    int log_every, save_every, sample_every, val_every;
+    int keep, keep_every;
+    int num_samples;
+
     // sampling
     Path seeds, classes, class_names;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold, show;
+    int generate;
+    int sampler, sample_steps, spacing;
+    int use_ema, threshold;
+    int show;
     float eta, guidance_scale;
+
     // what to do
-    int gpus, processes, resume_given, print_config, dry_run, help;
+    int gpus, processes;
+    int resume_given;  // whether there was --resume, which may come without a value
+    int print_config, dry_run, help;
 };
 
 // Images that go through the network at a time while it is trained.
 static int microbatch_size(const Config& c) {
-    return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
+    if (!c.microbatch) return c.batch_size;
+    return std::min(c.microbatch, c.batch_size);
 }
 
+// The elements of an array before its first 0.
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
 static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
+
 // Whether each image is noised twice: consistency tuning by pairs.
 static bool has_pairs(const Config& c) { return c.consistency && !c.path_steps; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
+
 // The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
@@ -216,7 +268,11 @@ static int sampler_steps(const Config& c) {
 
 // Rows of the label embedding: one for each class, and one for no class where labels are dropped. 0 means that
 // there is no label embedding.
-static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
+static int label_rows(const Config& c) {
+    if (!c.class_cond) return 0;
+    bool drops_labels = c.cond_drop_prob > 0;
+    return c.num_classes + drops_labels;
+}
 
 // The heads of an attention block with this many channels, in the decoder or before it.
 static int heads_of(const Config& c, int channels, bool decoder) {
@@ -228,13 +284,19 @@ static int heads_of(const Config& c, int channels, bool decoder) {
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) { return std::ranges::count(c.attention_resolutions, size); }
 
-// The processes (ranks) that train together, one for each GPU: this one's number, how many there are, and its number
-// among those of its machine. They run the same program on the same files. Only rank 0 writes any.
+// The processes (ranks) that train together, one for each GPU. They run the same program on the same files. Only
+// rank 0 writes any.
 static struct World {
-    int rank = 0, size = 1, local = 0;
+    int rank = 0;            // this process's number
+    int size = 1;            // how many there are
+    int local = 0;           // this process's number among those of its machine
     bool forked = false;     // rank 0 has forked the others; otherwise a launcher has started them
     bool connected = false;  // they can send each other messages
 } world;
+
+struct Plan;
+struct Model;
+struct Block;
 
 // What the program knows of its network, besides Config. A file that includes this one can put another network
 // here before main begins: see dev/dit.
@@ -244,16 +306,19 @@ struct Network {
     int magic;                       // what its weights files begin with
     const char* label_table;         // the parameter that has a row for each class
     const char* const* block_kinds;  // their names, by Block.kind
-    struct Plan (*make_plan)(const Config& c, int batch, bool training);
-    void (*forward)(struct Model* m, const struct Block& block, int B);
-    void (*backward)(struct Model* m, const struct Block& block, int B);
+    Plan (*make_plan)(const Config& c, int batch, bool training);
+    void (*forward)(Model* m, const Block& block, int B);
+    void (*backward)(Model* m, const Block& block, int B);
 };
+
 enum { UNET_MAGIC = 0x54454E55 };  // "UNET"
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
+
 static Plan make_plan(const Config& c, int batch, bool training);
 static void block_forward(Model* m, const Block& block, int B);
 static void block_backward(Model* m, const Block& block, int B);
+
 static Network network = {
     .program = "train_unet",
     .name = "UNet",
