@@ -339,7 +339,7 @@ static size_t count_parameters(const Config& c);  // of its network; refuses one
 
 // ==== 2  MEMORY, TENSORS, RANDOMNESS =======================================================================
 // ---- arenas -----------------------------------------------------------------------------------------------
-// A block of memory of a known size, handed out piece by piece.
+// A block of memory of a known size, handed out piece by piece. An arena without memory only counts what is taken.
 struct Arena {
     char* base = nullptr;
     size_t capacity = SIZE_MAX, used = 0;  // bytes
@@ -350,6 +350,7 @@ enum { ALIGNMENT = 256 };
 static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static size_t aligned(size_t bytes) { return round_up(bytes, ALIGNMENT); }
 
+// Takes `count` elements from an arena.
 template <typename T> static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
     assert(arena->used + bytes <= arena->capacity);  // otherwise the plan has reserved too little
@@ -378,8 +379,8 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// UNROLLED_FOR is a loop of a few rounds that is unrolled on a GPU, where an array stays in registers only if every index
-// is a constant. Sum is the type in which a Team of threads adds up.
+// UNROLLED_FOR is a loop of a few rounds that is unrolled on a GPU, where an array stays in registers only if every
+// index is a constant. Sum is the type in which a Team of threads adds up.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 typedef float Sum;
@@ -397,66 +398,80 @@ static std::string backend_name();  // the device and its precision
     fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes));
 }
 
-// Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
+// Allocates memory of the device; with on_host pinned memory of the host, which the device reads and writes too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
-// The same; the memory is freed when its last owner goes.
+
+// The same, but the memory is freed when its last owner goes.
 template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
 }
+
 // Free bytes where the layers work; on a CPU no more than `ulimit -v` leaves. 0: not known.
 static size_t backend_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static void allocate_workspace();
 
-// Everything below is done in the order of the calls, and may not be done yet when it returns.
+// The device does all its work in the order of the calls. These two may return before it is done.
 static void backend_zero(void* memory, size_t bytes);
 static void backend_copy(void* to, const void* from, size_t bytes);  // either may be the host's
-static void backend_wait();                                          // until all is done
-// Copies from and to the host's own memory, done when they return.
+// Waits until the device has done everything.
+static void backend_wait();
+
+// Copies from the host's own memory, or into it, and waits until that is done.
 static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes);
     backend_wait();
 }
-static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
+static void backend_download(void* to, const void* from, size_t bytes) {
+    backend_copy(to, from, bytes);
+    backend_wait();
+}
 template <typename T> static void upload(T* to, const std::vector<T>& values) {
     backend_upload(to, values.data(), values.size() * sizeof(T));
 }
+
 // The host begins up to STEPS_IN_FLIGHT steps before it waits for the first of them. Each of these steps has a slot:
-// mark_step_end marks the end of the work that the device was given so far; wait_for_step waits until the device gets there.
+// mark_step_end marks the end of the work that the device was given so far, and wait_for_step waits until the device
+// gets there.
 static void mark_step_end(int slot);
 static void wait_for_step(int slot);
 
-// An event marks the end of some work of the side stream. Events are numbered from 1; 0 means that there is nothing to wait
-// for. The stream runs its work in order, so that whoever waits for one event has waited for all before it.
+// An event marks the end of some work of the side stream. Events are numbered from 1; 0 means that there is nothing
+// to wait for. The stream runs its work in order, so that whoever waits for one event has waited for all before it.
 typedef int Event;
 static Event newest_event;
 
 // Gives launches to the side stream, and returns the event of their end. They wait for everything launched so far, and
 // then run beside what the main stream is given next. On a CPU they are done at once.
 static Event on_side_stream(auto launches);
-// The same, but they are launched after the main stream's next kernel, so that this one gets the multiprocessors first.
+
+// The same, but they are launched after the main stream's next kernel, which so gets the multiprocessors first.
 // Without the delay a step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
+
 // Makes the main stream, not the host, wait for an event.
 static void wait_for(Event event);
 
-// A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
-// what a launch sets up once; the second time it is captured as a CUDA graph, which is launched from then on.
+// A sequence of launches that is the same every time. The first time they are launched one by one, because some set
+// something up when they first run. The second time they are captured as a CUDA graph, which is launched from then on.
 struct Graph {
     std::shared_ptr<void> executable;  // cudaGraphExec_t; a CPU has none
     int runs = 0;
 };
 static void launch_graph(Graph* graph, auto launches);
+
 // The device's peak TFLOP/s, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
 // Prepares what the ranks of a machine will talk through, before they are forked.
 static void backend_prepare_fork();
+
 // Connects this rank to the others, and returns the name of what carries messages, for the log.
 static std::string backend_connect();
-// Disconnects it, when every message that was sent has arrived.
+
+// Disconnects this rank, once every message that was sent has arrived.
 static void backend_disconnect();
 
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher is for dev/bench/profile.cu, whose
@@ -466,15 +481,17 @@ static void backend_disconnect();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// The share of n things that a rank has: its first, and its end. Groups of `unit` things stay together.
+// The share of n things that a rank has: its first thing, and the end behind its last. Groups of `unit` things stay
+// together.
 static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit) {
     size_t share = round_up(n, unit * world.size) / world.size;
     size_t first = std::min(n, rank * share);
-    return {first, std::min(n, first + share)};
+    size_t end = std::min(n, first + share);
+    return {first, end};
 }
 
 #ifndef NETWORK_ONLY
-// Memory that the ranks which are forked on this machine share. Any other process has its own.
+// What the forked ranks of this machine share. A process that no rank has forked shares it with nobody.
 struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
@@ -484,9 +501,11 @@ static ForkedRanks* const forked_ranks =
 static std::atomic<int>& stop_asked = forked_ranks->stop;
 #endif
 
-// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
-// call the other way round. backend_together does several exchanges at once.
+// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank
+// makes the same call with what is sent and what is received swapped.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
+
+// Does the exchanges that `exchanges` calls for at the same time.
 static void backend_together(auto exchanges);
 
 // Exchanges bytes of the device with every other rank: this one sends sent(peer), and receives received(peer).
@@ -500,12 +519,13 @@ static void exchange_with_all(auto sent, auto received) {
 // Gives every rank all rows of `values`, (ranks, each), of which it has only its own. What lies before element `first`
 // is not sent.
 template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
-    auto part_of = [&](int rank) {
+    auto row_of = [&](int rank) {
         size_t end = (rank + 1) * each;
         size_t begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
-    exchange_with_all([&](int) { return part_of(world.rank); }, part_of);
+    auto own_row = [&](int) { return row_of(world.rank); };
+    exchange_with_all(own_row, row_of);
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -515,17 +535,17 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 struct Parameter {
     std::string name;             // as PyTorch's named_parameters() calls it
     std::vector<int> shape = {};  // in PyTorch's order
-    size_t count = 0;             // elements, as in files
-    size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
-    bool joined = false;          // it lies beside those of other residual blocks' embedding layers: see place_parameters
+    size_t count = 0;             // elements in files
+    size_t offset = 0, size = 0;  // in memory, where zeros may pad it: see place_parameters
+    bool joined = false;          // of a residual block's embedding layer, beside those of the others
     Init init;
     float scale = 1;  // its initial values are multiplied by it; only dev/dit sets it
 };
 
-static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
+static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's weight counts as one
 static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 
-// Zeros follow an image's channels up to a multiple of 8. The weights of these are zeros too, and stay zeros,
+// Zeros follow an image's channels up to a multiple of 8. The weights of these channels are zeros too, and stay zeros,
 // because their gradients are.
 static int padded(int channels) { return (int)round_up(channels, CHANNEL_MULTIPLE); }
 
@@ -536,13 +556,19 @@ static void for_each_element(const Parameter& t, auto visit) {
         for (size_t i = 0; i < t.count; i++) visit(i, i);
         return;
     }
-    size_t O = t.shape[0], C = t.shape[1], taps = t.shape[2] * t.shape[3], i = 0;
+    size_t O = t.shape[0], C = t.shape[1];
+    size_t taps = t.shape[2] * t.shape[3];
+
+    size_t i = 0;
     for (size_t o = 0; o < O; o++)
         for (size_t c = 0; c < C; c++)
-            for (size_t tap = 0; tap < taps; tap++) visit(i++, (o * taps + tap) * padded(t.shape[1]) + c);
+            for (size_t tap = 0; tap < taps; tap++) {
+                size_t j = (o * taps + tap) * padded(t.shape[1]) + c;
+                visit(i++, j);
+            }
 }
 
-// From PyTorch's order, (count), to memory's, (size), or back.
+// Brings a parameter's elements from PyTorch's order, (count), to memory's, (size), or back.
 static std::vector<float> reordered(std::span<const float> from, const Parameter& t, bool to_memory) {
     std::vector<float> to(to_memory ? t.size : t.count);
     for_each_element(t, [&](size_t in_file, size_t in_memory) {
@@ -580,13 +606,14 @@ struct Philox {
 
 HOST_DEVICE static inline Philox philox(uint32_t seed, uint32_t stream, uint32_t quad, uint32_t sample,
                                         uint32_t step) {
-    uint32_t k0 = seed, k1 = stream, c0 = quad, c1 = sample, c2 = step, c3 = 0;
+    uint32_t k0 = seed, k1 = stream;
+    uint32_t c0 = quad, c1 = sample, c2 = step, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c0 = n0;
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0;
+        uint64_t p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
         c1 = (uint32_t)p1;
-        c2 = n2;
         c3 = (uint32_t)p0;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
@@ -599,18 +626,24 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, which is off by up to 2e-6.
+// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, which is off by up to
+// 2e-6.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
     UNROLLED_FOR (int pair = 0; pair < 4; pair += 2) {
 #ifdef __CUDA_ARCH__
-        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
-        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
+        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f;  // above 0
+        float twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
+        float r = sqrtf(-2.0f * logf(u1));
+        float sine, cosine;
         sincospif(twice_u2, &sine, &cosine);
 #else
-        double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
-        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2, sine = sin(angle), cosine = cos(angle);
+        double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24;  // above 0
+        double u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
+        double r = sqrt(-2.0 * log(u1));
+        double angle = 2.0 * M_PI * u2;
+        double sine = sin(angle), cosine = cos(angle);
 #endif
         normal[pair] = (float)(r * cosine);
         normal[pair + 1] = (float)(r * sine);
@@ -623,22 +656,26 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8] = {};
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
+
     UNROLLED_FOR (int i = 0; i < 4; i++)
-        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)
+        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)  // normal[i] = quads[i + e % 4], by constant indices
             if (e % 4 == shift) normal[i] = quads[i + shift];
 }
 
-// A number below n.
+// An integer below n.
 HOST_DEVICE static inline uint32_t random_below(uint32_t n, uint32_t seed, uint32_t stream, uint32_t e,
                                                 uint32_t sample, uint32_t step) {
-    return (uint32_t)((uint64_t)random_word(seed, stream, e, sample, step) * n >> 32);
+    uint64_t word = random_word(seed, stream, e, sample, step);
+    return (uint32_t)(word * n >> 32);
 }
 
-// The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws are keyed by the epoch.
+// The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws depend on the epoch.
 static void random_permutation(int* order, int count, uint32_t seed, uint32_t epoch) {
     std::iota(order, order + count, 0);
-    for (int i = count - 1; i > 0; i--)
-        std::swap(order[i], order[random_below(i + 1, seed, STREAM_SHUFFLE, i, 0, epoch)]);
+    for (int i = count - 1; i > 0; i--) {
+        uint32_t other = random_below(i + 1, seed, STREAM_SHUFFLE, i, 0, epoch);
+        std::swap(order[i], order[other]);
+    }
 }
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
