@@ -680,17 +680,25 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
 // ---- what layers take -------------------------------------------------------------------------------------
-// What a norm keeps of a channel, two numbers that a GPU loads at once.
-struct alignas(8) Moments {  // of a tile of an image: the mean, and the sum of squared distances from it
+// What a norm keeps of a channel. Each is a pair of numbers, which a GPU loads at once.
+
+// Of a tile of an image: the mean, and the sum of squared distances from it.
+struct alignas(8) Moments {
     float mean, squares;
 };
-struct alignas(8) NormSums {  // over a tile: see groupnorm_backward_sums
+
+// Sums over a tile: see groupnorm_backward_sums.
+struct alignas(8) NormSums {
     float dy, dy_x_hat;
 };
-struct alignas(8) GroupStatistics {  // of the channel's group in an image
+
+// Of the channel's group in an image.
+struct alignas(8) GroupStatistics {
     float mean, rstd;
 };
-struct alignas(8) ScaleShift {  // y = x scale + shift
+
+// y = x scale + shift
+struct alignas(8) ScaleShift {
     float scale, shift;
 };
 
@@ -699,9 +707,10 @@ struct alignas(8) ScaleShift {  // y = x scale + shift
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_tiles(H * W), C). Whatever writes a tensor that a norm reads next writes them too; null where
-    // no norm does.
+    // (B, norm_tiles(H * W), C). Whatever writes a tensor that a norm reads next writes its moments too. Null where
+    // no norm reads it.
     Moments* moments = nullptr;
+
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
@@ -713,25 +722,30 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU. See
-    // Norm.half_scale_shift.
+    // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU.
+    // See Norm.half_scale_shift.
     const ScaleShift* half_scale_shift;
+
     HOST_DEVICE ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
+
     HOST_DEVICE int C() const { return first.C + second.C; }
+
     // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
+
     // Channel c of a pixel, and its moments in a tile. Pixels and tiles are counted through all images.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE Moments moments(size_t tile, int c) const { return of(c).moments[tile * of(c).C + within(c)]; }
 };
 
-// A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
+// A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient. Without data there
+// are none.
 template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
-    HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
+    HOST_DEVICE Real* row(int b) const { return data + (size_t)b * pitch; }
 };
 
 // The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
@@ -740,26 +754,31 @@ template <typename Real, int TAPS> struct ConvLayerOf {
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
-// x. w and bias (C) are never rounded. For each image and channel the norm is y = x scale + shift. Forward writes
-// statistics and half_scale_shift, (B, C), for all who read x again. With SiLU scale and shift are halved and make
-// h = y / 2, because silu(y) = h + h tanh(h) takes one instruction less: see silu_of_half.
+// A group norm, F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of its output if `silu`. A group may lie in both
+// tensors of x. For each image and channel the norm is y = x scale + shift. Forward writes statistics and
+// half_scale_shift, (B, C), for all who read x again. With SiLU scale and shift are halved and make h = y / 2, because
+// silu(y) = h + h tanh(h) takes one instruction less: see silu_of_half.
 template <typename Real> struct NormOf {
     ConcatOf<Real> x = {};
     int groups = 1;
     bool silu = false;
-    const float *w = nullptr, *bias = nullptr;
+    const float *w = nullptr, *bias = nullptr;  // (C), never rounded
     float *dw = nullptr, *dbias = nullptr;
     GroupStatistics* statistics = nullptr;
     ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
-    NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
-    // (B, 2C), or null: C scales, then C shifts. Before SiLU the norm's output is multiplied by 1 + scale, and shift is added.
+    NormSums* sums = nullptr;                // (B, norm_tiles(H * W), C): scratch between the two calls of backward
+    // (B, 2C), or null: C scales, then C shifts. Before SiLU the norm's output is multiplied by 1 + scale, and shift is
+    // added.
     RowsOf<Real> modulation = {}, dmodulation = {};
+
     HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
+
     // 1 + the scale of channel c in image b.
     HOST_DEVICE float gain(int b, int c) const {
-        return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
+        if (!modulation.data) return 1;
+        return 1 + (float)modulation.row(b)[c];
     }
+
     // The channel's weight and bias, modulated.
     HOST_DEVICE ScaleShift modulated(int b, int c) const {
         float shift = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
@@ -776,8 +795,10 @@ template <typename Real> struct ForwardOptionsOf {
 
 // How dx is written.
 template <typename Real> struct BackwardOptionsOf {
-    TensorOf<Real> residual = {};  // of a norm: the gradient of a branch around it, which is added to dx
-    bool accumulate = false;       // dx is added to what is there
+    // Of a norm: the gradient of a branch around it, which is added to dx.
+    TensorOf<Real> residual = {};
+    // Whether dx is added to what is there.
+    bool accumulate = false;
     // Of a convolution: the norm that wrote what it read. groupnorm_backward_sums(dx, dx, norm) is then done, too.
     NormOf<Real> norm = {};
 };
@@ -785,14 +806,14 @@ template <typename Real> struct BackwardOptionsOf {
 // The side of a square tile of a product's output, in elements.
 static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
 
-// A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns). Their
-// numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
+// A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns),
+// whose numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
 template <typename Real> struct MatrixProductOf {
     TensorOf<Real> out, left;
-    const Real* right;  // (left's columns, out's columns), or the transpose of it
+    const Real* right;          // (left's columns, out's columns), or the transpose of it
     TensorOf<Real> added = {};  // without data nothing is added
     float alpha = 1, beta = 0;
-    int first_tile = 0;  // the number of tiles of the outputs before this one
+    int first_tile = 0;         // the number of tiles of the outputs before this one
 
     // How many tiles its own output has.
     int tiles(bool right_is_transposed) const {
@@ -817,28 +838,35 @@ template <typename Real> struct MatrixProductOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps fewer.
+// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, and the last one perhaps fewer.
 enum { NORM_TILE = 128 };
 HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, NORM_TILE); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
-// is a tensor, or one that is still to be normed: see groupnorm_for_conv3x3.
+// A 3x3 convolution:
+//   out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual
+// x is a tensor, or one that is still to be normed: see groupnorm_for_conv3x3.
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options = {});
-// dx = [dx +] F.conv_transpose2d(dout, w, padding=1); dx is added to with options.accumulate
+
+//   dx = F.conv_transpose2d(dout, w, padding=1), which with options.accumulate is added to dx
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options = {});
-// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
-// wanted, is dout.sum((1, 2)).
+
+//   layer.dw = dout^T x, summed over pixels, for each tap
+//   layer.dbias = dout.sum((0, 1, 2))
+//   demb = dout.sum((1, 2)), where demb is wanted
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side. A linear
-// layer of an embedding's rows, (B, 1, 1, C), is one of images with one pixel.
+// A 1x1 convolution, which is also the linear layer of an embedding's rows, (B, 1, 1, C), as images of one pixel:
+//   out (B, H, W, O) = F.linear(x, w, bias) + residual
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options = {});
-// dx = [dx +] dout @ w
+
+//   dx = dout @ w, which with options.accumulate is added to dx
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
+
+//   layer.dw = dout^T x
+//   layer.dbias = dout.sum((0, 1, 2))
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 
 // Does `count` products, of `tiles` tiles in all. None of them reads the output of another.
@@ -846,33 +874,40 @@ static void multiply_matrices(const MatrixProduct* products, int count, int tile
 
 // Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
+
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1, 2, 6 and 7.
 static void groupnorm_forward(Tensor out, const Norm& norm);
+
 // Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
 // itself with Concat's half_scale_shift, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O);
-// Backward in two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
+
+// A norm's backward takes two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N)
-// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
-// gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
-// dy and dy x_hat. dy may be dout.
+// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its gain.
+//
+// The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of dy and dy x_hat.
+// dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
+
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or
 // options.residual; or x, if x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options = {});
 
-// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
-// heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
-// of the softmax's denominator, all that backward needs to make the probabilities again. Vaswani et al.,
+// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C / heads
+// channels. qkv (B, H, W, 3C) holds all of q, then k, then v, and in each of them head after head. lse (B, heads, T)
+// is the log of the softmax's denominator, all that backward needs to compute the probabilities again. Vaswani et al.,
 // "Attention Is All You Need" (2017), equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
-// dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
+
+// dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij and scale = 1 / sqrt(d):
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
-template <typename Layer> static void run(Layer layer);  // a layer that is a struct: see below
+// Runs a layer that is a struct: see below.
+template <typename Layer> static void run(Layer layer);
 
 }  // namespace DEVICE
 using namespace DEVICE;
