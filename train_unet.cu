@@ -974,27 +974,29 @@ static void timestep_embedding(Tensor out, const int* timesteps, int max_period,
     run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
 }
 
-union FloatBits {
-    float value;
-    uint32_t bits;
-};
-// e^x to 2 units in the last place, with x held within [-87, 88]: a polynomial, so that loops over it become vector code. NaN
-// stays NaN.
+// e^x to 2 units in the last place, with x held within [-87, 88]. NaN stays NaN. It is a polynomial, so that loops over
+// it become vector code: e^x = 2^n e^r with the integer n nearest to x / ln 2 and r = x - n ln 2.
 static inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    FloatBits shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
-    float n = shifted.value - 12582912.0f;
+    if (x < -87.0f) x = -87.0f;
+    if (x > 88.0f) x = 88.0f;
+
+    float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 is added, so that the lowest bits are n
+    float n = shifted - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
+
+    float p = 1.9875691500e-4f;  // coefficients: Cephes library, expf
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
-    return p * scale.value;
+
+    uint32_t exponent = std::bit_cast<uint32_t>(shifted) + 127;
+    float power = std::bit_cast<float>(exponent << 23);  // 2^n; any number where x is NaN, as p is then
+    return p * power;
 }
+
 #ifdef __CUDACC__
 // 1 / x, one instruction: an error of 2^-23.
 __device__ static inline float reciprocal_fast(float x) {
