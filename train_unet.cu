@@ -920,25 +920,35 @@ static const float NORM_EPS = 1e-5f;
 // in a loop that the threads share, on a GPU in a thread each. Real, the type of activations, is floatX;
 // only where the tests of a CUDA build also run the layer on the CPU, it is float there.
 
-// A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A team
-// is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor. Thread i of a
-// team does elements i, i + threads, ...
+// A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A
+// team is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor.
+// Thread i of a team does elements i, i + threads, ...
 struct Team {
-    int index, thread, threads;
+    int index;    // of the team
+    int thread;   // of the team's threads
+    int threads;  // that the team has
 };
-// The sum of what a team's threads have, in a fixed order; every thread gets it. At most 1024 threads, whole warps.
+
+// The sum of what a team's threads have, in a fixed order. Every thread gets it. A team has at most 1024 threads, in
+// whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
-    __shared__ float parts[32];
+    __shared__ float parts[32];  // a sum of each warp
     for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+
     __syncthreads();  // until everyone has read the parts of the sum before
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    unsigned lane = threadIdx.x % 32;
+    unsigned warp = threadIdx.x / 32;
+    if (lane == 0) parts[warp] = value;
     __syncthreads();
-    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+
+    unsigned warps = blockDim.x / 32;
+    value = lane < warps ? parts[lane] : 0.0f;
     for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
 #endif
     return value;
 }
+
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
 template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
     T elements[N];
@@ -952,8 +962,8 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
     *(Vector<T, N>*)to = values;
 }
 
-// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
-// item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
+// The sinusoids of timesteps (B): out (B, C) = cos(t f), then sin(t f), with f_i = max_period^(-i / half), i < half = C / 2.
+// An item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
 template <typename Real> struct TimestepEmbedding {
     TensorOf<Real> out;
     const int* timesteps;
@@ -962,10 +972,14 @@ template <typename Real> struct TimestepEmbedding {
 
     size_t items() const { return out.count() / 2; }
     HOST_DEVICE void operator()(size_t item) const {
-        int half = out.C / 2, i = (int)(item % half);
+        int half = out.C / 2;
+        int i = (int)(item % half);
         size_t b = item / half;
+
+        double t = unit * timesteps[b];
+        double frequency = exp(-log((double)max_period) * i / half);
         double sine, cosine;
-        sincos(unit * timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+        sincos(t * frequency, &sine, &cosine);
         out.data[b * out.C + i] = (Real)(float)cosine;
         out.data[b * out.C + half + i] = (Real)(float)sine;
     }
@@ -1052,7 +1066,8 @@ HOST_DEVICE static inline float silu_gradient_of_half(float h) {
 #endif
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
-// F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
+// F.silu(x) = x * sigmoid(x), which the embedding needs by itself; elsewhere it is a part of a norm. An item is an
+// element.
 template <typename Real> struct SiluForward {
     TensorOf<Real> out, x;
 
@@ -1076,7 +1091,8 @@ template <typename Real> struct LabelForward {
 
     size_t items() const { return out.count(); }
     HOST_DEVICE void operator()(size_t i) const {
-        out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
+        size_t row = labels[i / out.C];
+        out.data[i] = table[row * out.C + i % out.C];
     }
 };
 // dtable (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
@@ -1088,7 +1104,9 @@ template <typename Real> struct LabelBackward {
 
     size_t items() const { return (size_t)rows * dout.C; }
     HOST_DEVICE void operator()(size_t i) const {
-        int row = (int)(i / dout.C), c = (int)(i % dout.C);
+        int row = (int)(i / dout.C);
+        int c = (int)(i % dout.C);
+
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
@@ -1102,21 +1120,27 @@ template <typename Real> struct ModulationBackward {
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
     HOST_DEVICE void operator()(size_t i) const {
-        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), tiles = norm_tiles(norm.x.first.T());
+        int C = norm.x.C();
+        int b = (int)(i / C);
+        int c = (int)(i % C);
+        int tiles = norm_tiles(norm.x.first.T());
         const NormSums* sums = norm.sums + (size_t)b * tiles * C + c;
+
         float dscale = 0, dshift = 0;
         for (int tile = 0; tile < tiles; tile++) {
             NormSums sum = sums[tile * C];
             dshift += sum.dy;
             dscale += norm.w[c] * sum.dy_x_hat + norm.bias[c] * sum.dy;
         }
+
         Real* row = norm.dmodulation.row(b);
         row[c] = (Real)dscale;
         row[C + c] = (Real)dshift;
     }
 };
 
-// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. An item is four elements.
+// x = F.dropout(x, p), or its gradient, which has the same mask: a function of block, sample, step and element. An item
+// is four elements.
 template <typename Real> struct Dropout {
     TensorOf<Real> x;
     float p;
@@ -1126,9 +1150,11 @@ template <typename Real> struct Dropout {
 
     size_t items() const { return x.count() / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
-                 key = STREAM_DROPOUT | block << 8;
-        Philox words = philox(seed, key, item % quads, first + b, *step);
+        uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4);  // of an image
+        uint32_t b = (uint32_t)(item / quads);
+        uint32_t stream = STREAM_DROPOUT | block << 8;
+        Philox words = philox(seed, stream, item % quads, first + b, *step);
+
         Vector<Real, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
@@ -1139,9 +1165,9 @@ template <typename Real> struct Dropout {
 };
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
-// (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
-// other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
-// they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
+// (B, H, W, C) 2x2 times. Its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
+// other way round, with a factor of 1/4. With first_only three of the larger tensor's 2x2 pixels are as if they
+// were 0: that is x[:, ::2, ::2] and its backward. An item is 16 bytes of a pixel of the output.
 template <typename Real> struct Resample {
     TensorOf<Real> out, x;    // one of them twice as high and wide as the other
     float factor = 1;         // what is written is multiplied by it
@@ -1151,20 +1177,32 @@ template <typename Real> struct Resample {
     enum { N = 16 / sizeof(Real) };
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
-        const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are fewer than 2^31: see most_images
+        // The item's pixel and channel of `out`. Rows are counted through all images.
+        const unsigned vectors = x.C / N;
+        const unsigned pixel = (unsigned)(item / vectors);  // there are fewer than 2^31: see most_images
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
-        const unsigned row = pixel / out.W, column = pixel % out.W;  // rows are counted through all images
-        const unsigned first = repeats ? row / 2 * x.W + column / 2 : 2 * (row * x.W + column);  // pixel of x
-        int sources = repeats || first_only ? 1 : 4;  // how many pixels of x are read: `first`, or 2x2
+        const unsigned row = pixel / out.W;
+        const unsigned column = pixel % out.W;
+
+        // The pixels of x that are read: 2x2 from `first` on, or this one alone, or none.
+        const bool repeats = out.H > x.H;
+        const unsigned first = repeats ? row / 2 * x.W + column / 2 : 2 * (row * x.W + column);
+        int sources = 4;
+        if (repeats || first_only) sources = 1;
         if (repeats && first_only && (row | column) % 2) sources = 0;
-        Vector<Real, N> source[4] = {}, result = {};
-        for (int j = 0; j < 4; j++)
-            if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
+
+        Vector<Real, N> source[4] = {};
+        for (int j = 0; j < 4; j++) {
+            if (j >= sources) continue;
+            size_t at = first + j / 2 * x.W + j % 2;
+            source[j] = load<N>(x.data + at * x.C + c);
+        }
+
+        Vector<Real, N> result = {};
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
-            float top = (float)source[0][k] + (float)source[1][k],
-                  bottom = (float)source[2][k] + (float)source[3][k];
+            float top = (float)source[0][k] + (float)source[1][k];
+            float bottom = (float)source[2][k] + (float)source[3][k];
             result[k] = (Real)((float)result[k] + factor * (top + bottom));
         }
         store(out.data + item * N, result);
