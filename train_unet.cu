@@ -158,7 +158,7 @@ struct Hyper {
     float weight_decay, beta1, beta2, adam_eps;
     float grad_clip, skip_outliers;
     int lr_schedule, warmup_steps;
-    int lr_steps;  // that the schedule takes: the --steps of the first start
+    int lr_steps;  // the schedule's length: the --steps of the first start
     int optimizer;
     int ema_warmup;            // 0: the start is a trained model, from which the averages go on at their full rate
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
@@ -232,7 +232,7 @@ struct Config {
     int print_config, dry_run, help;
 };
 
-// Images that go through the network at a time while it is trained.
+// How many images go through the network at a time while it is trained.
 static int microbatch_size(const Config& c) {
     if (!c.microbatch) return c.batch_size;
     return std::min(c.microbatch, c.batch_size);
@@ -491,7 +491,7 @@ static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit) {
 }
 
 #ifndef NETWORK_ONLY
-// What the forked ranks of this machine share. A process that no rank has forked shares it with nobody.
+// Memory that rank 0 shares with the ranks that it forks. A process that a launcher has started has its own.
 struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
@@ -536,7 +536,7 @@ struct Parameter {
     std::string name;             // as PyTorch's named_parameters() calls it
     std::vector<int> shape = {};  // in PyTorch's order
     size_t count = 0;             // elements in files
-    size_t offset = 0, size = 0;  // in memory, where zeros may pad it: see place_parameters
+    size_t offset = 0, size = 0;  // in memory, in floats; zeros may pad it: see place_parameters
     bool joined = false;          // of a residual block's embedding layer, beside those of the others
     Init init;
     float scale = 1;  // its initial values are multiplied by it; only dev/dit sets it
@@ -680,24 +680,24 @@ static void random_permutation(int* order, int count, uint32_t seed, uint32_t ep
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
 // ---- what layers take -------------------------------------------------------------------------------------
-// What a norm keeps of a channel. Each is a pair of numbers, which a GPU loads at once.
+// What a norm keeps of a channel are pairs of numbers, which a GPU loads at once.
 
-// Of a tile of an image: the mean, and the sum of squared distances from it.
+// The channel's mean in a tile of an image, and its sum of squared distances from that mean.
 struct alignas(8) Moments {
     float mean, squares;
 };
 
-// Sums over a tile: see groupnorm_backward_sums.
+// Sums over a tile of an image: see groupnorm_backward_sums.
 struct alignas(8) NormSums {
     float dy, dy_x_hat;
 };
 
-// Of the channel's group in an image.
+// The statistics of the channel's group in an image.
 struct alignas(8) GroupStatistics {
     float mean, rstd;
 };
 
-// y = x scale + shift
+// The norm itself: y = x scale + shift.
 struct alignas(8) ScaleShift {
     float scale, shift;
 };
@@ -883,7 +883,8 @@ static void groupnorm_forward(Tensor out, const Norm& norm);
 // `normed`, x or the norm's statistics before that convolution has run.
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O);
 
-// A norm's backward takes two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
+// A norm's backward takes two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a
+// group:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N)
 // where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its gain.
 //
@@ -962,8 +963,9 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
     *(Vector<T, N>*)to = values;
 }
 
-// The sinusoids of timesteps (B): out (B, C) = cos(t f), then sin(t f), with f_i = max_period^(-i / half), i < half = C / 2.
-// An item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
+// The sinusoids of timesteps (B): out (B, C) = cos(t f), then sin(t f), with f_i = max_period^(-i / half) for
+// i < half = C / 2. An item is an angle. It is computed in double: already at t = 999 a float product would be off by
+// 3e-5.
 template <typename Real> struct TimestepEmbedding {
     TensorOf<Real> out;
     const int* timesteps;
@@ -1186,7 +1188,9 @@ template <typename Real> struct Resample {
 
         // The pixels of x that are read: 2x2 from `first` on, or this one alone, or none.
         const bool repeats = out.H > x.H;
-        const unsigned first = repeats ? row / 2 * x.W + column / 2 : 2 * (row * x.W + column);
+        unsigned first;
+        if (repeats) first = row / 2 * x.W + column / 2;
+        else first = 2 * (row * x.W + column);
         int sources = 4;
         if (repeats || first_only) sources = 1;
         if (repeats && first_only && (row | column) % 2) sources = 0;
