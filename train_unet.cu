@@ -1229,6 +1229,7 @@ static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
 struct Buffer {
     size_t offset = 0, bytes = 0;
     int first = INT_MAX, last = -1;
+
     void used_at(int step) {
         first = std::min(first, step);
         last = std::max(last, step);
@@ -1241,19 +1242,24 @@ struct Block {
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // of block 0's output, the projections: the first channel that this block reads; -1: none
+    int emb = -1;               // where this block's projection begins in the channels of block 0's output; -1: none
     bool emb_again = false;     // backward reads its projection again
     int heads = 0;              // of attention; 0 in every other block
     bool accumulate = false;    // the decoder reads the input, too: backward adds to the input's gradient
-    int param = 0;              // the block's parameters are Plan.tensors[param], ...: so many
-    int num_params = 0;
-    Buffer out = {};       // (B, out_H, out_H, O)
+    int param = 0;              // the block's first parameter in Plan.tensors
+    int num_params = 0;         // how many it has from there on
+
+    // The output, (B, out_H, out_H, O).
+    Buffer out = {};
     // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
-    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four of (B, E).
+    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four tensors (B, E).
     Buffer hidden = {};
-    Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
-    Buffer stats = {};     // of each norm GroupStatistics and ScaleShift, (B, C) each; then attention's lse, (B, heads, T)
-    Buffer gradient = {};  // (B, out_H, out_H, O): of the output
+    // The output's Moments, (B, tiles, O), for the norms that read it.
+    Buffer moments = {};
+    // GroupStatistics and ScaleShift of each norm, (B, C) each; then attention's lse, (B, heads, T).
+    Buffer stats = {};
+    // The output's gradient, (B, out_H, out_H, O).
+    Buffer gradient = {};
     Buffer scratch_forward = {}, scratch_backward = {};
     // Scratch of backward that the block's last weight gradient reads on the side stream, while the next block's
     // backward is already under way.
@@ -1274,15 +1280,16 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes. Each array has this rank's shard of the parameters; a single rank's shard
-// is all of them. Checkpoints hold these arrays.
+// What an update of the weights reads and writes. Each array has this rank's shard of the parameters, which with a
+// single rank is all of them. Checkpoints hold these arrays.
 struct OptimiserMemory {
     float* master;              // the weights, in fp32
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
 };
 
-// What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays (num_floats) are laid out as the parameters.
+// What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays of num_floats are laid out as the
+// parameters are.
 struct Muon {
     floatX *x, *next_x;       // (num_floats): the updates, which become orthogonal
     floatX *A, *B;            // (num_floats): (rows, rows) of each matrix, from where its x begins
@@ -1301,12 +1308,13 @@ struct ConsistencyPairs {
 
 // Distribution matching: see section 6. The student is the network that is tuned.
 struct DistributionMatching {
-    OptimiserMemory fake;         // of the second network, which learns to denoise the student's pictures; without averages
-    struct StepState* state;      // of the fake's update
-    int* timesteps;               // (batch_size): to which the student's pictures are noised
-    float* pictures;              // (images of this rank, C, H, W): what the student draws
-    float* drafts;                // the same: where it draws in two steps, what it draws in the first; otherwise null
-    float *fake_x0, *teacher_x0;  // the same: the x0 that the fake and the teacher predict from these pictures, noised
+    OptimiserMemory fake;     // of the second network, which learns to denoise the student's pictures; without averages
+    struct StepState* state;  // of the fake's update
+    int* timesteps;           // (batch_size): to which the student's pictures are noised
+    float* pictures;          // (images of this rank, C, H, W): what the student draws
+    float* drafts;            // the same: where it draws in two steps, what it draws in the first; otherwise null
+    float* fake_x0;           // the same: the x0 that the fake predicts from these pictures, noised
+    float* teacher_x0;        // the same: the x0 that the teacher predicts
 };
 
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
@@ -1315,29 +1323,36 @@ struct Model : OptimiserMemory {
     Plan plan;
     int ranks = 1, rank = 0;  // how many train it together, and this one's number: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
-    // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
+
+    // The weights as the layers read them, (num_floats): what use_weights was given, or where is_copied() a copy of it.
     floatX* weights;
-    float* gradients = nullptr;          // (gradient_buffers, num_floats); null where nothing is trained
-    float* dw;                           // (num_floats): where backward leaves the weights' gradients
-    float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
-    char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
-    Arena scratch, late;                 // what the current block may take from: its buffers scratch_... and late
-    Event embedding_ready = 0;           // block 0's output is there
-    floatX* input;                       // (B, H, W, PIXEL): the noised images
-    float* target;                       // (B, H, W, PIXEL): what the network should predict; while sampling x
-    float* images;                       // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
-    int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
-    int first;                           // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
-    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of a path
-    int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;             // of the current step: see section 7
-    float* losses;                       // (batch_size, loss_chunks)
-    float* variance_losses = nullptr;    // (batch_size, loss_chunks), with --learn_sigma
-    float* grad_norm_sums;               // one a NORM_CHUNK of the parameters
-    int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, shard): the others' gradients of this rank's shard
-    struct ScheduleRow* schedule;        // (diffusion_steps)
+    float* gradients = nullptr;  // (gradient_buffers, num_floats); null where nothing is trained
+    float* dw;                   // (num_floats): where backward leaves the weights' gradients
+    float* fp32_params;          // in fp32, for norms; with several ranks only the parameters that are no matrices
+
+    // Of a pass through the network.
+    char* arena;                  // activations, their gradients, scratch: where the plan says; null in measure_buffers
+    Arena scratch, late;          // what the current block may take from: its buffers scratch_... and late
+    Event embedding_ready = 0;    // block 0's output is there
+    floatX* input;                // (B, H, W, PIXEL): the noised images
+    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
+    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
+    int* timesteps;               // (batch_size): of the whole batch, also where B is a part of it
+    int first;                    // the sample of the batch that this micro-batch begins with
+    const int64_t* dropout_step;  // the step that --dropout's masks depend on; null: nothing is dropped
+
+    // Of a training step. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
+    int* sources;                      // (batch_size)
+    int* labels;                       // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;           // of the current step: see section 7
+    float* losses;                     // (batch_size, loss_chunks)
+    float* variance_losses = nullptr;  // (batch_size, loss_chunks), with --learn_sigma
+    float* grad_norm_sums;             // one a NORM_CHUNK of the parameters
+    int* stops;                        // (ranks): whether each was asked to stop
+    float* received;                   // (ranks, shard): the others' gradients of this rank's shard
+    struct ScheduleRow* schedule;      // (diffusion_steps)
+
+    // Of tuning, and of the optimiser.
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
@@ -1345,11 +1360,13 @@ struct Model : OptimiserMemory {
     DistributionMatching matching = {};  // with --matching_fraction
     Muon muon = {};                      // with --optimizer muon
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-    struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
+
+    struct SampleSpec* specs;  // (B): the seed and the class of each sample that is drawn
+
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    Strings class_names = {};            // of its first classes, by number; empty: they are not known
-    std::string data_checksum = "";      // of the images that it is trained on
+    Strings class_names = {};        // of its first classes, by number; empty: they are not known
+    std::string data_checksum = "";  // of the images that it is trained on
 };
 
 // ---- a block's parameters ---------------------------------------------------------------------------------
@@ -1357,7 +1374,6 @@ struct Model : OptimiserMemory {
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
     Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
     for (int size : shape) t.count *= size;
-
     t.size = round_up(t.count, CHANNEL_MULTIPLE);
     if (is_conv2d(t)) t.size = (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3];
 
@@ -1368,8 +1384,8 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
 }
 
 // Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a
-// product forward and one for each of its two gradients, but the first layer of a block that reads no other
-// block needs no gradient of its input.
+// product in forward and two in backward, for the gradients of its input and of itself, but the first layer of a block
+// that reads no other block needs no gradient of its input.
 static void add_layer(Plan* plan, const Block& block, const std::string& layer, const std::vector<int>& shape,
                       Init init = INIT_UNIFORM) {
     bool is_first = block.input < 0 && (int)plan->tensors.size() == block.param;
@@ -1385,9 +1401,10 @@ static void add_layer(Plan* plan, const Block& block, const std::string& layer, 
 }
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
+// A buffer as an arena, which only counts where the model has no memory yet.
 static Arena arena_of(const Model* m, const Buffer& b) {
-    if (!m->arena) return {};  // which only counts
-    return {m->arena + b.offset, b.bytes, 0};
+    if (!m->arena) return {};
+    return {.base = m->arena + b.offset, .capacity = b.bytes};
 }
 
 // The tensor that fills a buffer.
@@ -1396,14 +1413,18 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
     assert(tensor.count() * sizeof(floatX) <= b.bytes);  // otherwise the plan has reserved too little
     return tensor;
 }
+
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
     if (block.moments.bytes) out.moments = (Moments*)(m->arena + block.moments.offset);
     return out;
 }
+
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
-    return m->plan.training ? tensor_at(m, block.gradient, B, block.out_H, padded(block.O)) : Tensor();
+    if (!m->plan.training) return {};
+    return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
+
 static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
@@ -1425,15 +1446,17 @@ static Tensor unet_input(const Model* m, int B) {
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
 //   - Backward does not read the block's own output, which lives only until other blocks have read it.
-//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
-//     where its backward reads the projection again.
+//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets
+//     emb_again where its backward reads the projection again.
 struct Module {
     Model* m;
     const Block& block;
     int B;
+
     Concat x = inputs();
     Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
-    Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
+    Tensor out = output_of(m, block, B);
+    Tensor dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
     Arena kept_stats = arena_of(m, block.stats);
 
@@ -1443,14 +1466,18 @@ struct Module {
         return of_inputs(output_of);
     }
 
+    // The same tensor of each block whose output is read: that output, or its gradient.
     Concat of_inputs(auto tensor_of) const {
-        auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
-        return {of(block.input), of(block.skip)};
+        Concat tensors;
+        if (block.input >= 0) tensors.first = tensor_of(m, m->plan.blocks[block.input], B);
+        if (block.skip >= 0) tensors.second = tensor_of(m, m->plan.blocks[block.skip], B);
+        return tensors;
     }
 
     // The layer whose weight is tensor `n` of the plan; the next tensor is its bias.
     template <typename Layer> Layer layer_at(size_t n, const auto* weights) const {
-        size_t w = m->plan.tensors[n].offset, bias = m->plan.tensors[n + 1].offset;
+        size_t w = m->plan.tensors[n].offset;
+        size_t bias = m->plan.tensors[n + 1].offset;
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) {
             layer.dw = m->dw + w;
@@ -1458,32 +1485,37 @@ struct Module {
         }
         return layer;
     }
+
     // Layer `n` of the block.
     template <typename Layer> Layer layer(int n) const { return layer_at<Layer>(block.param + 2 * n, m->weights); }
 
     // Layer `n`, a norm of `input`.
     Norm norm_of(int n, Concat input) {
         Norm norm = layer_at<Norm>(block.param + 2 * n, m->fp32_params);
-        size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
         norm.silu = true;
+
+        size_t count = (size_t)B * input.C();
         norm.statistics = take<GroupStatistics>(&kept_stats, count);
         norm.half_scale_shift = take<ScaleShift>(&kept_stats, count);
         return norm;
     }
 
-    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient
-    // reads.
+    // A tensor (B, H, H, C) in one of the block's arenas.
     Tensor take_from(Arena* arena, int H, int C) const {
         return {take<floatX>(arena, (size_t)B * H * H * C), B, H, H, C};
     }
+    // In scratch, which the next block overwrites.
     Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
+    // In scratch that the block's last weight gradient reads.
     Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
-    // Moments or NormSums of a tensor.
+
+    // Moments or NormSums of a tensor, in scratch.
     template <typename Sums> Sums* take_sums(int H, int C) {
         return take<Sums>(&m->scratch, (size_t)B * norm_tiles(H * H) * C);
     }
+
     void reserve_forward() {}
     void reserve_backward() {}
 
