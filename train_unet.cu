@@ -1526,7 +1526,8 @@ struct Module {
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
-// With --class_cond the class's row of a table is added before the second SiLU.
+// With --class_cond the class's row of a table is added before the second SiLU. The side stream does all of this while
+// the image goes through the first convolution.
 struct EmbedBlock : Module {
     enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
@@ -1544,10 +1545,12 @@ struct EmbedBlock : Module {
     Tensor silu_hidden = take_from(&kept_hidden, 1, E);
     Tensor linear2 = take_from(&kept_hidden, 1, E);
     Tensor embedding = take_from(&kept_hidden, 1, E);
-    Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
+    Linear linear1_layer = layer<Linear>(EMBED_LINEAR1);
+    Linear linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
-    // Where the table of the labels' rows begins in the parameters; it has no bias.
-    size_t table = labels ? m->plan.tensors[block.param + 2 * EMBED_LABELS].offset : 0;
+
+    // Where the labels' table begins in the parameters. It has no bias.
+    size_t table() const { return m->plan.tensors[block.param + 2 * EMBED_LABELS].offset; }
 
     // The residual blocks' embedding layers as one: see place_parameters.
     Linear all_projections() const {
@@ -1558,19 +1561,26 @@ struct EmbedBlock : Module {
     void forward() {
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-        // The side stream does it while the image goes through the first convolution.
+
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
             conv1x1_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
-            if (labels) run(LabelForward<floatX>{linear2, m->weights + table, labels});
-            conv1x1_forward(linear2, silu_hidden, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+
+            Tensor of_labels = {};  // the table's rows, to which the layer then adds its product
+            if (labels) {
+                of_labels = linear2;
+                run(LabelForward<floatX>{of_labels, m->weights + table(), labels});
+            }
+            conv1x1_forward(linear2, silu_hidden, linear2_layer, {.residual = of_labels});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
+
             conv1x1_forward(out, embedding, projections);
         });
     }
 
     Tensor dlinear2 = {}, dhidden = {};
+
     void reserve_backward() {
         dlinear2 = take_tensor(1, E);
         dhidden = take_tensor(1, E);
@@ -1579,12 +1589,15 @@ struct EmbedBlock : Module {
         reserve_backward();
         Tensor dembedding = dhidden, dsilu_hidden = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
+
         beside(conv1x1_backward_weight, projections, dout, embedding);
         conv1x1_backward_input(dembedding, dout, projections);
+
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
-        if (labels) run(LabelBackward<floatX>{m->dw + table, dlinear2, labels, label_rows(m->config)});
+        if (labels) run(LabelBackward<floatX>{m->dw + table(), dlinear2, labels, label_rows(m->config)});
         beside(conv1x1_backward_weight, linear2_layer, dlinear2, silu_hidden);
         conv1x1_backward_input(dsilu_hidden, dlinear2, linear2_layer);
+
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dsilu_hidden, .x = hidden});
         beside(conv1x1_backward_weight, linear1_layer, dhidden, sinusoids);
     }
@@ -1605,34 +1618,41 @@ struct ConvInBlock : Module {
 // ---- residual block ---------------------------------------------------------------------------------------
 // h = conv1(silu(norm1(x))) + projection;  out = conv2(silu(norm2(h))) + skip(x)
 //
-// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
-// identity. --use_scale_shift_norm: the projection, of twice as many channels, modulates norm2 instead.
-// --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
+// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the identity. With
+// --use_scale_shift_norm the projection has twice as many channels and modulates norm2 instead. With --resblock_updown
+// some blocks resize what conv1 reads, and x. --dropout drops elements of what conv2 reads.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
     static void declare(Plan* plan, const Config& c, Block* block) {
-        int C = block->C + block->C2, O = block->O, projected = c.use_scale_shift_norm ? 2 * O : O;
+        int C = block->C + block->C2;
+        int O = block->O;
+        int projected = c.use_scale_shift_norm ? 2 * O : O;
+
         add_layer(plan, *block, "in_layers.0.", {C}, INIT_ONES);
         add_layer(plan, *block, "in_layers.2.", {O, C, 3, 3});
         add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
         for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
-        block->emb = plan->blocks[0].O;
-        block->emb_again = c.use_scale_shift_norm;
-        plan->blocks[0].O += projected;
         add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
         add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
         if (C != O) add_layer(plan, *block, "skip_connection.", {O, C, 1, 1});
+
+        block->emb = plan->blocks[0].O;
+        block->emb_again = c.use_scale_shift_norm;
+        plan->blocks[0].O += projected;
     }
 
-    bool changes_width = x.C() != block.O, resizes = block.H != block.out_H;
+    bool changes_width = x.C() != block.O;
+    bool resizes = block.H != block.out_H;
+    bool adds_x = !changes_width && !resizes;  // the residual is x itself
     bool modulates = m->config.use_scale_shift_norm;
     bool drops = m->dropout_step && m->config.dropout > 0;
-    bool adds_x = !changes_width && !resizes;  // the residual is x itself
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
-    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
-    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
+    Norm norm1 = norm_of(RES_NORM1, x);
+    Norm norm2 = norm_of(RES_NORM2, h);
+    Conv conv1 = layer<Conv>(RES_CONV1);
+    Conv conv2 = layer<Conv>(RES_CONV2);
     Linear skip = changes_width ? layer<Linear>(RES_SKIP) : Linear();
     Rows projection = own_channels(output_of(m, m->plan.blocks[0], B));
 
@@ -1648,46 +1668,52 @@ struct ResBlock : Module {
     Tensor before = {};                 // what norm1 writes, before it is resized
 
     void reserve_forward() {
-        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // one after the other
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // holds one after the other
         normed1 = normed.with_channels(x.C());
         normed2 = normed.with_channels(block.O);
         before = resizes ? take_tensor(block.H, block.C) : normed1;
-        h.moments = norm2.x.first.moments = take_sums<Moments>(block.out_H, block.O);
+        h.moments = take_sums<Moments>(block.out_H, block.O);
+        norm2.x = h;  // now with its moments
     }
     void forward() {
         reserve_forward();
-        Tensor residual = adds_x ? x.first : out.without_moments();
+        Tensor residual = adds_x ? x.first : out.without_moments();  // conv2, which adds to it, leaves the moments
 
         Event skip_done = 0;
         if (changes_width) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
-        Concat input1 = resizes ? resized_norm1() : groupnorm_for_conv3x3(normed1, norm1, block.O);
+        Concat input1 = conv1_input();
         if (resizes) resample_forward(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : projection});
 
         if (modulates) norm2.modulation = projection;
-        Concat input2 = drops ? dropped_norm2() : groupnorm_for_conv3x3(normed2, norm2, block.O);
+        Concat input2 = conv2_input();
         wait_for(skip_done);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
-    Tensor resized_norm1() const {
+
+    Concat conv1_input() const {
+        if (!resizes) return groupnorm_for_conv3x3(normed1, norm1, block.O);
         groupnorm_forward(before, norm1);
         resample_forward(normed1, before);
         return normed1;
     }
-    Tensor dropped_norm2() const {
+
+    Concat conv2_input() const {
+        if (!drops) return groupnorm_for_conv3x3(normed2, norm2, block.O);
         groupnorm_forward(normed2, norm2);
         drop(normed2);
         return normed2;
     }
 
-    // The norms' outputs, which the weight gradients read, are made again in backward, in the memory of their gradients:
+    // The norms' outputs, which the weight gradients read, are computed again in backward, in the memory of their
+    // gradients:
     //
     // memory    holds, one after the other              is read last by
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
-    // h         h, dh                                   conv1's weight gradient, perhaps beside the next block's backward
-    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, perhaps beside the next block's backward
+    // h         h, dh                                   conv1's weight gradient, which may run beside the next block
+    // normed1   d(conv1's input), conv1's input         the same
     // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
@@ -1711,10 +1737,12 @@ struct ResBlock : Module {
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
+
         if (changes_width) {
             beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
+
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
         beside(conv3x3_backward_weight, conv2, dout, normed2, Rows());
@@ -1725,6 +1753,8 @@ struct ResBlock : Module {
             resample_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
+
+        // Where x is not added itself, dx has the gradient of the residual already.
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resample_forward(normed1, before);
@@ -1739,15 +1769,18 @@ struct AttentionBlock : Module {
 
     static void declare(Plan* plan, const Config& c, Block* block) {
         int C = block->C;
-        double T = (double)block->H * block->H;
         bool in_decoder = std::ranges::any_of(plan->blocks, [](const Block& b) { return b.skip >= 0; });
         block->heads = heads_of(c, C, in_decoder);
+
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
         add_layer(plan, *block, "qkv.", {3 * C, C, 1});
         add_layer(plan, *block, "proj_out.", {C, C, 1}, INIT_ZEROS);
+
+        double T = (double)block->H * block->H;
         plan->flops += 3.0 * 4 * T * T * C;  // q k^T and P v, each 2 T T C; backward takes twice as many
     }
 
+    // No SiLU follows attention's norm, as it does every other.
     static Norm without_silu(Norm norm) {
         norm.silu = false;
         return norm;
@@ -1755,9 +1788,10 @@ struct AttentionBlock : Module {
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
     Tensor attended = take_from(&kept_hidden, block.H, block.C);  // the heads' outputs, side by side
-    Norm norm = without_silu(norm_of(ATT_NORM, x));  // the only norm without
+    Norm norm = without_silu(norm_of(ATT_NORM, x));
     float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
-    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
+    Linear to_qkv = layer<Linear>(ATT_QKV);
+    Linear projection = layer<Linear>(ATT_PROJ);
     Tensor normed = {};
 
     void reserve_forward() { normed = take_tensor(block.H, block.C); }
@@ -1770,6 +1804,7 @@ struct AttentionBlock : Module {
     }
 
     Tensor dattended = {}, dqkv = {};
+
     void reserve_backward() {
         dattended = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
@@ -1779,6 +1814,7 @@ struct AttentionBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed = dattended;  // overwrites it, once attention's backward has read it
+
         beside(conv1x1_backward_weight, projection, dout, attended);
         conv1x1_backward_input(dattended, dout, projection);
         attention_backward(dqkv, dattended, attended, lse, qkv, block.heads);
@@ -1789,16 +1825,18 @@ struct AttentionBlock : Module {
 };
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
-// With --conv_resample up-sampling is F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), w, bias, padding=1), and
-// down-sampling is F.conv2d(x, w, bias, stride=2, padding=1): the convolution is done without a stride, and every other pixel
-// of every other row is kept.
+// By itself up-sampling is F.interpolate(x, scale_factor=2, mode="nearest"), and down-sampling F.avg_pool2d(x, 2).
+// With --conv_resample up-sampling is F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), w, bias, padding=1),
+// and down-sampling is F.conv2d(x, w, bias, stride=2, padding=1): the convolution is done without a stride, and every
+// other pixel of every other row is kept.
 struct ResampleBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         std::string layer = block->kind == BLOCK_UP ? "conv." : "op.";
         if (c.conv_resample) add_layer(plan, *block, layer, {block->O, block->C, 3, 3});
     }
 
-    bool convolves = block.num_params, up = block.out_H > block.H;
+    bool convolves = block.num_params > 0;
+    bool up = block.out_H > block.H;
     Conv conv = convolves ? layer<Conv>(0) : Conv();
     int larger = std::max(block.H, block.out_H);
     Tensor large = {}, dlarge = {};  // at the larger of the two sizes
@@ -1830,6 +1868,7 @@ struct ResampleBlock : Module {
     void backward() {
         reserve_backward();
         if (!convolves) return resample_backward(dx.first, dout, block.accumulate);
+
         Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
             resample_forward(large, x.first);
@@ -1872,13 +1911,14 @@ struct OutBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed = dx.first;  // has the same size, and is overwritten at the end
+
         conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm);
         beside(conv3x3_backward_weight, conv, dout, normed, Rows());
     }
 };
 
-// Calls use() with the struct of a kind, as a std::type_identity.
+// Calls use(type) with the struct of a kind, as a std::type_identity.
 static void with_kind(int kind, auto use) {
     switch ((BlockKind)kind) {
         case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
@@ -1890,13 +1930,16 @@ static void with_kind(int kind, auto use) {
         case BLOCK_OUT: return use(std::type_identity<OutBlock>());
     }
 }
+
 // Calls pass(module) with a module made for this block.
 static void with_module(Model* m, const Block& block, int B, auto pass) {
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
 }
+
 static void block_forward(Model* m, const Block& block, int B) {
     with_module(m, block, B, [](auto module) { module.forward(); });
 }
+
 static void block_backward(Model* m, const Block& block, int B) {
     with_module(m, block, B, [](auto module) { module.backward(); });
 }
