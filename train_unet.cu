@@ -1236,6 +1236,7 @@ struct Buffer {
     }
 };
 
+// A block of the network, as the plan knows it. To be run it becomes a Module, see below.
 struct Block {
     int kind;  // a BlockKind, or a kind of another network
     char name[48] = "";
@@ -1268,6 +1269,7 @@ struct Block {
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
 
+// The network: its blocks in the order of forward, its parameters in PyTorch's order, and the memory of both.
 struct Plan {
     std::vector<Block> blocks = {};
     std::vector<Parameter> tensors = {};
