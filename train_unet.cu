@@ -127,12 +127,20 @@
 #endif
 
 // ==== 1  CONFIGURATION =====================================================================================
-enum { MAX_LEVELS = 8, MAX_EMAS = 4, MAX_PATH_LENGTH = 1024, MAX_CHANNELS = 4, MAX_ATTENTION_SIZE = 128 };
-// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in the network's
-// memory has PIXEL channels, of which those after its own are zeros.
+enum {
+    MAX_LEVELS = 8,            // of the UNet
+    MAX_EMAS = 4,              // averages of the weights
+    MAX_PATH_LENGTH = 1024,    // with the 0 at its end
+    MAX_CHANNELS = 4,          // of an image
+    MAX_ATTENTION_SIZE = 128,  // height and width of the largest image that attention works on
+};
+
+// Kernels load 16 bytes of channels at a time, so that channels come in multiples of 8: see padded. An image in
+// the network's memory has PIXEL channels, and those behind its own are zeros.
 enum { CHANNEL_MULTIPLE = 8, PIXEL = CHANNEL_MULTIPLE };
 static_assert(2 * MAX_CHANNELS <= PIXEL, "a prediction and, with --learn_sigma, its variances fit a pixel");
-// An attention head's channels are a multiple of the first number, and at most the second.
+
+// The number of channels of an attention head is a multiple of the first number, and at most the second.
 static std::pair<int, int> head_channels();
 
 enum NoiseSchedule { SCHEDULE_LINEAR, SCHEDULE_COSINE, SCHEDULE_FLOW, SCHEDULE_EDM };
@@ -147,58 +155,102 @@ enum Threshold { THRESHOLD_CLAMP, THRESHOLD_DYNAMIC, THRESHOLD_NONE };  // dynam
 
 // The optimiser's settings. They are few enough to be an argument of a kernel.
 struct Hyper {
-    float lr, final_lr_fraction, weight_decay, beta1, beta2, adam_eps, grad_clip, skip_outliers;
-    int lr_schedule, warmup_steps, lr_steps, optimizer;
+    float lr, final_lr_fraction;
+    float weight_decay, beta1, beta2, adam_eps;
+    float grad_clip, skip_outliers;
+    int lr_schedule, warmup_steps;
+    int lr_steps;  // the schedule's length: the --steps of the first start
+    int optimizer;
     int ema_warmup;            // 0: the start is a trained model, from which the averages go on at their full rate
     float ema_rate[MAX_EMAS];  // ended by a 0 where shorter
 };
 
 typedef char Path[MAX_PATH_LENGTH];
 
+// The values of the flags. FLAGS in unet_io.h says what each of them does. Lists are ended by a 0 where shorter.
 struct Config {
     // files
-    Path preset, data_file, val_file, model_weights, out_dir, resume, output_name, output_dir, config;
+    Path preset;
+    Path data_file, val_file;
+    Path model_weights;
+    Path out_dir, resume;
+    Path output_name, output_dir;
+    Path config;
+
     // architecture
-    int image_size, in_channels, num_channels, num_res_blocks, num_head_channels, norm_groups, max_period;
-    int class_cond, num_classes, use_scale_shift_norm, num_heads, num_heads_upsample, rescale_timesteps;
-    int resblock_updown, conv_resample, learn_sigma, use_new_attention_order;
-    float cond_drop_prob, dropout, channel_mult[MAX_LEVELS];  // lists are ended by a 0 where shorter
+    int image_size, in_channels;
+    int num_channels, num_res_blocks;
+    int num_head_channels, norm_groups;
+    int max_period;
+    int class_cond, num_classes;
+    int use_scale_shift_norm;
+    int num_heads, num_heads_upsample;
+    int rescale_timesteps;
+    int resblock_updown, conv_resample;
+    int learn_sigma;
+    int use_new_attention_order;
+    float cond_drop_prob, dropout;
+    float channel_mult[MAX_LEVELS];
     int attention_resolutions[MAX_LEVELS];
-    Path model;  // this and the next two lines are settings of the network in dev/dit alone
+
+    // architecture of the network in dev/dit alone
+    Path model;
     int depth, hidden_size, patch_size;
     float mlp_ratio;
+
     // diffusion
-    int diffusion_steps, noise_schedule, predict, zero_terminal_snr;
+    int diffusion_steps;
+    int noise_schedule, predict;
+    int zero_terminal_snr;
+
     // training
-    int batch_size, microbatch, steps, flip, consistency, consistency_steps, path_steps;
+    int batch_size, microbatch;
+    int steps;
+    int flip;
+    int consistency, consistency_steps, path_steps;
     int timestep_sampling;
     float timestep_mean, timestep_std;
     unsigned seed;
     Hyper hyper;
-    float min_snr_gamma, offset_noise, matching_fraction;
-    int log_every, save_every, sample_every, val_every, keep, keep_every, num_samples;
+    float min_snr_gamma;
+    float offset_noise;
+    float matching_fraction;
+    int log_every, save_every, sample_every, val_every;
+    int keep, keep_every;
+    int num_samples;
+
     // sampling
     Path seeds, classes, class_names;
-    int generate, sampler, sample_steps, spacing, use_ema, threshold, show;
+    int generate;
+    int sampler, sample_steps, spacing;
+    int use_ema, threshold;
+    int show;
     float eta, guidance_scale;
+
     // what to do
-    int gpus, processes, resume_given, print_config, dry_run, help;
+    int gpus, processes;
+    int resume_given;  // whether there was --resume, which may come without a value
+    int print_config, dry_run, help;
 };
 
-// Images that go through the network at a time while it is trained.
+// How many images go through the network at a time while it is trained.
 static int microbatch_size(const Config& c) {
-    return c.microbatch ? std::min(c.microbatch, c.batch_size) : c.batch_size;
+    if (!c.microbatch) return c.batch_size;
+    return std::min(c.microbatch, c.batch_size);
 }
 
+// The elements of an array before its first 0.
 static int list_length(const auto& list) { return (int)(std::find(list, std::end(list), 0) - list); }
 
 static size_t pixels_of(const Config& c) { return (size_t)c.image_size * c.image_size; }
 
 static bool clamps_x0(const Config& c) { return c.threshold == THRESHOLD_CLAMP; }
+
 // Whether each image is noised twice: consistency tuning by pairs.
 static bool has_pairs(const Config& c) { return c.consistency && !c.path_steps; }
 
 static bool is_guided(const Config& c) { return c.guidance_scale != 1; }
+
 // The rows that a sample has in a call of the network: with guidance two, one with its class and one without.
 static int rows_a_sample(const Config& c) { return is_guided(c) ? 2 : 1; }
 
@@ -217,7 +269,11 @@ static int sampler_steps(const Config& c) {
 
 // Rows of the label embedding: one for each class, and one for no class where labels are dropped. 0 means that
 // there is no label embedding.
-static int label_rows(const Config& c) { return c.class_cond ? c.num_classes + (c.cond_drop_prob > 0) : 0; }
+static int label_rows(const Config& c) {
+    if (!c.class_cond) return 0;
+    bool drops_labels = c.cond_drop_prob > 0;
+    return c.num_classes + drops_labels;
+}
 
 // The heads of an attention block with this many channels, in the decoder or before it.
 static int heads_of(const Config& c, int channels, bool decoder) {
@@ -229,13 +285,19 @@ static int heads_of(const Config& c, int channels, bool decoder) {
 // Whether --attention_resolutions names a level's size.
 static bool attends(const Config& c, int size) { return std::ranges::count(c.attention_resolutions, size); }
 
-// The processes (ranks) that train together, one for each GPU: this one's number, how many there are, and its number
-// among those of its machine. They run the same program on the same files. Only rank 0 writes any.
+// The processes (ranks) that train together, one for each GPU. They run the same program on the same files. Only
+// rank 0 writes any.
 static struct World {
-    int rank = 0, size = 1, local = 0;
+    int rank = 0;            // this process's number
+    int size = 1;            // how many there are
+    int local = 0;           // this process's number among those of its machine
     bool forked = false;     // rank 0 has forked the others; otherwise a launcher has started them
     bool connected = false;  // they can send each other messages
 } world;
+
+struct Plan;
+struct Model;
+struct Block;
 
 // What the program knows of its network, besides Config. A file that includes this one can put another network
 // here before main begins: see dev/dit.
@@ -245,16 +307,19 @@ struct Network {
     int magic;                       // what its weights files begin with
     const char* label_table;         // the parameter that has a row for each class
     const char* const* block_kinds;  // their names, by Block.kind
-    struct Plan (*make_plan)(const Config& c, int batch, bool training);
-    void (*forward)(struct Model* m, const struct Block& block, int B);
-    void (*backward)(struct Model* m, const struct Block& block, int B);
+    Plan (*make_plan)(const Config& c, int batch, bool training);
+    void (*forward)(Model* m, const Block& block, int B);
+    void (*backward)(Model* m, const Block& block, int B);
 };
+
 enum { UNET_MAGIC = 0x54454E55 };  // "UNET"
 enum BlockKind { BLOCK_EMBED, BLOCK_CONV_IN, BLOCK_RES, BLOCK_ATTENTION, BLOCK_DOWN, BLOCK_UP, BLOCK_OUT };
 static const char* const BLOCK_NAMES[] = {"embedding", "conv", "residual", "attention", "down", "up", "out"};
+
 static Plan make_plan(const Config& c, int batch, bool training);
 static void block_forward(Model* m, const Block& block, int B);
 static void block_backward(Model* m, const Block& block, int B);
+
 static Network network = {
     .program = "train_unet",
     .name = "UNet",
@@ -275,7 +340,7 @@ static size_t count_parameters(const Config& c);  // of its network; refuses one
 
 // ==== 2  MEMORY, TENSORS, RANDOMNESS =======================================================================
 // ---- arenas -----------------------------------------------------------------------------------------------
-// A block of memory of a known size, handed out piece by piece.
+// A block of memory of a known size, handed out piece by piece. An arena without memory only counts what is taken.
 struct Arena {
     char* base = nullptr;
     size_t capacity = SIZE_MAX, used = 0;  // bytes
@@ -286,6 +351,7 @@ enum { ALIGNMENT = 256 };
 static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 static size_t aligned(size_t bytes) { return round_up(bytes, ALIGNMENT); }
 
+// Takes `count` elements from an arena.
 template <typename T> static T* take(Arena* arena, size_t count) {
     size_t bytes = aligned(count * sizeof(T));
     assert(arena->used + bytes <= arena->capacity);  // otherwise the plan has reserved too little
@@ -314,8 +380,8 @@ struct float2 {  // as CUDA's
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
-// UNROLLED_FOR is a loop of a few rounds that is unrolled on a GPU, where an array stays in registers only if every index
-// is a constant. Sum is the type in which a Team of threads adds up.
+// UNROLLED_FOR is a loop of a few rounds that is unrolled on a GPU, where an array stays in registers only if every
+// index is a constant. Sum is the type in which a Team of threads adds up.
 #ifdef __CUDA_ARCH__
 #define UNROLLED_FOR(...) _Pragma("unroll") for (__VA_ARGS__)
 typedef float Sum;
@@ -333,66 +399,80 @@ static std::string backend_name();  // the device and its precision
     fail("could not allocate %s; use a smaller batch or model", human_bytes(bytes));
 }
 
-// Memory of the device; with on_host the host's, pinned, so that the device reads and writes it too.
+// Allocates memory of the device; with on_host pinned memory of the host, which the device reads and writes too.
 static void* backend_allocate(size_t bytes, bool on_host = false);
 static void backend_free(void* memory, bool on_host = false);
-// The same; the memory is freed when its last owner goes.
+
+// The same, but the memory is freed when its last owner goes.
 template <typename T> static std::shared_ptr<T[]> allocate(size_t count, bool on_host = false) {
     void* memory = backend_allocate(count * sizeof(T), on_host);
     return {(T*)memory, [=](T*) { backend_free(memory, on_host); }};
 }
+
 // Free bytes where the layers work; on a CPU no more than `ulimit -v` leaves. 0: not known.
 static size_t backend_memory_available();
 static size_t workspace_bytes();  // what the layers need besides the model's memory
 static void allocate_workspace();
 
-// Everything below is done in the order of the calls, and may not be done yet when it returns.
+// The device does all its work in the order of the calls. These two may return before it is done.
 static void backend_zero(void* memory, size_t bytes);
 static void backend_copy(void* to, const void* from, size_t bytes);  // either may be the host's
-static void backend_wait();                                          // until all is done
-// Copies from and to the host's own memory, done when they return.
+// Waits until the device has done everything.
+static void backend_wait();
+
+// Copies from the host's own memory, or into it, and waits until that is done.
 static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes);
     backend_wait();
 }
-static void backend_download(void* to, const void* from, size_t bytes) { backend_upload(to, from, bytes); }
+static void backend_download(void* to, const void* from, size_t bytes) {
+    backend_copy(to, from, bytes);
+    backend_wait();
+}
 template <typename T> static void upload(T* to, const std::vector<T>& values) {
     backend_upload(to, values.data(), values.size() * sizeof(T));
 }
+
 // The host begins up to STEPS_IN_FLIGHT steps before it waits for the first of them. Each of these steps has a slot:
-// mark_step_end marks the end of the work that the device was given so far; wait_for_step waits until the device gets there.
+// mark_step_end marks the end of the work that the device was given so far, and wait_for_step waits until the device
+// gets there.
 static void mark_step_end(int slot);
 static void wait_for_step(int slot);
 
-// An event marks the end of some work of the side stream. Events are numbered from 1; 0 means that there is nothing to wait
-// for. The stream runs its work in order, so that whoever waits for one event has waited for all before it.
+// An event marks the end of some work of the side stream. Events are numbered from 1; 0 means that there is nothing
+// to wait for. The stream runs its work in order, so that whoever waits for one event has waited for all before it.
 typedef int Event;
 static Event newest_event;
 
 // Gives launches to the side stream, and returns the event of their end. They wait for everything launched so far, and
 // then run beside what the main stream is given next. On a CPU they are done at once.
 static Event on_side_stream(auto launches);
-// The same, but they are launched after the main stream's next kernel, so that this one gets the multiprocessors first.
+
+// The same, but they are launched after the main stream's next kernel, which so gets the multiprocessors first.
 // Without the delay a step of an H100 at B = 1 takes 3% longer.
 static Event on_side_stream_deferred(auto launches);
+
 // Makes the main stream, not the host, wait for an event.
 static void wait_for(Event event);
 
-// A sequence of launches that is the same every time. It is launched as it is the first time, which also sets up
-// what a launch sets up once; the second time it is captured as a CUDA graph, which is launched from then on.
+// A sequence of launches that is the same every time. The first time they are launched one by one, because some set
+// something up when they first run. The second time they are captured as a CUDA graph, which is launched from then on.
 struct Graph {
     std::shared_ptr<void> executable;  // cudaGraphExec_t; a CPU has none
     int runs = 0;
 };
 static void launch_graph(Graph* graph, auto launches);
+
 // The device's peak TFLOP/s, in bf16 (dense, added up in fp32) or fp32; 0: not known.
 static double backend_peak();
 
 // Prepares what the ranks of a machine will talk through, before they are forked.
 static void backend_prepare_fork();
+
 // Connects this rank to the others, and returns the name of what carries messages, for the log.
 static std::string backend_connect();
-// Disconnects it, when every message that was sent has arrived.
+
+// Disconnects this rank, once every message that was sent has arrived.
 static void backend_disconnect();
 
 // PROFILE("3x3 dW", {operations, bytes}) or PROFILE(layer) at the head of a launcher is for dev/bench/profile.cu, whose
@@ -402,15 +482,17 @@ static void backend_disconnect();
 #endif
 
 // ---- ranks ------------------------------------------------------------------------------------------------
-// The share of n things that a rank has: its first, and its end. Groups of `unit` things stay together.
+// The share of n things that a rank has: its first thing, and the end behind its last. Groups of `unit` things stay
+// together.
 static std::pair<size_t, size_t> share_of(size_t n, int rank, size_t unit) {
     size_t share = round_up(n, unit * world.size) / world.size;
     size_t first = std::min(n, rank * share);
-    return {first, std::min(n, first + share)};
+    size_t end = std::min(n, first + share);
+    return {first, end};
 }
 
 #ifndef NETWORK_ONLY
-// Memory that the ranks which are forked on this machine share. Any other process has its own.
+// Memory that rank 0 shares with the ranks that it forks. A process that a launcher has started has its own.
 struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
@@ -420,9 +502,11 @@ static ForkedRanks* const forked_ranks =
 static std::atomic<int>& stop_asked = forked_ranks->stop;
 #endif
 
-// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank makes the same
-// call the other way round. backend_together does several exchanges at once.
+// Sends bytes of the device to another rank and receives some from it, in the order of the calls. The other rank
+// makes the same call with what is sent and what is received swapped.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received);
+
+// Does the exchanges that `exchanges` calls for at the same time.
 static void backend_together(auto exchanges);
 
 // Exchanges bytes of the device with every other rank: this one sends sent(peer), and receives received(peer).
@@ -436,12 +520,13 @@ static void exchange_with_all(auto sent, auto received) {
 // Gives every rank all rows of `values`, (ranks, each), of which it has only its own. What lies before element `first`
 // is not sent.
 template <typename T> static void gather(T* values, size_t each, size_t first = 0) {
-    auto part_of = [&](int rank) {
+    auto row_of = [&](int rank) {
         size_t end = (rank + 1) * each;
         size_t begin = std::clamp(first, end - each, end);
         return std::as_writable_bytes(std::span(values + begin, end - begin));
     };
-    exchange_with_all([&](int) { return part_of(world.rank); }, part_of);
+    auto own_row = [&](int) { return row_of(world.rank); };
+    exchange_with_all(own_row, row_of);
 }
 
 // ---- tensors ----------------------------------------------------------------------------------------------
@@ -451,17 +536,17 @@ enum Init { INIT_UNIFORM, INIT_ONES, INIT_ZEROS, INIT_NORMAL };
 struct Parameter {
     std::string name;             // as PyTorch's named_parameters() calls it
     std::vector<int> shape = {};  // in PyTorch's order
-    size_t count = 0;             // elements, as in files
-    size_t offset = 0, size = 0;  // in memory, in floats; in place_parameters' order
-    bool joined = false;          // it lies beside those of other residual blocks' embedding layers: see place_parameters
+    size_t count = 0;             // elements in files
+    size_t offset = 0, size = 0;  // in memory, in floats; zeros may pad it: see place_parameters
+    bool joined = false;          // of a residual block's embedding layer, beside those of the others
     Init init;
     float scale = 1;  // its initial values are multiplied by it; only dev/dit sets it
 };
 
-static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's counts as one
+static bool is_matrix(const Parameter& t) { return t.shape.size() > 1; }  // a convolution's weight counts as one
 static bool is_conv2d(const Parameter& t) { return t.shape.size() == 4; }
 
-// Zeros follow an image's channels up to a multiple of 8. The weights of these are zeros too, and stay zeros,
+// Zeros follow an image's channels up to a multiple of 8. The weights of these channels are zeros too, and stay zeros,
 // because their gradients are.
 static int padded(int channels) { return (int)round_up(channels, CHANNEL_MULTIPLE); }
 
@@ -472,13 +557,19 @@ static void for_each_element(const Parameter& t, auto visit) {
         for (size_t i = 0; i < t.count; i++) visit(i, i);
         return;
     }
-    size_t O = t.shape[0], C = t.shape[1], taps = t.shape[2] * t.shape[3], i = 0;
+    size_t O = t.shape[0], C = t.shape[1];
+    size_t taps = t.shape[2] * t.shape[3];
+
+    size_t i = 0;
     for (size_t o = 0; o < O; o++)
         for (size_t c = 0; c < C; c++)
-            for (size_t tap = 0; tap < taps; tap++) visit(i++, (o * taps + tap) * padded(t.shape[1]) + c);
+            for (size_t tap = 0; tap < taps; tap++) {
+                size_t j = (o * taps + tap) * padded(t.shape[1]) + c;
+                visit(i++, j);
+            }
 }
 
-// From PyTorch's order, (count), to memory's, (size), or back.
+// Brings a parameter's elements from PyTorch's order, (count), to memory's, (size), or back.
 static std::vector<float> reordered(std::span<const float> from, const Parameter& t, bool to_memory) {
     std::vector<float> to(to_memory ? t.size : t.count);
     for_each_element(t, [&](size_t in_file, size_t in_memory) {
@@ -516,13 +607,14 @@ struct Philox {
 
 HOST_DEVICE static inline Philox philox(uint32_t seed, uint32_t stream, uint32_t quad, uint32_t sample,
                                         uint32_t step) {
-    uint32_t k0 = seed, k1 = stream, c0 = quad, c1 = sample, c2 = step, c3 = 0;
+    uint32_t k0 = seed, k1 = stream;
+    uint32_t c0 = quad, c1 = sample, c2 = step, c3 = 0;
     for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c0 = n0;
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0;
+        uint64_t p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
         c1 = (uint32_t)p1;
-        c2 = n2;
         c3 = (uint32_t)p0;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
@@ -535,18 +627,24 @@ HOST_DEVICE static inline uint32_t random_word(uint32_t seed, uint32_t stream, u
     return philox(seed, stream, e / 4, sample, step).word[e % 4];
 }
 
-// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, which is off by up to 2e-6.
+// The normals of a quad of elements, by Box-Muller: on the host in double, on a GPU in float, which is off by up to
+// 2e-6.
 HOST_DEVICE static inline void random_normals(float normal[4], uint32_t seed, uint32_t stream, uint32_t quad,
                                               uint32_t sample, uint32_t step) {
     Philox p = philox(seed, stream, quad, sample, step);
     UNROLLED_FOR (int pair = 0; pair < 4; pair += 2) {
 #ifdef __CUDA_ARCH__
-        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f, twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
-        float r = sqrtf(-2.0f * logf(u1)), sine, cosine;
+        float u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24f;  // above 0
+        float twice_u2 = (p.word[pair + 1] >> 8) * 0x1p-23f;
+        float r = sqrtf(-2.0f * logf(u1));
+        float sine, cosine;
         sincospif(twice_u2, &sine, &cosine);
 #else
-        double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24, u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
-        double r = sqrt(-2.0 * log(u1)), angle = 2.0 * M_PI * u2, sine = sin(angle), cosine = cos(angle);
+        double u1 = ((p.word[pair] >> 8) + 1) * 0x1p-24;  // above 0
+        double u2 = (p.word[pair + 1] >> 8) * 0x1p-24;
+        double r = sqrt(-2.0 * log(u1));
+        double angle = 2.0 * M_PI * u2;
+        double sine = sin(angle), cosine = cos(angle);
 #endif
         normal[pair] = (float)(r * cosine);
         normal[pair + 1] = (float)(r * sine);
@@ -559,37 +657,49 @@ HOST_DEVICE static inline void random_normals_at(float normal[4], uint32_t seed,
     float quads[8] = {};
     random_normals(quads, seed, stream, e / 4, sample, step);
     if (e % 4) random_normals(quads + 4, seed, stream, e / 4 + 1, sample, step);
+
     UNROLLED_FOR (int i = 0; i < 4; i++)
-        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)
+        UNROLLED_FOR (uint32_t shift = 0; shift < 4; shift++)  // normal[i] = quads[i + e % 4], by constant indices
             if (e % 4 == shift) normal[i] = quads[i + shift];
 }
 
-// A number below n.
+// An integer below n.
 HOST_DEVICE static inline uint32_t random_below(uint32_t n, uint32_t seed, uint32_t stream, uint32_t e,
                                                 uint32_t sample, uint32_t step) {
-    return (uint32_t)((uint64_t)random_word(seed, stream, e, sample, step) * n >> 32);
+    uint64_t word = random_word(seed, stream, e, sample, step);
+    return (uint32_t)(word * n >> 32);
 }
 
-// The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws are keyed by the epoch.
+// The order of `count` images in an epoch: a Fisher-Yates shuffle whose draws depend on the epoch.
 static void random_permutation(int* order, int count, uint32_t seed, uint32_t epoch) {
     std::iota(order, order + count, 0);
-    for (int i = count - 1; i > 0; i--)
-        std::swap(order[i], order[random_below(i + 1, seed, STREAM_SHUFFLE, i, 0, epoch)]);
+    for (int i = count - 1; i > 0; i--) {
+        uint32_t other = random_below(i + 1, seed, STREAM_SHUFFLE, i, 0, epoch);
+        std::swap(order[i], order[other]);
+    }
 }
 
 // ==== 3  THE LAYERS, DECLARED ==============================================================================
 // ---- what layers take -------------------------------------------------------------------------------------
-// What a norm keeps of a channel, two numbers that a GPU loads at once.
-struct alignas(8) Moments {  // of a tile of an image: the mean, and the sum of squared distances from it
+// What a norm keeps of a channel are pairs of numbers, which a GPU loads at once.
+
+// The channel's mean in a tile of an image, and its sum of squared distances from that mean.
+struct alignas(8) Moments {
     float mean, squares;
 };
-struct alignas(8) NormSums {  // over a tile: see groupnorm_backward_sums
+
+// Sums over a tile of an image: see groupnorm_backward_sums.
+struct alignas(8) NormSums {
     float dy, dy_x_hat;
 };
-struct alignas(8) GroupStatistics {  // of the channel's group in an image
+
+// The statistics of the channel's group in an image.
+struct alignas(8) GroupStatistics {
     float mean, rstd;
 };
-struct alignas(8) ScaleShift {  // y = x scale + shift
+
+// The norm itself: y = x scale + shift.
+struct alignas(8) ScaleShift {
     float scale, shift;
 };
 
@@ -598,9 +708,10 @@ struct alignas(8) ScaleShift {  // y = x scale + shift
 template <typename Real> struct TensorOf {
     Real* data = nullptr;
     int B = 0, H = 0, W = 0, C = 0;
-    // (B, norm_tiles(H * W), C). Whatever writes a tensor that a norm reads next writes them too; null where
-    // no norm does.
+    // (B, norm_tiles(H * W), C). Whatever writes a tensor that a norm reads next writes its moments too. Null where
+    // no norm reads it.
     Moments* moments = nullptr;
+
     explicit operator bool() const { return data; }
     HOST_DEVICE int T() const { return H * W; }
     HOST_DEVICE int rows() const { return B * H * W; }
@@ -612,25 +723,30 @@ template <typename Real> struct TensorOf {
 // torch.cat([first, second], dim=1), read and written where the two lie. There may be no second tensor.
 template <typename Real> struct ConcatOf {
     TensorOf<Real> first, second;
-    // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU. See
-    // Norm.half_scale_shift.
+    // (B, C), or null. If not null, the tensor is still to be normed: whoever reads it applies these, and then SiLU.
+    // See Norm.half_scale_shift.
     const ScaleShift* half_scale_shift;
+
     HOST_DEVICE ConcatOf(TensorOf<Real> one = {}, TensorOf<Real> two = {}, const ScaleShift* half_scale_shift = nullptr)
         : first(one), second(two), half_scale_shift(half_scale_shift) {}
+
     HOST_DEVICE int C() const { return first.C + second.C; }
+
     // The tensor that holds channel c, and the channel's number there.
     HOST_DEVICE const TensorOf<Real>& of(int c) const { return c < first.C ? first : second; }
     HOST_DEVICE int within(int c) const { return c < first.C ? c : c - first.C; }
+
     // Channel c of a pixel, and its moments in a tile. Pixels and tiles are counted through all images.
     Real* at(size_t pixel, int c) const { return of(c).data + pixel * of(c).C + within(c); }
     HOST_DEVICE Moments moments(size_t tile, int c) const { return of(c).moments[tile * of(c).C + within(c)]; }
 };
 
-// A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient.
+// A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient. Without data there
+// are none.
 template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
-    HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
+    HOST_DEVICE Real* row(int b) const { return data + (size_t)b * pitch; }
 };
 
 // The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
@@ -639,26 +755,31 @@ template <typename Real, int TAPS> struct ConvLayerOf {
     float *dw = nullptr, *dbias = nullptr;
 };
 
-// F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of it if `silu`. A group may lie in both tensors of
-// x. w and bias (C) are never rounded. For each image and channel the norm is y = x scale + shift. Forward writes
-// statistics and half_scale_shift, (B, C), for all who read x again. With SiLU scale and shift are halved and make
-// h = y / 2, because silu(y) = h + h tanh(h) takes one instruction less: see silu_of_half.
+// A group norm, F.group_norm(x, groups, w, bias, eps=1e-5), and F.silu of its output if `silu`. A group may lie in both
+// tensors of x. For each image and channel the norm is y = x scale + shift. Forward writes statistics and
+// half_scale_shift, (B, C), for all who read x again. With SiLU scale and shift are halved and make h = y / 2, because
+// silu(y) = h + h tanh(h) takes one instruction less: see silu_of_half.
 template <typename Real> struct NormOf {
     ConcatOf<Real> x = {};
     int groups = 1;
     bool silu = false;
-    const float *w = nullptr, *bias = nullptr;
+    const float *w = nullptr, *bias = nullptr;  // (C), never rounded
     float *dw = nullptr, *dbias = nullptr;
     GroupStatistics* statistics = nullptr;
     ScaleShift* half_scale_shift = nullptr;  // halved where `silu`
-    NormSums* sums = nullptr;  // (B, norm_tiles(H * W), C): scratch between the two calls of backward
-    // (B, 2C), or null: C scales, then C shifts. Before SiLU the norm's output is multiplied by 1 + scale, and shift is added.
+    NormSums* sums = nullptr;                // (B, norm_tiles(H * W), C): scratch between the two calls of backward
+    // (B, 2C), or null: C scales, then C shifts. Before SiLU the norm's output is multiplied by 1 + scale, and shift is
+    // added.
     RowsOf<Real> modulation = {}, dmodulation = {};
+
     HOST_DEVICE explicit operator bool() const { return half_scale_shift; }  // otherwise there is no norm
+
     // 1 + the scale of channel c in image b.
     HOST_DEVICE float gain(int b, int c) const {
-        return modulation.data ? 1 + (float)modulation.row(b)[c] : 1;
+        if (!modulation.data) return 1;
+        return 1 + (float)modulation.row(b)[c];
     }
+
     // The channel's weight and bias, modulated.
     HOST_DEVICE ScaleShift modulated(int b, int c) const {
         float shift = modulation.data ? (float)modulation.row(b)[x.C() + c] : 0;
@@ -675,8 +796,10 @@ template <typename Real> struct ForwardOptionsOf {
 
 // How dx is written.
 template <typename Real> struct BackwardOptionsOf {
-    TensorOf<Real> residual = {};  // of a norm: the gradient of a branch around it, which is added to dx
-    bool accumulate = false;       // dx is added to what is there
+    // Of a norm: the gradient of a branch around it, which is added to dx.
+    TensorOf<Real> residual = {};
+    // Whether dx is added to what is there.
+    bool accumulate = false;
     // Of a convolution: the norm that wrote what it read. groupnorm_backward_sums(dx, dx, norm) is then done, too.
     NormOf<Real> norm = {};
 };
@@ -684,14 +807,14 @@ template <typename Real> struct BackwardOptionsOf {
 // The side of a square tile of a product's output, in elements.
 static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
 
-// A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns). Their
-// numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
+// A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns),
+// whose numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
 template <typename Real> struct MatrixProductOf {
     TensorOf<Real> out, left;
-    const Real* right;  // (left's columns, out's columns), or the transpose of it
+    const Real* right;          // (left's columns, out's columns), or the transpose of it
     TensorOf<Real> added = {};  // without data nothing is added
     float alpha = 1, beta = 0;
-    int first_tile = 0;  // the number of tiles of the outputs before this one
+    int first_tile = 0;         // the number of tiles of the outputs before this one
 
     // How many tiles its own output has.
     int tiles(bool right_is_transposed) const {
@@ -716,28 +839,35 @@ template <typename Real> struct MatrixProductOf {
 LAYER_TYPES(cpu, float)
 LAYER_TYPES(gpu, floatX)
 
-// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, the last one perhaps fewer.
+// A norm's sums and moments are those of tiles of an image. A tile has 128 pixels, and the last one perhaps fewer.
 enum { NORM_TILE = 128 };
 HOST_DEVICE static inline int norm_tiles(int pixels) { return ceil_div(pixels, NORM_TILE); }
 
 // ---- the layers -------------------------------------------------------------------------------------------
 namespace DEVICE {
 
-// A 3x3 convolution. out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual. x
-// is a tensor, or one that is still to be normed: see groupnorm_for_conv3x3.
+// A 3x3 convolution:
+//   out (B, H, W, O) = F.conv2d(x, w, bias, padding=1) + emb[:, None, None, :] + residual
+// x is a tensor, or one that is still to be normed: see groupnorm_for_conv3x3.
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options = {});
-// dx = [dx +] F.conv_transpose2d(dout, w, padding=1); dx is added to with options.accumulate
+
+//   dx = F.conv_transpose2d(dout, w, padding=1), which with options.accumulate is added to dx
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options = {});
-// layer.dw = dout^T x, summed over pixels, a tap at a time; layer.dbias = dout.sum((0, 1, 2)); demb, where
-// wanted, is dout.sum((1, 2)).
+
+//   layer.dw = dout^T x, summed over pixels, for each tap
+//   layer.dbias = dout.sum((0, 1, 2))
+//   demb = dout.sum((1, 2)), where demb is wanted
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb = {});
 
-// A 1x1 convolution. out (B, H, W, O) = F.linear(x, w, bias) + residual, where x may be two tensors side by side. A linear
-// layer of an embedding's rows, (B, 1, 1, C), is one of images with one pixel.
+// A 1x1 convolution, which is also the linear layer of an embedding's rows, (B, 1, 1, C), as images of one pixel:
+//   out (B, H, W, O) = F.linear(x, w, bias) + residual
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options = {});
-// dx = [dx +] dout @ w
+
+//   dx = dout @ w, which with options.accumulate is added to dx
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options = {});
-// layer.dw = dout^T x; layer.dbias = dout.sum((0, 1, 2))
+
+//   layer.dw = dout^T x
+//   layer.dbias = dout.sum((0, 1, 2))
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 
 // Does `count` products, of `tiles` tiles in all. None of them reads the output of another.
@@ -745,33 +875,41 @@ static void multiply_matrices(const MatrixProduct* products, int count, int tile
 
 // Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
+
 // out = norm(x). Wu and He, "Group Normalization" (2018), equations 1, 2, 6 and 7.
 static void groupnorm_forward(Tensor out, const Norm& norm);
+
 // Prepares what a 3x3 convolution with O outputs reads: either the norm's output, written to `normed`, or x
 // itself with Concat's half_scale_shift, which the convolution then norms while it loads it. Nobody may write
 // `normed`, x or the norm's statistics before that convolution has run.
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O);
-// Backward in two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a group:
+
+// A norm's backward takes two calls. With dy the gradient before SiLU, x_hat = (x - mean) rstd and N elements in a
+// group:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - (sum w dy + x_hat sum w dy x_hat) / N)
-// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its
-// gain. The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of
-// dy and dy x_hat. dy may be dout.
+// where w is modulated, so that it differs from image to image; dw and dbias weigh each image's sums by its gain.
+//
+// The first call computes dy from dout, the gradient of the norm's output, and norm.sums, the sums of dy and dy x_hat.
+// dy may be dout.
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm);
+
 // The second call computes dw, dbias and dx, and once more the norm's output, `normed`, which the weight
 // gradient of the next convolution reads. normed may be dy. dx.first may be dy, if normed is not; or
 // options.residual; or x, if x has no second tensor and nothing is added to dx.
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options = {});
 
-// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C /
-// heads channels; qkv (B, H, W, 3C) holds all of q, then k, then v, heads inside each. lse (B, heads, T): log
-// of the softmax's denominator, all that backward needs to make the probabilities again. Vaswani et al.,
+// out (B, H, W, C) = F.scaled_dot_product_attention(q, k, v) over the T = H * W pixels, in heads of d = C / heads
+// channels. qkv (B, H, W, 3C) holds all of q, then k, then v, and in each of them head after head. lse (B, heads, T)
+// is the log of the softmax's denominator, all that backward needs to compute the probabilities again. Vaswani et al.,
 // "Attention Is All You Need" (2017), equation 1; recomputation as in Dao et al., "FlashAttention" (2022).
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads);
-// dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij:
+
+// dqkv is overwritten. With P the probabilities, D_i = sum_j dout_ij out_ij and scale = 1 / sqrt(d):
 //   dV = P^T dout,  dS = P (dout V^T - D) scale,  dQ = dS K,  dK = dS^T Q
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads);
 
-template <typename Layer> static void run(Layer layer);  // a layer that is a struct: see below
+// Runs a layer that is a struct: see below.
+template <typename Layer> static void run(Layer layer);
 
 }  // namespace DEVICE
 using namespace DEVICE;
@@ -784,25 +922,35 @@ static const float NORM_EPS = 1e-5f;
 // in a loop that the threads share, on a GPU in a thread each. Real, the type of activations, is floatX;
 // only where the tests of a CUDA build also run the layer on the CPU, it is float there.
 
-// A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A team
-// is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor. Thread i of a
-// team does elements i, i + threads, ...
+// A layer that adds up is such a struct too, but operator() does the work of a team, and items() counts the teams. A
+// team is one thread on the CPU, and on a GPU a block of THREADS threads, BLOCKS of which fit on a multiprocessor.
+// Thread i of a team does elements i, i + threads, ...
 struct Team {
-    int index, thread, threads;
+    int index;    // of the team
+    int thread;   // of the team's threads
+    int threads;  // that the team has
 };
-// The sum of what a team's threads have, in a fixed order; every thread gets it. At most 1024 threads, whole warps.
+
+// The sum of what a team's threads have, in a fixed order. Every thread gets it. A team has at most 1024 threads, in
+// whole warps.
 HOST_DEVICE static inline Sum team_sum(Sum value) {
 #ifdef __CUDA_ARCH__
-    __shared__ float parts[32];
+    __shared__ float parts[32];  // a sum of each warp
     for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+
     __syncthreads();  // until everyone has read the parts of the sum before
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+    unsigned lane = threadIdx.x % 32;
+    unsigned warp = threadIdx.x / 32;
+    if (lane == 0) parts[warp] = value;
     __syncthreads();
-    value = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+
+    unsigned warps = blockDim.x / 32;
+    value = lane < warps ? parts[lane] : 0.0f;
     for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
 #endif
     return value;
 }
+
 // N elements that are loaded or stored at once, from an address that is a multiple of their size.
 template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
     T elements[N];
@@ -816,8 +964,9 @@ template <int N, typename T> HOST_DEVICE static inline void store(T* to, const V
     *(Vector<T, N>*)to = values;
 }
 
-// out (B, C): cos(t f) then sin(t f) with f_i = max_period^(-i / half), i < half = C / 2; timesteps (B). An
-// item is an angle. It is computed in double: already at t = 999 a float product would be off by 3e-5.
+// The sinusoids of timesteps (B): out (B, C) = cos(t f), then sin(t f), with f_i = max_period^(-i / half) for
+// i < half = C / 2. An item is an angle. It is computed in double: already at t = 999 a float product would be off by
+// 3e-5.
 template <typename Real> struct TimestepEmbedding {
     TensorOf<Real> out;
     const int* timesteps;
@@ -826,10 +975,14 @@ template <typename Real> struct TimestepEmbedding {
 
     size_t items() const { return out.count() / 2; }
     HOST_DEVICE void operator()(size_t item) const {
-        int half = out.C / 2, i = (int)(item % half);
+        int half = out.C / 2;
+        int i = (int)(item % half);
         size_t b = item / half;
+
+        double t = unit * timesteps[b];
+        double frequency = exp(-log((double)max_period) * i / half);
         double sine, cosine;
-        sincos(unit * timesteps[b] * exp(-log((double)max_period) * i / half), &sine, &cosine);
+        sincos(t * frequency, &sine, &cosine);
         out.data[b * out.C + i] = (Real)(float)cosine;
         out.data[b * out.C + half + i] = (Real)(float)sine;
     }
@@ -838,27 +991,29 @@ static void timestep_embedding(Tensor out, const int* timesteps, int max_period,
     run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
 }
 
-union FloatBits {
-    float value;
-    uint32_t bits;
-};
-// e^x to 2 units in the last place, with x held within [-87, 88]: a polynomial, so that loops over it become vector code. NaN
-// stays NaN.
+// e^x to 2 units in the last place, with x held within [-87, 88]. NaN stays NaN. It is a polynomial, so that loops over
+// it become vector code: e^x = 2^n e^r with the integer n nearest to x / ln 2 and r = x - n ln 2.
 static inline float fast_exp(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    FloatBits shifted = {x * 1.44269504f + 12582912.0f}, scale;  // its lowest bits are the nearest integer, n
-    float n = shifted.value - 12582912.0f;
+    if (x < -87.0f) x = -87.0f;
+    if (x > 88.0f) x = 88.0f;
+
+    float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 is added, so that the lowest bits are n
+    float n = shifted - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-    float p = 1.9875691500e-4f;                             // coefficients: Cephes library, expf
+
+    float p = 1.9875691500e-4f;  // coefficients: Cephes library, expf
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    scale.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
-    return p * scale.value;
+
+    uint32_t exponent = std::bit_cast<uint32_t>(shifted) + 127;
+    float power = std::bit_cast<float>(exponent << 23);  // 2^n; any number where x is NaN, as p is then
+    return p * power;
 }
+
 #ifdef __CUDACC__
 // 1 / x, one instruction: an error of 2^-23.
 __device__ static inline float reciprocal_fast(float x) {
@@ -914,7 +1069,8 @@ HOST_DEVICE static inline float silu_gradient_of_half(float h) {
 #endif
 HOST_DEVICE static inline float silu_gradient(float x) { return silu_gradient_of_half(0.5f * x); }
 
-// F.silu(x): x * sigmoid(x); the embedding needs it alone, elsewhere it is a norm's. An item is an element.
+// F.silu(x) = x * sigmoid(x), which the embedding needs by itself; elsewhere it is a part of a norm. An item is an
+// element.
 template <typename Real> struct SiluForward {
     TensorOf<Real> out, x;
 
@@ -938,7 +1094,8 @@ template <typename Real> struct LabelForward {
 
     size_t items() const { return out.count(); }
     HOST_DEVICE void operator()(size_t i) const {
-        out.data[i] = table[(size_t)labels[i / out.C] * out.C + i % out.C];
+        size_t row = labels[i / out.C];
+        out.data[i] = table[row * out.C + i % out.C];
     }
 };
 // dtable (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
@@ -950,7 +1107,9 @@ template <typename Real> struct LabelBackward {
 
     size_t items() const { return (size_t)rows * dout.C; }
     HOST_DEVICE void operator()(size_t i) const {
-        int row = (int)(i / dout.C), c = (int)(i % dout.C);
+        int row = (int)(i / dout.C);
+        int c = (int)(i % dout.C);
+
         float sum = 0;
         for (int b = 0; b < dout.B; b++)
             if (labels[b] == row) sum += (float)dout.data[(size_t)b * dout.C + c];
@@ -964,21 +1123,27 @@ template <typename Real> struct ModulationBackward {
 
     size_t items() const { return (size_t)norm.x.first.B * norm.x.C(); }
     HOST_DEVICE void operator()(size_t i) const {
-        int C = norm.x.C(), b = (int)(i / C), c = (int)(i % C), tiles = norm_tiles(norm.x.first.T());
+        int C = norm.x.C();
+        int b = (int)(i / C);
+        int c = (int)(i % C);
+        int tiles = norm_tiles(norm.x.first.T());
         const NormSums* sums = norm.sums + (size_t)b * tiles * C + c;
+
         float dscale = 0, dshift = 0;
         for (int tile = 0; tile < tiles; tile++) {
             NormSums sum = sums[tile * C];
             dshift += sum.dy;
             dscale += norm.w[c] * sum.dy_x_hat + norm.bias[c] * sum.dy;
         }
+
         Real* row = norm.dmodulation.row(b);
         row[c] = (Real)dscale;
         row[C + c] = (Real)dshift;
     }
 };
 
-// x = F.dropout(x, p), or its gradient: the mask is a function of block, sample, step, element. An item is four elements.
+// x = F.dropout(x, p), or its gradient, which has the same mask: a function of block, sample, step and element. An item
+// is four elements.
 template <typename Real> struct Dropout {
     TensorOf<Real> x;
     float p;
@@ -988,9 +1153,11 @@ template <typename Real> struct Dropout {
 
     size_t items() const { return x.count() / 4; }
     HOST_DEVICE void operator()(size_t item) const {
-        uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4), b = (uint32_t)(item / quads),
-                 key = STREAM_DROPOUT | block << 8;
-        Philox words = philox(seed, key, item % quads, first + b, *step);
+        uint32_t quads = (uint32_t)((size_t)x.T() * x.C / 4);  // of an image
+        uint32_t b = (uint32_t)(item / quads);
+        uint32_t stream = STREAM_DROPOUT | block << 8;
+        Philox words = philox(seed, stream, item % quads, first + b, *step);
+
         Vector<Real, 4> values = load<4>(x.data + 4 * item);
         for (int i = 0; i < 4; i++) {
             bool kept = (words.word[i] >> 8) * 0x1p-24f >= p;
@@ -1001,9 +1168,9 @@ template <typename Real> struct Dropout {
 };
 
 // Up-sampling, out (B, 2H, 2W, C) = F.interpolate(x, scale_factor=2, mode="nearest"), repeats each pixel of x
-// (B, H, W, C) 2x2 times; its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
-// other way round, with a factor of 1/4. With first_only the larger tensor's other three pixels are as if
-// they were 0: x[:, ::2, ::2] and its backward. An item is 16 bytes of the output's pixel.
+// (B, H, W, C) 2x2 times. Its backward adds up 2x2 pixels. Down-sampling, F.avg_pool2d(x, 2), is the same the
+// other way round, with a factor of 1/4. With first_only three of the larger tensor's 2x2 pixels are as if they
+// were 0: that is x[:, ::2, ::2] and its backward. An item is 16 bytes of a pixel of the output.
 template <typename Real> struct Resample {
     TensorOf<Real> out, x;    // one of them twice as high and wide as the other
     float factor = 1;         // what is written is multiplied by it
@@ -1013,20 +1180,34 @@ template <typename Real> struct Resample {
     enum { N = 16 / sizeof(Real) };
     size_t items() const { return out.count() / N; }
     HOST_DEVICE void operator()(size_t item) const {
-        const bool repeats = out.H > x.H;
-        const unsigned vectors = x.C / N, pixel = (unsigned)(item / vectors);  // there are fewer than 2^31: see most_images
+        // The item's pixel and channel of `out`. Rows are counted through all images.
+        const unsigned vectors = x.C / N;
+        const unsigned pixel = (unsigned)(item / vectors);  // there are fewer than 2^31: see most_images
         const unsigned c = (unsigned)(item - (size_t)pixel * vectors) * N;
-        const unsigned row = pixel / out.W, column = pixel % out.W;  // rows are counted through all images
-        const unsigned first = repeats ? row / 2 * x.W + column / 2 : 2 * (row * x.W + column);  // pixel of x
-        int sources = repeats || first_only ? 1 : 4;  // how many pixels of x are read: `first`, or 2x2
+        const unsigned row = pixel / out.W;
+        const unsigned column = pixel % out.W;
+
+        // The pixels of x that are read: 2x2 from `first` on, or this one alone, or none.
+        const bool repeats = out.H > x.H;
+        unsigned first;
+        if (repeats) first = row / 2 * x.W + column / 2;
+        else first = 2 * (row * x.W + column);
+        int sources = 4;
+        if (repeats || first_only) sources = 1;
         if (repeats && first_only && (row | column) % 2) sources = 0;
-        Vector<Real, N> source[4] = {}, result = {};
-        for (int j = 0; j < 4; j++)
-            if (j < sources) source[j] = load<N>(x.data + (size_t)(first + j / 2 * x.W + j % 2) * x.C + c);
+
+        Vector<Real, N> source[4] = {};
+        for (int j = 0; j < 4; j++) {
+            if (j >= sources) continue;
+            size_t at = first + j / 2 * x.W + j % 2;
+            source[j] = load<N>(x.data + at * x.C + c);
+        }
+
+        Vector<Real, N> result = {};
         if (accumulate) result = load<N>(out.data + item * N);
         for (int k = 0; k < N; k++) {
-            float top = (float)source[0][k] + (float)source[1][k],
-                  bottom = (float)source[2][k] + (float)source[3][k];
+            float top = (float)source[0][k] + (float)source[1][k];
+            float bottom = (float)source[2][k] + (float)source[3][k];
             result[k] = (Real)((float)result[k] + factor * (top + bottom));
         }
         store(out.data + item * N, result);
@@ -1049,31 +1230,38 @@ static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
 struct Buffer {
     size_t offset = 0, bytes = 0;
     int first = INT_MAX, last = -1;
+
     void used_at(int step) {
         first = std::min(first, step);
         last = std::max(last, step);
     }
 };
 
+// A block of the network, as the plan knows it. To be run it becomes a Module, see below.
 struct Block {
     int kind;  // a BlockKind, or a kind of another network
     char name[48] = "";
     int C = 0, C2 = 0, O = 0;   // channels of the input, of the skip concatenated to it, and of the output
     int H = 0, out_H = 0;       // height and width of the input, and of the output
     int input = -1, skip = -1;  // the blocks whose outputs are read; -1: none
-    int emb = -1;               // of block 0's output, the projections: the first channel that this block reads; -1: none
+    int emb = -1;               // where this block's projection begins in the channels of block 0's output; -1: none
     bool emb_again = false;     // backward reads its projection again
     int heads = 0;              // of attention; 0 in every other block
     bool accumulate = false;    // the decoder reads the input, too: backward adds to the input's gradient
-    int param = 0;              // the block's parameters are Plan.tensors[param], ...: so many
-    int num_params = 0;
-    Buffer out = {};       // (B, out_H, out_H, O)
+    int param = 0;              // the block's first parameter in Plan.tensors
+    int num_params = 0;         // how many it has from there on
+
+    // The output, (B, out_H, out_H, O).
+    Buffer out = {};
     // What backward reads again: of a residual block h (B, out_H, out_H, O), of attention qkv (B, H, H, 3C) and the
-    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four of (B, E).
+    // heads' outputs (B, H, H, C), of the embedding its sinusoids (B, num_channels) and four tensors (B, E).
     Buffer hidden = {};
-    Buffer moments = {};   // Moments (B, tiles, O): of out, for the norms that read it
-    Buffer stats = {};     // of each norm GroupStatistics and ScaleShift, (B, C) each; then attention's lse, (B, heads, T)
-    Buffer gradient = {};  // (B, out_H, out_H, O): of the output
+    // The output's Moments, (B, tiles, O), for the norms that read it.
+    Buffer moments = {};
+    // GroupStatistics and ScaleShift of each norm, (B, C) each; then attention's lse, (B, heads, T).
+    Buffer stats = {};
+    // The output's gradient, (B, out_H, out_H, O).
+    Buffer gradient = {};
     Buffer scratch_forward = {}, scratch_backward = {};
     // Scratch of backward that the block's last weight gradient reads on the side stream, while the next block's
     // backward is already under way.
@@ -1082,6 +1270,7 @@ struct Block {
 
 static int embedding_width(const Config& c) { return 4 * c.num_channels; }
 
+// The network: its blocks in the order of forward, its parameters in PyTorch's order, and the memory of both.
 struct Plan {
     std::vector<Block> blocks = {};
     std::vector<Parameter> tensors = {};
@@ -1094,15 +1283,16 @@ struct Plan {
     bool training = false;
 };
 
-// What an update of the weights reads and writes. Each array has this rank's shard of the parameters; a single rank's shard
-// is all of them. Checkpoints hold these arrays.
+// What an update of the weights reads and writes. Each array has this rank's shard of the parameters, which with a
+// single rank is all of them. Checkpoints hold these arrays.
 struct OptimiserMemory {
     float* master;              // the weights, in fp32
     float* ema[MAX_EMAS] = {};  // null where there are fewer
     float *adam_m, *adam_v;
 };
 
-// What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays (num_floats) are laid out as the parameters.
+// What --optimizer muon needs besides OptimiserMemory: see section 7. The arrays of num_floats are laid out as the
+// parameters are.
 struct Muon {
     floatX *x, *next_x;       // (num_floats): the updates, which become orthogonal
     floatX *A, *B;            // (num_floats): (rows, rows) of each matrix, from where its x begins
@@ -1121,12 +1311,13 @@ struct ConsistencyPairs {
 
 // Distribution matching: see section 6. The student is the network that is tuned.
 struct DistributionMatching {
-    OptimiserMemory fake;         // of the second network, which learns to denoise the student's pictures; without averages
-    struct StepState* state;      // of the fake's update
-    int* timesteps;               // (batch_size): to which the student's pictures are noised
-    float* pictures;              // (images of this rank, C, H, W): what the student draws
-    float* drafts;                // the same: where it draws in two steps, what it draws in the first; otherwise null
-    float *fake_x0, *teacher_x0;  // the same: the x0 that the fake and the teacher predict from these pictures, noised
+    OptimiserMemory fake;     // of the second network, which learns to denoise the student's pictures; without averages
+    struct StepState* state;  // of the fake's update
+    int* timesteps;           // (batch_size): to which the student's pictures are noised
+    float* pictures;          // (images of this rank, C, H, W): what the student draws
+    float* drafts;            // the same: where it draws in two steps, what it draws in the first; otherwise null
+    float* fake_x0;           // the same: the x0 that the fake predicts from these pictures, noised
+    float* teacher_x0;        // the same: the x0 that the teacher predicts
 };
 
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
@@ -1135,29 +1326,36 @@ struct Model : OptimiserMemory {
     Plan plan;
     int ranks = 1, rank = 0;  // how many train it together, and this one's number: see shard_parameters
     size_t shard;             // parameters of a rank: the num_floats are (ranks, shard)
-    // What the layers read: the parameters that use_weights was given, or where is_copied() a copy of them, (num_floats).
+
+    // The weights as the layers read them, (num_floats): what use_weights was given, or where is_copied() a copy of it.
     floatX* weights;
-    float* gradients = nullptr;          // (gradient_buffers, num_floats); null where nothing is trained
-    float* dw;                           // (num_floats): where backward leaves the weights' gradients
-    float* fp32_params;                  // in fp32, for norms; with several ranks only the parameters that are no matrices
-    char* arena;                         // activations, their gradients, scratch: where the plan says; null in measure_buffers
-    Arena scratch, late;                 // what the current block may take from: its buffers scratch_... and late
-    Event embedding_ready = 0;           // block 0's output is there
-    floatX* input;                       // (B, H, W, PIXEL): the noised images
-    float* target;                       // (B, H, W, PIXEL): what the network should predict; while sampling x
-    float* images;                       // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
-    int* timesteps;                      // (batch_size): of the whole batch, also where B is a part of it
-    int first;                           // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;         // the step that --dropout's masks depend on; null: nothing is dropped
-    int* sources;                        // (batch_size): each sample's image, -1 - image if mirrored; or its point of a path
-    int* labels;                         // (batch_size): its class, or num_classes for none; only with --class_cond
-    struct StepState* state;             // of the current step: see section 7
-    float* losses;                       // (batch_size, loss_chunks)
-    float* variance_losses = nullptr;    // (batch_size, loss_chunks), with --learn_sigma
-    float* grad_norm_sums;               // one a NORM_CHUNK of the parameters
-    int* stops;                          // (ranks): whether each was asked to stop
-    float* received;                     // (ranks, shard): the others' gradients of this rank's shard
-    struct ScheduleRow* schedule;        // (diffusion_steps)
+    float* gradients = nullptr;  // (gradient_buffers, num_floats); null where nothing is trained
+    float* dw;                   // (num_floats): where backward leaves the weights' gradients
+    float* fp32_params;          // in fp32, for norms; with several ranks only the parameters that are no matrices
+
+    // Of a pass through the network.
+    char* arena;                  // activations, their gradients, scratch: where the plan says; null in measure_buffers
+    Arena scratch, late;          // what the current block may take from: its buffers scratch_... and late
+    Event embedding_ready = 0;    // block 0's output is there
+    floatX* input;                // (B, H, W, PIXEL): the noised images
+    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
+    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
+    int* timesteps;               // (batch_size): of the whole batch, also where B is a part of it
+    int first;                    // the sample of the batch that this micro-batch begins with
+    const int64_t* dropout_step;  // the step that --dropout's masks depend on; null: nothing is dropped
+
+    // Of a training step. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
+    int* sources;                      // (batch_size)
+    int* labels;                       // (batch_size): its class, or num_classes for none; only with --class_cond
+    struct StepState* state;           // of the current step: see section 7
+    float* losses;                     // (batch_size, loss_chunks)
+    float* variance_losses = nullptr;  // (batch_size, loss_chunks), with --learn_sigma
+    float* grad_norm_sums;             // one a NORM_CHUNK of the parameters
+    int* stops;                        // (ranks): whether each was asked to stop
+    float* received;                   // (ranks, shard): the others' gradients of this rank's shard
+    struct ScheduleRow* schedule;      // (diffusion_steps)
+
+    // Of tuning, and of the optimiser.
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
     float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
@@ -1165,11 +1363,13 @@ struct Model : OptimiserMemory {
     DistributionMatching matching = {};  // with --matching_fraction
     Muon muon = {};                      // with --optimizer muon
     uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-    struct SampleSpec* specs;            // (B): the seed and the class of each sample that is drawn
+
+    struct SampleSpec* specs;  // (B): the seed and the class of each sample that is drawn
+
     std::shared_ptr<char[]> memory;
     size_t bytes;
-    Strings class_names = {};            // of its first classes, by number; empty: they are not known
-    std::string data_checksum = "";      // of the images that it is trained on
+    Strings class_names = {};        // of its first classes, by number; empty: they are not known
+    std::string data_checksum = "";  // of the images that it is trained on
 };
 
 // ---- a block's parameters ---------------------------------------------------------------------------------
@@ -1177,7 +1377,6 @@ struct Model : OptimiserMemory {
 static void add_parameter(Plan* plan, const std::string& name, const std::vector<int>& shape, Init init) {
     Parameter t = {.name = name, .shape = shape, .count = 1, .init = init};
     for (int size : shape) t.count *= size;
-
     t.size = round_up(t.count, CHANNEL_MULTIPLE);
     if (is_conv2d(t)) t.size = (size_t)padded(shape[0]) * padded(shape[1]) * shape[2] * shape[3];
 
@@ -1188,8 +1387,8 @@ static void add_parameter(Plan* plan, const std::string& name, const std::vector
 }
 
 // Declares a layer of the block, a weight and its bias; `layer` is empty or ends in a dot. A matrix costs a
-// product forward and one for each of its two gradients, but the first layer of a block that reads no other
-// block needs no gradient of its input.
+// product in forward and two in backward, for the gradients of its input and of itself, but the first layer of a block
+// that reads no other block needs no gradient of its input.
 static void add_layer(Plan* plan, const Block& block, const std::string& layer, const std::vector<int>& shape,
                       Init init = INIT_UNIFORM) {
     bool is_first = block.input < 0 && (int)plan->tensors.size() == block.param;
@@ -1205,9 +1404,10 @@ static void add_layer(Plan* plan, const Block& block, const std::string& layer, 
 }
 
 // ---- what a block reads and writes ------------------------------------------------------------------------
+// A buffer as an arena, which only counts where the model has no memory yet.
 static Arena arena_of(const Model* m, const Buffer& b) {
-    if (!m->arena) return {};  // which only counts
-    return {m->arena + b.offset, b.bytes, 0};
+    if (!m->arena) return {};
+    return {.base = m->arena + b.offset, .capacity = b.bytes};
 }
 
 // The tensor that fills a buffer.
@@ -1216,14 +1416,18 @@ static Tensor tensor_at(const Model* m, const Buffer& b, int B, int H, int C) {
     assert(tensor.count() * sizeof(floatX) <= b.bytes);  // otherwise the plan has reserved too little
     return tensor;
 }
+
 static Tensor output_of(const Model* m, const Block& block, int B) {
     Tensor out = tensor_at(m, block.out, B, block.out_H, padded(block.O));
     if (block.moments.bytes) out.moments = (Moments*)(m->arena + block.moments.offset);
     return out;
 }
+
 static Tensor output_gradient_of(const Model* m, const Block& block, int B) {
-    return m->plan.training ? tensor_at(m, block.gradient, B, block.out_H, padded(block.O)) : Tensor();
+    if (!m->plan.training) return {};
+    return tensor_at(m, block.gradient, B, block.out_H, padded(block.O));
 }
+
 static Tensor unet_input(const Model* m, int B) {
     return {m->input, B, m->config.image_size, m->config.image_size, PIXEL};
 }
@@ -1245,15 +1449,17 @@ static Tensor unet_input(const Model* m, int B) {
 //   - Backward adds to dx, and does not overwrite it, where block.accumulate is set.
 //   - Backward of a block without parameters does not read x.
 //   - Backward does not read the block's own output, which lives only until other blocks have read it.
-//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets emb_again
-//     where its backward reads the projection again.
+//   - A block that reads the embedding declares a layer for its projection as ResBlock::declare does, and sets
+//     emb_again where its backward reads the projection again.
 struct Module {
     Model* m;
     const Block& block;
     int B;
+
     Concat x = inputs();
     Concat dx = of_inputs(output_gradient_of);  // without data where nothing before the block is trained
-    Tensor out = output_of(m, block, B), dout = output_gradient_of(m, block, B);
+    Tensor out = output_of(m, block, B);
+    Tensor dout = output_gradient_of(m, block, B);
     Arena kept_hidden = arena_of(m, block.hidden);
     Arena kept_stats = arena_of(m, block.stats);
 
@@ -1263,14 +1469,18 @@ struct Module {
         return of_inputs(output_of);
     }
 
+    // The same tensor of each block whose output is read: that output, or its gradient.
     Concat of_inputs(auto tensor_of) const {
-        auto of = [&](int i) { return i < 0 ? Tensor() : tensor_of(m, m->plan.blocks[i], B); };
-        return {of(block.input), of(block.skip)};
+        Concat tensors;
+        if (block.input >= 0) tensors.first = tensor_of(m, m->plan.blocks[block.input], B);
+        if (block.skip >= 0) tensors.second = tensor_of(m, m->plan.blocks[block.skip], B);
+        return tensors;
     }
 
     // The layer whose weight is tensor `n` of the plan; the next tensor is its bias.
     template <typename Layer> Layer layer_at(size_t n, const auto* weights) const {
-        size_t w = m->plan.tensors[n].offset, bias = m->plan.tensors[n + 1].offset;
+        size_t w = m->plan.tensors[n].offset;
+        size_t bias = m->plan.tensors[n + 1].offset;
         Layer layer = {.w = weights + w, .bias = weights + bias};
         if (m->dw) {
             layer.dw = m->dw + w;
@@ -1278,32 +1488,37 @@ struct Module {
         }
         return layer;
     }
+
     // Layer `n` of the block.
     template <typename Layer> Layer layer(int n) const { return layer_at<Layer>(block.param + 2 * n, m->weights); }
 
     // Layer `n`, a norm of `input`.
     Norm norm_of(int n, Concat input) {
         Norm norm = layer_at<Norm>(block.param + 2 * n, m->fp32_params);
-        size_t count = (size_t)B * input.C();
         norm.x = input;
         norm.groups = m->config.norm_groups;
         norm.silu = true;
+
+        size_t count = (size_t)B * input.C();
         norm.statistics = take<GroupStatistics>(&kept_stats, count);
         norm.half_scale_shift = take<ScaleShift>(&kept_stats, count);
         return norm;
     }
 
-    // A tensor in one of the block's arenas: what forward keeps, scratch, or what its last weight gradient
-    // reads.
+    // A tensor (B, H, H, C) in one of the block's arenas.
     Tensor take_from(Arena* arena, int H, int C) const {
         return {take<floatX>(arena, (size_t)B * H * H * C), B, H, H, C};
     }
+    // In scratch, which the next block overwrites.
     Tensor take_tensor(int H, int C) { return take_from(&m->scratch, H, C); }
+    // In scratch that the block's last weight gradient reads.
     Tensor take_late(int H, int C) { return take_from(&m->late, H, C); }
-    // Moments or NormSums of a tensor.
+
+    // Moments or NormSums of a tensor, in scratch.
     template <typename Sums> Sums* take_sums(int H, int C) {
         return take<Sums>(&m->scratch, (size_t)B * norm_tiles(H * H) * C);
     }
+
     void reserve_forward() {}
     void reserve_backward() {}
 
@@ -1314,7 +1529,8 @@ struct Module {
 };
 
 // ---- embedding: sinusoids -> linear -> SiLU -> linear -> SiLU, and its projections to residual blocks -----
-// With --class_cond the class's row of a table is added before the second SiLU.
+// With --class_cond the class's row of a table is added before the second SiLU. The side stream does all of this while
+// the image goes through the first convolution.
 struct EmbedBlock : Module {
     enum { EMBED_LINEAR1, EMBED_LINEAR2, EMBED_LABELS };
 
@@ -1332,10 +1548,12 @@ struct EmbedBlock : Module {
     Tensor silu_hidden = take_from(&kept_hidden, 1, E);
     Tensor linear2 = take_from(&kept_hidden, 1, E);
     Tensor embedding = take_from(&kept_hidden, 1, E);
-    Linear linear1_layer = layer<Linear>(EMBED_LINEAR1), linear2_layer = layer<Linear>(EMBED_LINEAR2);
+    Linear linear1_layer = layer<Linear>(EMBED_LINEAR1);
+    Linear linear2_layer = layer<Linear>(EMBED_LINEAR2);
     const int* labels = m->labels ? m->labels + m->first : nullptr;
-    // Where the table of the labels' rows begins in the parameters; it has no bias.
-    size_t table = labels ? m->plan.tensors[block.param + 2 * EMBED_LABELS].offset : 0;
+
+    // Where the labels' table begins in the parameters. It has no bias.
+    size_t table() const { return m->plan.tensors[block.param + 2 * EMBED_LABELS].offset; }
 
     // The residual blocks' embedding layers as one: see place_parameters.
     Linear all_projections() const {
@@ -1346,19 +1564,26 @@ struct EmbedBlock : Module {
     void forward() {
         Linear projections = all_projections();
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
-        // The side stream does it while the image goes through the first convolution.
+
         m->embedding_ready = on_side_stream([=, *this] {
             timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
             conv1x1_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
-            if (labels) run(LabelForward<floatX>{linear2, m->weights + table, labels});
-            conv1x1_forward(linear2, silu_hidden, linear2_layer, {.residual = labels ? linear2 : Tensor()});
+
+            Tensor of_labels = {};  // the table's rows, to which the layer then adds its product
+            if (labels) {
+                of_labels = linear2;
+                run(LabelForward<floatX>{of_labels, m->weights + table(), labels});
+            }
+            conv1x1_forward(linear2, silu_hidden, linear2_layer, {.residual = of_labels});
             run(SiluForward<floatX>{.out = embedding, .x = linear2});
+
             conv1x1_forward(out, embedding, projections);
         });
     }
 
     Tensor dlinear2 = {}, dhidden = {};
+
     void reserve_backward() {
         dlinear2 = take_tensor(1, E);
         dhidden = take_tensor(1, E);
@@ -1367,12 +1592,15 @@ struct EmbedBlock : Module {
         reserve_backward();
         Tensor dembedding = dhidden, dsilu_hidden = dhidden;  // dhidden's memory holds one after the other
         Linear projections = all_projections();
+
         beside(conv1x1_backward_weight, projections, dout, embedding);
         conv1x1_backward_input(dembedding, dout, projections);
+
         run(SiluBackward<floatX>{.dx = dlinear2, .dout = dembedding, .x = linear2});
-        if (labels) run(LabelBackward<floatX>{m->dw + table, dlinear2, labels, label_rows(m->config)});
+        if (labels) run(LabelBackward<floatX>{m->dw + table(), dlinear2, labels, label_rows(m->config)});
         beside(conv1x1_backward_weight, linear2_layer, dlinear2, silu_hidden);
         conv1x1_backward_input(dsilu_hidden, dlinear2, linear2_layer);
+
         run(SiluBackward<floatX>{.dx = dhidden, .dout = dsilu_hidden, .x = hidden});
         beside(conv1x1_backward_weight, linear1_layer, dhidden, sinusoids);
     }
@@ -1393,34 +1621,41 @@ struct ConvInBlock : Module {
 // ---- residual block ---------------------------------------------------------------------------------------
 // h = conv1(silu(norm1(x))) + projection;  out = conv2(silu(norm2(h))) + skip(x)
 //
-// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the
-// identity. --use_scale_shift_norm: the projection, of twice as many channels, modulates norm2 instead.
-// --resblock_updown: some blocks resize what conv1 reads, and x. --dropout: between norm2 and conv2.
+// x may be two tensors, concatenated. Where the width changes, skip is a 1x1 convolution, or else the identity. With
+// --use_scale_shift_norm the projection has twice as many channels and modulates norm2 instead. With --resblock_updown
+// some blocks resize what conv1 reads, and x. --dropout drops elements of what conv2 reads.
 struct ResBlock : Module {
     enum { RES_NORM1, RES_CONV1, RES_EMB, RES_NORM2, RES_CONV2, RES_SKIP };
 
     static void declare(Plan* plan, const Config& c, Block* block) {
-        int C = block->C + block->C2, O = block->O, projected = c.use_scale_shift_norm ? 2 * O : O;
+        int C = block->C + block->C2;
+        int O = block->O;
+        int projected = c.use_scale_shift_norm ? 2 * O : O;
+
         add_layer(plan, *block, "in_layers.0.", {C}, INIT_ONES);
         add_layer(plan, *block, "in_layers.2.", {O, C, 3, 3});
         add_layer(plan, *block, "emb_layers.1.", {projected, embedding_width(c)});
         for (Parameter& t : std::span(plan->tensors).last(2)) t.joined = true;
-        block->emb = plan->blocks[0].O;
-        block->emb_again = c.use_scale_shift_norm;
-        plan->blocks[0].O += projected;
         add_layer(plan, *block, "out_layers.0.", {O}, INIT_ONES);
         add_layer(plan, *block, "out_layers.3.", {O, O, 3, 3}, INIT_ZEROS);
         if (C != O) add_layer(plan, *block, "skip_connection.", {O, C, 1, 1});
+
+        block->emb = plan->blocks[0].O;
+        block->emb_again = c.use_scale_shift_norm;
+        plan->blocks[0].O += projected;
     }
 
-    bool changes_width = x.C() != block.O, resizes = block.H != block.out_H;
+    bool changes_width = x.C() != block.O;
+    bool resizes = block.H != block.out_H;
+    bool adds_x = !changes_width && !resizes;  // the residual is x itself
     bool modulates = m->config.use_scale_shift_norm;
     bool drops = m->dropout_step && m->config.dropout > 0;
-    bool adds_x = !changes_width && !resizes;  // the residual is x itself
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
-    Norm norm1 = norm_of(RES_NORM1, x), norm2 = norm_of(RES_NORM2, h);
-    Conv conv1 = layer<Conv>(RES_CONV1), conv2 = layer<Conv>(RES_CONV2);
+    Norm norm1 = norm_of(RES_NORM1, x);
+    Norm norm2 = norm_of(RES_NORM2, h);
+    Conv conv1 = layer<Conv>(RES_CONV1);
+    Conv conv2 = layer<Conv>(RES_CONV2);
     Linear skip = changes_width ? layer<Linear>(RES_SKIP) : Linear();
     Rows projection = own_channels(output_of(m, m->plan.blocks[0], B));
 
@@ -1436,46 +1671,52 @@ struct ResBlock : Module {
     Tensor before = {};                 // what norm1 writes, before it is resized
 
     void reserve_forward() {
-        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // one after the other
+        Tensor normed = take_tensor(block.out_H, std::max(x.C(), block.O));  // holds one after the other
         normed1 = normed.with_channels(x.C());
         normed2 = normed.with_channels(block.O);
         before = resizes ? take_tensor(block.H, block.C) : normed1;
-        h.moments = norm2.x.first.moments = take_sums<Moments>(block.out_H, block.O);
+        h.moments = take_sums<Moments>(block.out_H, block.O);
+        norm2.x = h;  // now with its moments
     }
     void forward() {
         reserve_forward();
-        Tensor residual = adds_x ? x.first : out.without_moments();
+        Tensor residual = adds_x ? x.first : out.without_moments();  // conv2, which adds to it, leaves the moments
 
         Event skip_done = 0;
         if (changes_width) skip_done = on_side_stream([&] { conv1x1_forward(residual, x, skip); });
 
-        Concat input1 = resizes ? resized_norm1() : groupnorm_for_conv3x3(normed1, norm1, block.O);
+        Concat input1 = conv1_input();
         if (resizes) resample_forward(residual, x.first);
         wait_for(m->embedding_ready);
         conv3x3_forward(h, input1, conv1, {.emb = modulates ? Rows() : projection});
 
         if (modulates) norm2.modulation = projection;
-        Concat input2 = drops ? dropped_norm2() : groupnorm_for_conv3x3(normed2, norm2, block.O);
+        Concat input2 = conv2_input();
         wait_for(skip_done);
         conv3x3_forward(out, input2, conv2, {.residual = residual});
     }
-    Tensor resized_norm1() const {
+
+    Concat conv1_input() const {
+        if (!resizes) return groupnorm_for_conv3x3(normed1, norm1, block.O);
         groupnorm_forward(before, norm1);
         resample_forward(normed1, before);
         return normed1;
     }
-    Tensor dropped_norm2() const {
+
+    Concat conv2_input() const {
+        if (!drops) return groupnorm_for_conv3x3(normed2, norm2, block.O);
         groupnorm_forward(normed2, norm2);
         drop(normed2);
         return normed2;
     }
 
-    // The norms' outputs, which the weight gradients read, are made again in backward, in the memory of their gradients:
+    // The norms' outputs, which the weight gradients read, are computed again in backward, in the memory of their
+    // gradients:
     //
     // memory    holds, one after the other              is read last by
     // normed2   d(norm2's output), norm2's output       conv2's weight gradient
-    // h         h, dh                                   conv1's weight gradient, perhaps beside the next block's backward
-    // normed1   d(conv1's input), conv1's input         conv1's weight gradient, perhaps beside the next block's backward
+    // h         h, dh                                   conv1's weight gradient, which may run beside the next block
+    // normed1   d(conv1's input), conv1's input         the same
     // before    d(norm1's output), norm1's output       resample_forward (normed1 itself where nothing is resized)
     // dx        skip's input gradient, + norm1's        the block before
     void reserve_backward() {
@@ -1499,10 +1740,12 @@ struct ResBlock : Module {
             groupnorm_backward_sums(dnormed2, dnormed2, norm2);
         }
         if (modulates) run(ModulationBackward<floatX>{norm2});
+
         if (changes_width) {
             beside(conv1x1_backward_weight, skip, dout, x);
             conv1x1_backward_input(dx, dout, skip, {.accumulate = block.accumulate});
         }
+
         groupnorm_backward(dh, normed2, dnormed2, norm2);
         if (drops) drop(normed2);
         beside(conv3x3_backward_weight, conv2, dout, normed2, Rows());
@@ -1513,6 +1756,8 @@ struct ResBlock : Module {
             resample_backward(dbefore, dnormed1);
             groupnorm_backward_sums(dbefore, dbefore, norm1);
         }
+
+        // Where x is not added itself, dx has the gradient of the residual already.
         groupnorm_backward(dx, before, dbefore, norm1,
                            {.residual = adds_x ? dout : Tensor(), .accumulate = !adds_x || block.accumulate});
         if (resizes) resample_forward(normed1, before);
@@ -1527,15 +1772,18 @@ struct AttentionBlock : Module {
 
     static void declare(Plan* plan, const Config& c, Block* block) {
         int C = block->C;
-        double T = (double)block->H * block->H;
         bool in_decoder = std::ranges::any_of(plan->blocks, [](const Block& b) { return b.skip >= 0; });
         block->heads = heads_of(c, C, in_decoder);
+
         add_layer(plan, *block, "norm.", {C}, INIT_ONES);
         add_layer(plan, *block, "qkv.", {3 * C, C, 1});
         add_layer(plan, *block, "proj_out.", {C, C, 1}, INIT_ZEROS);
+
+        double T = (double)block->H * block->H;
         plan->flops += 3.0 * 4 * T * T * C;  // q k^T and P v, each 2 T T C; backward takes twice as many
     }
 
+    // No SiLU follows attention's norm, as it does every other.
     static Norm without_silu(Norm norm) {
         norm.silu = false;
         return norm;
@@ -1543,9 +1791,10 @@ struct AttentionBlock : Module {
 
     Tensor qkv = take_from(&kept_hidden, block.H, 3 * block.C);
     Tensor attended = take_from(&kept_hidden, block.H, block.C);  // the heads' outputs, side by side
-    Norm norm = without_silu(norm_of(ATT_NORM, x));  // the only norm without
+    Norm norm = without_silu(norm_of(ATT_NORM, x));
     float* lse = take<float>(&kept_stats, (size_t)B * block.heads * block.H * block.H);
-    Linear to_qkv = layer<Linear>(ATT_QKV), projection = layer<Linear>(ATT_PROJ);
+    Linear to_qkv = layer<Linear>(ATT_QKV);
+    Linear projection = layer<Linear>(ATT_PROJ);
     Tensor normed = {};
 
     void reserve_forward() { normed = take_tensor(block.H, block.C); }
@@ -1558,6 +1807,7 @@ struct AttentionBlock : Module {
     }
 
     Tensor dattended = {}, dqkv = {};
+
     void reserve_backward() {
         dattended = take_tensor(block.H, block.C);
         dqkv = take_late(block.H, 3 * block.C);
@@ -1567,6 +1817,7 @@ struct AttentionBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed = dattended;  // overwrites it, once attention's backward has read it
+
         beside(conv1x1_backward_weight, projection, dout, attended);
         conv1x1_backward_input(dattended, dout, projection);
         attention_backward(dqkv, dattended, attended, lse, qkv, block.heads);
@@ -1577,16 +1828,18 @@ struct AttentionBlock : Module {
 };
 
 // ---- up- and down-sampling --------------------------------------------------------------------------------
-// With --conv_resample up-sampling is F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), w, bias, padding=1), and
-// down-sampling is F.conv2d(x, w, bias, stride=2, padding=1): the convolution is done without a stride, and every other pixel
-// of every other row is kept.
+// By itself up-sampling is F.interpolate(x, scale_factor=2, mode="nearest"), and down-sampling F.avg_pool2d(x, 2).
+// With --conv_resample up-sampling is F.conv2d(F.interpolate(x, scale_factor=2, mode="nearest"), w, bias, padding=1),
+// and down-sampling is F.conv2d(x, w, bias, stride=2, padding=1): the convolution is done without a stride, and every
+// other pixel of every other row is kept.
 struct ResampleBlock : Module {
     static void declare(Plan* plan, const Config& c, Block* block) {
         std::string layer = block->kind == BLOCK_UP ? "conv." : "op.";
         if (c.conv_resample) add_layer(plan, *block, layer, {block->O, block->C, 3, 3});
     }
 
-    bool convolves = block.num_params, up = block.out_H > block.H;
+    bool convolves = block.num_params > 0;
+    bool up = block.out_H > block.H;
     Conv conv = convolves ? layer<Conv>(0) : Conv();
     int larger = std::max(block.H, block.out_H);
     Tensor large = {}, dlarge = {};  // at the larger of the two sizes
@@ -1618,6 +1871,7 @@ struct ResampleBlock : Module {
     void backward() {
         reserve_backward();
         if (!convolves) return resample_backward(dx.first, dout, block.accumulate);
+
         Event weights_done;  // the weight gradient reads scratch and dout, which the next block overwrites
         if (up) {
             resample_forward(large, x.first);
@@ -1660,13 +1914,14 @@ struct OutBlock : Module {
     void backward() {
         reserve_backward();
         Tensor dnormed = dx.first;  // has the same size, and is overwritten at the end
+
         conv3x3_backward_input(dnormed, dout, conv, {.norm = norm});
         groupnorm_backward(dx, normed, dnormed, norm);
         beside(conv3x3_backward_weight, conv, dout, normed, Rows());
     }
 };
 
-// Calls use() with the struct of a kind, as a std::type_identity.
+// Calls use(type) with the struct of a kind, as a std::type_identity.
 static void with_kind(int kind, auto use) {
     switch ((BlockKind)kind) {
         case BLOCK_EMBED: return use(std::type_identity<EmbedBlock>());
@@ -1678,13 +1933,16 @@ static void with_kind(int kind, auto use) {
         case BLOCK_OUT: return use(std::type_identity<OutBlock>());
     }
 }
+
 // Calls pass(module) with a module made for this block.
 static void with_module(Model* m, const Block& block, int B, auto pass) {
     with_kind(block.kind, [&]<typename Kind>(std::type_identity<Kind>) { pass(Kind{{m, block, B}}); });
 }
+
 static void block_forward(Model* m, const Block& block, int B) {
     with_module(m, block, B, [](auto module) { module.forward(); });
 }
+
 static void block_backward(Model* m, const Block& block, int B) {
     with_module(m, block, B, [](auto module) { module.backward(); });
 }

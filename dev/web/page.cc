@@ -58,10 +58,9 @@ struct PackedWeights {
     const uint8_t* at;
 
     float take_bf16() {
-        FloatBits number;
-        number.bits = (at[0] | at[1] << 8) << 16;
+        uint32_t bits = (uint32_t)(at[0] | at[1] << 8) << 16;
         at += 2;
-        return number.value;
+        return std::bit_cast<float>(bits);
     }
     int take_int8() { return (int8_t)*at++; }
 
