@@ -7,15 +7,19 @@
 // ---- errors and sentences ---------------------------------------------------------------------------------
 static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
 
-// The letter that stands for an argument's type in Format: s, g, d for an integer, or l for a long one; 0: printf has none.
+// The letter that stands for an argument's type in Format: s for a text, g for a floating-point number, d for an
+// integer and l for a long one. 0 stands for what printf can't print.
 template <typename T> consteval char letter_of() {
+    bool is_integer = std::is_integral_v<T> || std::is_enum_v<T>;
     if (std::is_floating_point_v<T>) return 'g';
     if (std::is_same_v<T, long> || std::is_same_v<T, unsigned long>) return 'l';
-    if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) <= sizeof(int) ? 'd' : 0;
-    return std::is_convertible_v<T, std::string> ? 's' : 0;
+    if (is_integer && sizeof(T) <= sizeof(int)) return 'd';
+    if (std::is_convertible_v<T, std::string>) return 's';
+    return 0;
 }
 
-// A format of printf for arguments of these types. The compiler evaluates the constructor, and a throw there is an error.
+// A format of printf that fits arguments of these types. The compiler evaluates the constructor, where a throw is a
+// compile error.
 template <typename... Args> struct Format {
     const char* format;
     consteval Format(const char* format) : format(format) {
@@ -24,22 +28,25 @@ template <typename... Args> struct Format {
         auto take = [&](char letter) {
             if (*next++ != letter) throw "the format does not fit its arguments";
         };
+
         for (const char* c = format; *c; c++) {
-            if (*c != '%' || *++c == '%') continue;
-            char integer = 'd';
+            if (*c != '%') continue;
+            c++;
+            if (*c == '%') continue;  // %% prints a percent sign
+
+            bool is_long = false;
             for (; !is_one_of("cdefgsuxX", *c); c++) {
-                if (*c == '*') take('d');
-                if (*c == 'l' || *c == 'z') integer = 'l';
+                if (*c == '*') take('d');  // a width or precision that is an argument
+                if (*c == 'l' || *c == 'z') is_long = true;
             }
             if (*c == 's') take('s');
             else if (is_one_of("efg", *c)) take('g');
-            else take(integer);
+            else take(is_long ? 'l' : 'd');
         }
         take(0);
     }
 };
 
-// printf into a string, and onto standard output. %s takes a std::string too.
 static std::string formatted(const char* format, ...) {
     va_list args, again;
     va_start(args, format);
@@ -52,6 +59,8 @@ static std::string formatted(const char* format, ...) {
 }
 static const char* as_argument(const std::string& argument) { return argument.c_str(); }
 static auto as_argument(const auto& argument) { return argument; }
+
+// printf into a string, and onto standard output. %s takes a std::string too.
 template <typename... Args>
 static std::string text(Format<std::type_identity_t<Args>...> format, const Args&... args) {
     return formatted(format.format, as_argument(args)...);
@@ -73,16 +82,15 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
-// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong.
+// A mistake that the user can mend. The sentence names the file, flag or value and says what to do.
 struct Failure {
-    int status;
+    int status;  // that the program exits with: 2 where the command line is wrong, otherwise 1
     std::string sentence;
 };
 #define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
 #define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
 
-// Does `work`, whose failure need not end the program. Returns the sentence that it fails with, or "".
+// Does `work`, whose failure need not end the program. Returns the sentence that it fails with, "" where it succeeds.
 static std::string failure_of(auto work) {
     try {
         work();
@@ -94,7 +102,8 @@ static std::string failure_of(auto work) {
 
 // Prints a line, which may hold names of files and classes.
 #define say(...) puts(printable(text(__VA_ARGS__)).c_str())
-// Tells the user what went wrong, if the program goes on.
+
+// Tells the user of something that went wrong and that the program can go on without.
 static void note(const std::string& sentence) {
     if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
 }
@@ -115,23 +124,27 @@ typedef std::vector<std::string> Strings;
 
 static Strings split(const std::string& whole, char mark) {
     Strings parts(1);
-    for (char c : whole)
+    for (char c : whole) {
         if (c == mark) parts.emplace_back();
         else parts.back() += c;
+    }
     return parts;
 }
 
-// Where a name is in a list; -1: it is not.
+// The place of a name in a list; -1 where it is not there.
 static int index_of(const Strings& names, const std::string& name) {
     auto at = std::ranges::find(names, name);
-    return at == names.end() ? -1 : (int)(at - names.begin());
+    if (at == names.end()) return -1;
+    return (int)(at - names.begin());
 }
 
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
-static std::string listed(const Strings& names, size_t most = 8) {
+static std::string listed(const Strings& names) {
+    const size_t most = 8;
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
-        if (i) sentence += i + 1 == names.size() ? " and " : ", ";
+        bool is_last = i + 1 == names.size();
+        if (i) sentence += is_last ? " and " : ", ";
         sentence += names[i];
     }
     if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
@@ -141,7 +154,8 @@ static std::string listed(const Strings& names, size_t most = 8) {
 // Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
 static bool is_utf8(const std::string& bytes) {
     static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // the first letter of 1, 2, 3 and 4 bytes
-    for (size_t i = 0; i < bytes.size();) {
+    size_t i = 0;
+    while (i < bytes.size()) {
         uint8_t first = (uint8_t)bytes[i++];
         if (first < 0x80) continue;
         int more = std::countl_one(first) - 1;  // bytes behind the first
@@ -149,11 +163,14 @@ static bool is_utf8(const std::string& bytes) {
 
         uint32_t letter = first & (0x3F >> more);
         for (int k = 0; k < more; k++) {
-            uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
-            if (next >> 6 != 2) return false;
+            if (i == bytes.size()) return false;
+            uint8_t next = (uint8_t)bytes[i++];
+            if (next >> 6 != 0b10) return false;
             letter = letter << 6 | (next & 0x3F);
         }
-        if (letter < least[more] || letter > 0x10FFFF || (letter >= 0xD800 && letter < 0xE000)) return false;
+
+        bool is_surrogate = letter >= 0xD800 && letter < 0xE000;
+        if (letter < least[more] || letter > 0x10FFFF || is_surrogate) return false;
     }
     return true;
 }
@@ -162,6 +179,7 @@ static bool is_utf8(const std::string& bytes) {
 static std::string shell_word(const std::string& path) {
     const char* plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._-+,=:@%";
     if (!path.empty() && path.find_first_not_of(plain) == path.npos) return path;
+
     std::string quoted = "'";
     for (char c : path) {
         if (c == '\'') quoted += "'\\'";
@@ -171,7 +189,9 @@ static std::string shell_word(const std::string& path) {
 }
 
 static bool has_ending(const std::string& path, const char* ending) {
-    return path.size() >= strlen(ending) && !strcasecmp(&path[path.size() - strlen(ending)], ending);
+    size_t length = strlen(ending);
+    if (path.size() < length) return false;
+    return strcasecmp(&path[path.size() - length], ending) == 0;
 }
 
 static std::string human_bytes(double bytes) {
@@ -182,7 +202,8 @@ static std::string human_bytes(double bytes) {
 
 static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
-    if (s < 60) return text("%.*fs", s < 10, seconds);
+    if (s < 10) return text("%.1fs", seconds);
+    if (s < 60) return text("%.0fs", seconds);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
     return text("%ldh %02ldm", s / 3600, s / 60 % 60);
 }
@@ -192,25 +213,38 @@ static double seconds_now() {
 }
 
 // ---- checksums --------------------------------------------------------------------------------------------
-// CRC-32 as zlib computes it, 16 bytes at a time; continue a sum by passing it in.
-static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
-    static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
-    for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
-        uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
-        for (int bit = 0; bit < 8; bit++) c = (c >> 1) ^ (c & 1) * 0xEDB88320u;
-        table[i / 256][i % 256] = c;
-    }
+// Entry k, i is the sum of byte i with k zeros behind it.
+typedef std::array<std::array<uint32_t, 256>, 16> CrcTable;
 
+static CrcTable make_crc_table() {
+    CrcTable table;
+    for (int k = 0; k < 16; k++)
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t crc = k ? table[k - 1][i] : i;
+            for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1) * 0xEDB88320u;
+            table[k][i] = crc;
+        }
+    return table;
+}
+
+// CRC-32 as zlib computes it, 16 bytes at a time. A sum goes on over more data where it is passed in.
+static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
+    static const CrcTable table = make_crc_table();
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
-    for (; bytes >= 16; bytes -= 16, p += 16) {
+    while (bytes >= 16) {
         uint64_t words[2];
         memcpy(words, p, 16);
         words[0] ^= crc;
         crc = 0;
-        for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
+        for (int k = 0; k < 16; k++) {
+            uint8_t byte = (uint8_t)(words[k / 8] >> (k % 8 * 8));
+            crc ^= table[15 - k][byte];
+        }
+        p += 16;
+        bytes -= 16;
     }
-    while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    for (; bytes; bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
 }
 
