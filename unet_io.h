@@ -264,19 +264,22 @@ struct Reader {
     std::string path;
     size_t size = 0;
     int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
+
     explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
-        struct stat info;
         if (!file) fail("can't open %s: %s", name, strerror(errno));
+        struct stat info;
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name);
         size = (size_t)info.st_size;
+
         read(header, std::min(size, sizeof header));
         seek(0);
     }
 
     void check(bool ok) {
+        if (ok) return;
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
-        if (!ok) fail("could not read %s: %s", path, why);
+        fail("could not read %s: %s", path, why);
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
@@ -288,12 +291,13 @@ struct Reader {
         return values;
     }
 
-    // Whether the file's checksum is the one in this field of its header. It runs over the data and then over the
-    // header with a 0 in that field, which stays there: in this order a writer can stream.
+    // Whether the file's checksum is the one in this field of its header. The sum runs over the data and then over the
+    // header, because a writer knows the header last. It counts the field itself as 0, and `header` keeps that 0.
     bool checksum_matches(int field) {
         uint32_t stored = (uint32_t)std::exchange(header[field], 0);
-        uint32_t crc = 0;
+
         seek(HEADER_BYTES);
+        uint32_t crc = 0;
         size_t left = size - HEADER_BYTES;
         while (left) {
             size_t bytes = std::min(left, (size_t)1 << 20);
@@ -304,14 +308,14 @@ struct Reader {
     }
 };
 
-// The text of a file, "" where there is none; what is there and can't be read is refused.
+// The text of a file, or "" where there is no such file. One that is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
     if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
     return in.take<std::string>(in.size);
 }
 
-// A text that somebody may have typed: some editors' byte order mark is left out.
+// A text that somebody may have typed. Some editors begin it with a byte order mark, which is left out.
 static std::string read_typed_text(const std::string& path) {
     Reader in(path);
     std::string contents = in.take<std::string>(in.size);
@@ -337,20 +341,23 @@ static void make_folder(const std::string& path) {
 static void remove_stale_temporaries(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &ignored)) {
         if (name.find(".unet-") == std::string::npos || !name.ends_with(".tmp")) continue;
-        int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        std::string path = folder + name;
+        int file = open(path.c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (file < 0) continue;
-        if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
+        bool is_stale = flock(file, LOCK_EX | LOCK_NB) == 0;
+        if (is_stale) unlink(path.c_str());
         close(file);
     }
 }
 
-// A file that appears under its name only when it is whole: written under another, flushed, renamed.
+// A file that appears under its name only when it is whole: it is written under another name, flushed and renamed.
 struct Writer {
     std::string path, folder, temporary;
     FILE* file = nullptr;
     uint32_t crc = 0;
+
     explicit Writer(const std::string& name) : path(name) {
-        if (file_exists(name)) path = fs::canonical(name, ignored);  // behind a link
+        if (file_exists(name)) path = fs::canonical(name, ignored);  // the file that a link leads to
         if (file_exists(name) && !fs::is_regular_file(name, ignored))
             fail("can't write %s: it is not a regular file", name);
 
@@ -361,11 +368,9 @@ struct Writer {
 
         for (int number = 1; !file; number++) {
             temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
-            file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
+            file = fopen(temporary.c_str(), "wbxe");  // x: fails with EEXIST where the name is in use
             if (!file && errno != EEXIST) fail("can't write %s: %s", name, strerror(errno));
-            struct stat info;  // 0 links: removed as stale, before it was locked
-            if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
-                fclose(std::exchange(file, nullptr));
+            if (file && locked_too_late()) fclose(std::exchange(file, nullptr));
         }
     }
     Writer(const Writer&) = delete;
@@ -375,9 +380,16 @@ struct Writer {
         unlink(temporary.c_str());
     }
 
+    // Locks the temporary file. Returns whether another process took it for stale and removed it before that.
+    bool locked_too_late() {
+        if (flock(fileno(file), LOCK_EX)) return false;
+        struct stat info;
+        if (fstat(fileno(file), &info)) return false;
+        return info.st_nlink == 0;
+    }
+
     void check(bool ok) {
-        if (!ok)
-            fail("could not write %s: %s; what was there before is untouched", path, strerror(errno));
+        if (!ok) fail("could not write %s: %s; what was there before is untouched", path, strerror(errno));
     }
     void write(const void* data, size_t bytes) {
         check(fwrite(data, 1, bytes, file) == bytes);
@@ -385,16 +397,19 @@ struct Writer {
     }
     void write(const std::string& contents) { write(contents.data(), contents.size()); }
     void rewind_to_header(const void* header, size_t bytes) {
-        check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
+        check(fseeko(file, 0, SEEK_SET) == 0);
+        check(fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
         check(fflush(file) == 0);
         check(fsync(fileno(file)) == 0);
         check(rename(temporary.c_str(), path.c_str()) == 0);
         fclose(std::exchange(file, nullptr));  // and with it goes the lock
+
+        // the new name is to survive a power cut too
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
-        fsync(directory);  // the new name survives a power cut too
+        fsync(directory);
         close(directory);
     }
 };
@@ -407,14 +422,15 @@ static void write_text(const std::string& path, const std::string& contents) {
 #endif  // NETWORK_ONLY
 
 static bool all_finite(const float* values, size_t n) {
-    bool finite = true;  // without a way out of the loop, which is vector code then
-    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;  // no early exit, so that this is vector code
     return finite;
 }
 
 // A float from -1 to 1 as a byte; a NaN is black.
 static uint8_t byte_of(float value) {
-    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
+    float clamped = fminf(fmaxf(value, -1.0f), 1.0f);
+    return (uint8_t)((clamped + 1.0f) * 127.5f + 0.5f);
 }
 
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
