@@ -441,12 +441,14 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 }
 
 // ---- flags ------------------------------------------------------------------------------------------------
-// What a flag's value is; of a number, also a list of them where Config has an array.
+// What a flag's value is. Where Config has an array of numbers, the value is a list of them.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-// PICTURES say which are drawn, SAMPLING says how: see take_sampling. OTHER is not in --config files.
+
+// PICTURES say which pictures are drawn, SAMPLING says how: see take_sampling. --config files have no OTHER flags.
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, PICTURES, SAMPLING, OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Pictures", "Sampling", "Other"};
-// What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
+
+// What --resume does with a flag. A checkpoint stores all but the FORGOTTEN ones. A FREE one may be typed with another
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
 
@@ -458,7 +460,7 @@ struct Flag {
     FlagResume on_resume;
     const char* standard;  // the default, as it would be typed
     const char* help;
-    double least = 0, most = 1;     // of a number, in a list of each
+    double least = 0, most = 1;     // of a number, or of each number in a list
     const char* choices = nullptr;  // the words of a CHOICE, separated by |
 };
 
@@ -630,6 +632,7 @@ static std::vector<Flag> FLAGS = {
 #define OF_RECORDS                                                                                              \
     "--noise_schedule edm --predict edm --timestep_sampling lognormal --timestep_mean -1.2 --timestep_std 1.2 " \
     "--optimizer muon --lr_schedule cosine --warmup_steps 500 --grad_clip 1 --sampler dpmpp --sample_steps 20 "
+
 // A preset is a text of flags that come before those of --config and those the user types.
 struct Preset {
     const char *name, *flags;
@@ -663,21 +666,22 @@ static std::vector<Preset> PRESETS = {
 // Whether a flag stands for several others: --preset, and --model of dev/dit.
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and suggests
-// the entry that shares most letters with it, at the beginning and at the end, as mark + its name.
-static const auto& named(const auto& table, const std::string& name, const std::string& shown,
-                         const char* mark) {
+// How many letters two words share at the beginning and at the end.
+static ptrdiff_t shared_letters(const std::string& a, const std::string& b) {
+    auto first = std::ranges::mismatch(a, b).in1 - a.begin();
+    auto last = std::mismatch(a.rbegin(), a.rend(), b.rbegin(), b.rend()).first - a.rbegin();
+    return first + last;
+}
+
+// The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and
+// suggests the most similar entry, written as mark + its name.
+static const auto& named(const auto& table, const std::string& name, const std::string& shown, const char* mark) {
     for (const auto& entry : table)
         if (name == entry.name) return entry;
 
-    auto shared = [&](const auto& entry) {
-        std::string other = entry.name;
-        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
-        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
-        return first + last;
-    };
-    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark,
-               std::ranges::max_element(table, {}, shared)->name);
+    auto similarity = [&](const auto& entry) { return shared_letters(name, entry.name); };
+    auto similar = std::ranges::max_element(table, {}, similarity);
+    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark, similar->name);
 }
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 static const char* preset_flags(const std::string& name) {
@@ -686,36 +690,43 @@ static const char* preset_flags(const std::string& name) {
 
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
-    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+    if (first == std::string::npos) return "";
+    size_t last = line.find_last_not_of(" \t\r");
+    return line.substr(first, last + 1 - first);
 }
 
-// The number that `value` stands for: of a word, its place among the choices.
+static double parse_bool(const Flag& flag, const std::string& value) {
+    if (value == "0" || value == "false" || value == "False") return 0;
+    if (value == "1" || value == "true" || value == "True") return 1;
+
+    std::string remedy;
+    if (flag.name == std::string("generate")) remedy = "; the number of pictures is --num_samples " + value;
+    fail_usage("--%s is 0 or 1, not '%s'%s", flag.name, value, remedy);
+}
+
+static double parse_choice(const Flag& flag, const std::string& value) {
+    int choice = index_of(split(flag.choices, '|'), value);
+    if (choice < 0) fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value);
+    return choice;
+}
+
+// The number that a value stands for. That of a word is its place among the choices.
 static double parse_number(const Flag& flag, const std::string& value) {
-    if (flag.kind == BOOL) {
-        if (value == "0" || value == "false" || value == "False") return 0;
-        if (value == "1" || value == "true" || value == "True") return 1;
-        std::string remedy;
-        if (flag.name == std::string("generate")) remedy = "; the number of pictures is --num_samples " + value;
-        fail_usage("--%s is 0 or 1, not '%s'%s", flag.name, value, remedy);
-    }
-    if (flag.kind == CHOICE) {
-        int choice = index_of(split(flag.choices, '|'), value);
-        if (choice >= 0) return choice;
-        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value);
-    }
+    if (flag.kind == BOOL) return parse_bool(flag, value);
+    if (flag.kind == CHOICE) return parse_choice(flag, value);
 
     char* end;
     double number = strtod(value.c_str(), &end);
     bool is_float = flag.kind == FLOAT;
     bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
-    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
     bool in_range = number >= flag.least && number <= flag.most;
-    if (is_number && in_range && is_lost)
-        fail_usage("--%s is %s, it must be 0 or at least 1.2e-38, the least float above it", flag.name, value);
+    const char* kind = is_float ? "number (a float)" : "whole number";
     if (!is_number || !in_range)
-        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   is_float ? "number (a float)" : "whole number", flag.least, flag.most,
-                   value);
+        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name, kind, flag.least, flag.most, value);
+
+    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
+    if (is_lost)
+        fail_usage("--%s is %s, it must be 0 or at least 1.2e-38, the least float above it", flag.name, value);
     return number;
 }
 
@@ -729,8 +740,8 @@ static void check_path(const Flag& flag, const std::string& value) {
                    flag.name);
 }
 
-// A flag that is no path is a number, or a list of them, which a 0 ends where it is shorter. No whole number is
-// below 0.
+// A flag that is no path is a number, or a list of them. A list that is shorter than its array in Config is ended by
+// a 0. No whole number is below 0.
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
     void* place = (char*)config + flag.offset;
     if (flag.kind == PATH) {
@@ -740,7 +751,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
     }
 
     size_t most = flag.size / sizeof(float);
-    Strings parts = most > 1 ? split(value, ',') : Strings{value};
+    Strings parts = {value};
+    if (most > 1) parts = split(value, ',');
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value);
 
@@ -749,6 +761,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value);
+
         if (flag.kind == FLOAT) ((float*)place)[i] = (float)number;
         else ((uint32_t*)place)[i] = (uint32_t)number;
     }
@@ -758,12 +771,14 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
 static std::string flag_text(const Config& config, const Flag& flag) {
     const void* place = (const char*)&config + flag.offset;
     if (flag.kind == PATH) return (const char*)place;
+
     std::string joined;
     for (size_t i = 0; i < flag.size / sizeof(float); i++) {
         double number;
         if (flag.kind == FLOAT) number = ((const float*)place)[i];
         else number = ((const uint32_t*)place)[i];
         if (i && number == 0) break;  // the list ends
+
         if (i) joined += ",";
         if (flag.kind == CHOICE) joined += split(flag.choices, '|')[(size_t)number];
         else if (flag.kind == FLOAT) joined += float_text((float)number);
