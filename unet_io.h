@@ -803,6 +803,7 @@ static const Strings USUAL_FLAGS = {
     "num_samples",  "seeds",      "sampler",  "sample_steps",   "resume",  "gpus",         "dry_run"};
 
 static void print_help(bool all) {
+    const char* which = all ? "" : " These are the usual ones:";
     printf(
         "%1$s: trains a %2$s diffusion model on images\n\n"
         "  ./%1$s --data_file X.bin     train (X.bin: python3 prepare_data.py --data_dir D "
@@ -811,16 +812,21 @@ static void print_help(bool all) {
         "  ./%1$s --generate            draw pictures with the newest checkpoint\n"
         "  ./%1$s --help all            every flag, and what each preset stands for\n\n"
         "Flags are written --name value or --name=value.%3$s\n",
-        network.program, network.name, all ? "" : " These are the usual ones:");
+        network.program, network.name, which);
+
     int group = -1;
     for (const Flag& flag : FLAGS) {
         if (!all && index_of(USUAL_FLAGS, flag.name) < 0) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
+
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-        bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
-        print("  %-37s %s%s\n", left, flag.help, tells ? text(" (default %s)", flag.standard) : "");
+        std::string standard;
+        bool is_off = flag.kind == BOOL && *flag.standard == '0';
+        if (*flag.standard && !is_off) standard = text(" (default %s)", flag.standard);
+        print("  %-37s %s%s\n", left, flag.help, standard);
     }
+
     printf("\nPresets\n");
     for (auto [name, flags] : PRESETS) {
         if (all) printf("  %s: %s\n", name, flags);
@@ -836,15 +842,19 @@ struct GivenFlag {
 };
 typedef std::vector<GivenFlag> GivenFlags;
 
+// The flag of this name that counts, which is the last one; null where none was given.
 static const GivenFlag* was_given(const GivenFlags& given, const std::string& name) {
-    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
-    return last == given.rend() ? nullptr : &*last;
+    const GivenFlag* last = nullptr;
+    for (const GivenFlag& g : given)
+        if (name == g.flag->name) last = &g;
+    return last;
 }
 
 // The same, where it was typed, and does not come from a preset or a file.
 static const GivenFlag* was_typed(const GivenFlags& given, const char* name) {
     const GivenFlag* last = was_given(given, name);
-    return last && last->origin.empty() ? last : nullptr;
+    if (!last || !last->origin.empty()) return nullptr;
+    return last;
 }
 
 static void apply_flags(Config* config, const GivenFlags& given) {
@@ -858,13 +868,13 @@ static void choose_sampler(Config* config, const GivenFlags& given) {
     if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
-// What is said of typed flags that do nothing, for want of another flag.
+// A note for each flag that was typed and does nothing, for want of another flag.
 static Strings idle_flags(const Config& c, const GivenFlags& given) {
-    bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
     struct Need {
         const char *flag, *other;
         bool is_met;
     };
+    bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
     const Need needs[] = {
         {"timestep_mean", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
@@ -884,6 +894,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         if (!need.is_met && !is_usual && was_typed(given, need.flag))
             notes.push_back(text("--%s does nothing %s", need.flag, need.other));
     }
+
     bool is_typed = was_typed(given, "warmup_steps") || was_typed(given, "steps");
     if (is_typed && c.hyper.warmup_steps > c.steps)
         notes.push_back(text("the learning rate does not reach --lr: --warmup_steps %d are more than --steps %d",
@@ -894,7 +905,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
     return notes;
 }
 
-// What only other programs do.
+// The flags that only other programs of the repository have.
 struct OtherProgram {
     const char* name;
     Strings flags;
@@ -912,14 +923,15 @@ static void refuse_elsewhere(const std::string& name) {
             fail_usage("--%s is %s's: python3 %s --help tells how it is used", name, program.name, program.name);
 }
 
-// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; a line that begins with # is a comment. Messages call
-// it `path`.
+// The flags of a configuration. A line is NAME VALUE or NAME = VALUE; one that begins with # is a comment. Messages
+// call the configuration `path`.
 static GivenFlags parse_config(const std::string& lines, const std::string& path) {
     GivenFlags given;
-    Config scratch;  // sets each flag once here, so that a bad value is named with its line
+    Config scratch;  // each flag is set in it once, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(lines, '\n')) {
-        std::string origin = text("%s, line %d", path, ++number);
+        number++;
+        std::string origin = text("%s, line %d", path, number);
         std::string words = trimmed(line);
         if (words.empty() || words[0] == '#') continue;
 
@@ -965,43 +977,55 @@ static std::string config_text(const Config& config) {
     return lines;
 }
 
-// Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
+// The flag that words[*at] begins. Its value may be the next word, and then *at moves on to that.
+static GivenFlag parse_flag(const Strings& words, size_t* at, const std::string& origin) {
+    std::string argument = words[*at] == "-h" ? "--help" : words[*at];
+    if (!argument.starts_with("--"))
+        fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument);
+
+    size_t equals = argument.find('=');
+    std::string name = argument.substr(2, equals - 2);
+    refuse_elsewhere(name);
+    const Flag& flag = flag_named(name);
+
+    // The value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help. A word that
+    // begins with -- is the next flag; a value that begins so is written --name=--value.
+    bool is_optional = flag.kind == BOOL || name == "resume" || name == "help";
+    bool has_equals = equals != std::string::npos;
+    bool has_next = *at + 1 < words.size() && !words[*at + 1].starts_with("--");
+    std::string value;
+    if (has_equals) value = argument.substr(equals + 1);
+    else if (has_next) value = words[++*at];
+    else if (flag.kind == BOOL) value = "1";
+    else if (name == "help") value = "usual";
+
+    // A script types '' where its variable is not set. Only --val_file '' means something: it takes back what a
+    // checkpoint tells.
+    bool takes_back = name == "val_file" && (has_equals || has_next);
+    if (value.empty() && !is_optional && !takes_back)
+        fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
+    return {&flag, value, origin};
+}
+
+// Every flag of a command line. A later one overrides those before it: first come a preset's flags, then those of the
+// --config file, then the typed ones.
 static GivenFlags parse_flags(const Strings& words, const std::string& origin = "") {
     GivenFlags given;
-    for (size_t i = 0; i < words.size(); i++) {
-        std::string argument = words[i] == "-h" ? "--help" : words[i];
-        if (!argument.starts_with("--"))
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument);
+    for (size_t i = 0; i < words.size(); i++) given.push_back(parse_flag(words, &i, origin));
 
-        size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals - 2);
-        refuse_elsewhere(name);
-        const Flag& flag = flag_named(name);
-
-        // The value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help. A word that
-        // begins with -- is the next flag; a value that begins so is written --name=--value.
-        bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        bool has_next = i + 1 < words.size() && !words[i + 1].starts_with("--");
-        bool has_value = equals != std::string::npos || has_next;
-        std::string value;
-        if (equals != std::string::npos) value = argument.substr(equals + 1);
-        else if (has_next) value = words[++i];
-        else if (flag.kind == BOOL) value = "1";
-        else if (name == "help") value = "usual";
-        // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
-        if (value.empty() && !optional && !(has_value && name == "val_file"))
-            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
-        given.push_back({&flag, value, origin});
-    }
-
-    auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
+    auto put_first = [&](const GivenFlags& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
+
     for (const Flag& flag : FLAGS) {
-        const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
+        if (!is_preset(flag)) continue;
+        const GivenFlag* preset = was_given(given, flag.name);
         if (!preset) continue;
-        for (const GivenFlag& other : given)
-            if (other.flag == preset->flag && other.origin == preset->origin && other.value != preset->value)
-                fail_usage("--%s %s and --%s %s: only one can be had", flag.name, other.value, flag.name, preset->value);
+
+        for (const GivenFlag& other : given) {
+            bool is_rival = other.flag == &flag && other.origin == preset->origin && other.value != preset->value;
+            if (!is_rival) continue;
+            fail_usage("--%s %s and --%s %s: only one can be had", flag.name, other.value, flag.name, preset->value);
+        }
         std::string source = text("--%s %s", flag.name, preset->value);
         put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
     }
