@@ -1040,22 +1040,23 @@ static void check_attention(const Config& c, int width, int size) {
     for (bool decoder : {false, true}) {
         int heads = heads_of(c, width, decoder);
         int divisor = c.num_heads ? heads : c.num_head_channels;
+        const char* flag = c.num_heads ? "num_heads" : "num_head_channels";
         if (width % divisor)
-            fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                 c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
+            fail("--%s %d does not divide the %d channels of the attention at %dx%d", flag, divisor, width, size, size);
 
         auto [multiple, most] = head_channels();
         int channels = width / heads;
+        const char* where = most < 256 ? " in fp32, here" : "";
         if (channels % multiple || channels > most)
             fail("attention has heads of %d channels, and a GPU takes multiples of %d up to %d%s; use another "
                  "--num_head_channels",
-                 channels, multiple, most, most < 256 ? " in fp32, here" : "");
+                 channels, multiple, most, where);
     }
 }
 
 static void check_levels(const Config& c) {
-    int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
-    int multiple = 1 << levels >> 1;
+    int levels = list_length(c.channel_mult);  // 0 for a network that is no UNet, whose make_plan checks its own flags
+    int multiple = 1 << levels >> 1;           // every level but the last halves the image
     if (levels && c.image_size % multiple)
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, multiple);
@@ -1072,49 +1073,67 @@ static void check_levels(const Config& c) {
             fail("--norm_groups %d must divide level %d's %d channels into groups of 2 or more, or else the norm takes the "
                  "time embedding away; use 16",
                  c.norm_groups, i + 1, width);
+
         bool is_middle = i == levels - 1;  // which always has attention
         if (is_middle || attends(c, size)) check_attention(c, width, size);
     }
 }
 
-// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
-static void check_config(const Config& c) {
-    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
-    check_levels(c);
-    if (c.class_cond && !c.num_classes)
-        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
-    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail(
-            "--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
-            "others by --guide_weights",
-            c.guidance_scale);
-    if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw "
-             "weights",
-             c.use_ema, ema_count(c));
-    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
-        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
-             c.diffusion_steps);
+static void check_schedule(const Config& c) {
     bool is_flow = c.noise_schedule == SCHEDULE_FLOW;
+    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
+        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine", c.diffusion_steps);
     if (c.zero_terminal_snr && (is_flow || c.noise_schedule == SCHEDULE_EDM))
         fail("--zero_terminal_snr rescales --noise_schedule linear and cosine only");
+
+    const char* ends_in_noise = is_flow ? "--noise_schedule flow" : "--zero_terminal_snr";
+    const char* remedy = is_flow ? "flow" : "x0";
     if ((c.zero_terminal_snr || is_flow) && c.predict == PREDICT_EPS)
-        fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s",
-             is_flow ? "--noise_schedule flow" : "--zero_terminal_snr", is_flow ? "flow" : "x0");
+        fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s", ends_in_noise, remedy);
+}
+
+static void check_consistency(const Config& c) {
     if (c.consistency && c.predict == PREDICT_EPS)
         fail("--consistency needs a network that sees an image in noise alone: not one of --predict eps");
+
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
+
     bool takes_learned = c.consistency && c.path_steps && c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO;
     if (takes_learned && c.sample_steps > c.consistency_steps)
         fail("--sample_steps %d is more than --consistency_steps %d, in which the model learns to draw", c.sample_steps,
              c.consistency_steps);
     if (c.path_steps && c.path_steps < c.consistency_steps)
         fail("--path_steps %d is less than --consistency_steps %d", c.path_steps, c.consistency_steps);
-    if (c.matching_fraction > 0 && !c.path_steps) fail("--matching_fraction %g needs --path_steps", c.matching_fraction);
+
+    if (c.matching_fraction > 0 && !c.path_steps)
+        fail("--matching_fraction %g needs --path_steps", c.matching_fraction);
+    const char* other_loss = c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma";
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
-        fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
+        fail("--consistency has a loss of its own, without %s", other_loss);
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    check_levels(c);
+
+    if (c.class_cond && !c.num_classes)
+        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
+    bool can_be_guided = c.class_cond && c.cond_drop_prob > 0;
+    if (is_guided(c) && !can_be_guided)
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
+             "others by --guide_weights",
+             c.guidance_scale);
+    if (c.use_ema > std::max(1, ema_count(c)))
+        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw "
+             "weights",
+             c.use_ema, ema_count(c));
+
+    check_schedule(c);
+    check_consistency(c);
+
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", c.eta);
     if (c.sample_steps > c.diffusion_steps)
