@@ -1147,29 +1147,43 @@ struct Dataset {
     int count = 0;  // images
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
-    float largest = 1;  // absolute value of a pixel, if that is more than 1
-    float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
+    float largest = 1;             // absolute value of a pixel, if that is more than 1
     std::vector<int> labels = {};  // (N), where there are classes
     Strings class_names = {};      // which they number; some may have no image
     std::string checksum = "";     // the file's, in hexadecimal digits; old ones have none
+
+    // A value of a pixel in [-1, 1].
+    float value(size_t i) const {
+        if (bytes.empty()) return floats[i];
+        return (float)bytes[i] / 127.5f - 1.0f;
+    }
 };
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// Averages images of this width over squares of factor x factor pixels.
-static void shrink(Dataset* data, int width, int factor) {
-    bool bytes = data->floats.empty();
-    float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    size_t values = bytes ? data->bytes.size() : data->floats.size();
-    std::vector<float> smaller(values / factor / factor);
-    for (size_t i = 0; i < values; i++) {
-        size_t row = i / width / factor, x = i % width / factor;
-        smaller[row * (width / factor) + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+// The sums of values over blocks of factor x factor pixels, of images of this width.
+template <typename T> static std::vector<float> block_sums(const std::vector<T>& values, int width, int factor) {
+    std::vector<float> sums(values.size() / factor / factor);
+    for (size_t i = 0; i < values.size(); i++) {
+        size_t row = i / width / factor;
+        size_t column = i % width / factor;
+        sums[row * (width / factor) + column] += (float)values[i];
     }
-    for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
-    data->bytes = std::vector<uint8_t>();
-    data->floats.swap(smaller);
+    return sums;
+}
+
+// Averages images of this width over blocks of factor x factor pixels.
+static void shrink(Dataset* data, int width, int factor) {
+    float pixels = (float)(factor * factor);
+    if (data->bytes.empty()) {
+        data->floats = block_sums(data->floats, width, factor);
+        for (float& value : data->floats) value = value / pixels;
+    } else {
+        data->floats = block_sums(data->bytes, width, factor);
+        for (float& value : data->floats) value = value / (127.5f * pixels) - 1.0f;
+        data->bytes = std::vector<uint8_t>();
+    }
 }
 
 // Refuses names that can't be stored: what is no text in UTF-8, an empty one, and two that are the same.
@@ -1194,8 +1208,7 @@ static Strings parse_class_names(const std::string& lines, const std::string& fi
     return names;
 }
 
-// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new
-// in version 1.
+// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Version 0 has only four of them.
 struct ImageHeader {
     int32_t N, C, H, W, version, type, classes, name_bytes;
 };
@@ -1207,15 +1220,18 @@ static ImageHeader image_header(const Reader& in) {
     ImageHeader h;
     memcpy(&h, in.header + 1, sizeof h);
     if (!h.version) h = {h.N, h.C, h.H, h.W, 0, IMAGES_FLOAT, 0, 0};
-    bool is_known = h.version == 0 || h.version == IMAGES_VERSION;
-    if (!is_known || (h.type != IMAGES_UINT8 && h.type != IMAGES_FLOAT))
+    bool is_known_version = h.version == 0 || h.version == IMAGES_VERSION;
+    bool is_known_type = h.type == IMAGES_UINT8 || h.type == IMAGES_FLOAT;
+    if (!is_known_version || !is_known_type)
         fail("%s has version %d and elements of type %d, which this program can't read; make it again with prepare_data.py",
              name, h.version, h.type);
 
     // a double can hold what 64 bits can't, and is exact enough to refuse it
-    double pixels = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
-    double claimed = HEADER_BYTES + pixels + (h.classes ? 4.0 * h.N : 0) + h.name_bytes;
-    if (std::min({h.N, h.C, h.H, h.W}) < 1 || std::min(h.classes, h.name_bytes) < 0 || claimed != (double)in.size)
+    double pixel_bytes = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
+    double label_bytes = h.classes ? 4.0 * h.N : 0;
+    double claimed = HEADER_BYTES + pixel_bytes + label_bytes + h.name_bytes;
+    bool is_possible = std::min({h.N, h.C, h.H, h.W}) >= 1 && std::min(h.classes, h.name_bytes) >= 0;
+    if (!is_possible || claimed != (double)in.size)
         fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name, h.N,
              h.C, h.H, h.W, claimed, in.size);
     return h;
@@ -1229,39 +1245,46 @@ static Strings read_class_names(const std::string& path) {
     return parse_class_names(in.take<std::string>(h.name_bytes), path, h.classes, h.classes);
 }
 
-// Images `factor` times as large as image_size are shrunk, others refused.
-static Dataset read_images(const std::string& path, const Config& c) {
-    int wanted = c.image_size;
+// Refuses a path where there is no image file, and says how to make one.
+static void check_image_path(const std::string& path, int image_size) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path, path);
     if (!file_exists(path))
         fail("no file %s; make it: python3 prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
-             wanted, shell_word(path));
+             image_size, shell_word(path));
     if (is_folder(path))
         fail("%s is a folder; make a file of its pictures: python3 prepare_data.py --data_dir %s --output_name FILE.bin", path,
              shell_word(path));
+}
+
+// Reads the images of a file. Those whose size is a multiple of image_size are shrunk to it, others refused.
+static Dataset read_images(const std::string& path, const Config& c) {
+    check_image_path(path, c.image_size);
     Reader in(path);
     ImageHeader h = image_header(in);
     Dataset data = {.count = h.N};
     if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
     if (h.version && !in.checksum_matches(IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path);
+
     if (h.C != c.in_channels)
         fail("%s has images of %d channels, and %d are wanted", path, h.C, c.in_channels);
-    int factor = h.H / wanted;
-    if (h.H != h.W || h.H % wanted)
+    if (h.H != h.W || h.H % c.image_size)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
-             path, h.H, h.W, wanted);
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * h.N * h.C * wanted * wanted : 0),
-                      "the images of " + path, "use fewer or smaller ones");
+             path, h.H, h.W, c.image_size);
+    int factor = h.H / c.image_size;
+    double shrunk_bytes = factor > 1 ? 4.0 * h.N * h.C * c.image_size * c.image_size : 0;
+    check_host_memory((double)in.size + shrunk_bytes, "the images of " + path, "use fewer or smaller ones");
 
     size_t count = (size_t)h.N * h.C * h.H * h.W;
     in.seek(HEADER_BYTES);
     if (h.type == IMAGES_UINT8) data.bytes = in.take<std::vector<uint8_t>>(count);
     else data.floats = in.take<std::vector<float>>(count);
+
+    float most = h.version ? FLT_MAX : 1.001f;
     for (float value : data.floats) {
-        if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
-            fail("%s is damaged: it holds a pixel of %g", path, value);
+        bool is_pixel = fabsf(value) <= most;  // a NaN is none
+        if (!is_pixel) fail("%s is damaged: it holds a pixel of %g", path, value);
         data.largest = std::max(data.largest, fabsf(value));
     }
 
@@ -1270,41 +1293,46 @@ static Dataset read_images(const std::string& path, const Config& c) {
         if (label < 0 || label >= h.classes)
             fail("%s is damaged: it holds a label of %d and %d classes", path, label, h.classes);
     data.class_names = read_class_names(path);
+
     if (factor > 1) shrink(&data, h.W, factor);
     return data;
 }
 
-// Numbers the labels of images as the model does, whose classes have these names. A class that it does not
-// know is refused. Returns what else differs, "" where nothing does. With `trains`, classes of the
-// model that have no images are named too.
+// Numbers the labels of images as the model does, whose classes have these names. A class that the model does not
+// know is refused. Returns a sentence about what else differs, or "" where nothing does. With `trains` it also names
+// classes of the model that have no images.
 static std::string match_classes(Dataset* data, const char* file, const Strings& names, bool trains) {
     const Strings theirs = std::exchange(data->class_names, names);
     std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
 
-    Strings unknown, lacking;
-    std::string line;
+    Strings unknown;
+    std::string difference;
     for (int i = 0; i < (int)theirs.size(); i++) {
         to[i] = index_of(names, theirs[i]);
         if (!images[i] || to[i] == i) continue;
         if (to[i] < 0) unknown.push_back(theirs[i]);
-        else if (line.empty())
-            line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
-                        "%d in the model", theirs[i], i, to[i]);
+        else if (difference.empty())
+            difference = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
+                              "%d in the model", theirs[i], i, to[i]);
     }
     if (!unknown.empty())
-        fail("%s has images of %s, which the model does not know: its classes are %s", file,
-             listed(unknown), listed(names));
+        fail("%s has images of %s, which the model does not know: its classes are %s", file, listed(unknown),
+             listed(names));
 
+    Strings lacking;
     for (const std::string& name : names) {
         int i = index_of(theirs, name);
         if (i < 0 || (trains && !images[i])) lacking.push_back(name);
     }
-    if (!lacking.empty())
-        line += text("%s has no images of %s, which the model knows", line.empty() ? "" : "; it",
-                     listed(lacking));
+    if (!lacking.empty()) {
+        if (!difference.empty()) difference += "; it";
+        difference += text(" has no images of %s, which the model knows", listed(lacking));
+    }
+
     for (int& label : data->labels) label = to[label];
-    return line.empty() ? "" : file + line;
+    if (difference.empty()) return "";
+    return file + difference;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
