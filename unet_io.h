@@ -1352,11 +1352,11 @@ enum HeaderField {
 enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
-// The sections of parameters, in their order: number --use_ema is what that flag chooses.
+// The sections of parameters, in their order. The value of --use_ema is the number of one of them.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher",
                                              "fake", "fake_m", "fake_v"};
 
-// What --skip_outliers compares a step with: at most WINDOW steps, and no step is skipped before there are WINDOW_LEAST.
+// --skip_outliers compares a step with the last WINDOW steps. No step is skipped before there are WINDOW_LEAST.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };
 struct History {      // the section `state` of a checkpoint
     int32_t skipped;  // how many steps were skipped
@@ -1408,11 +1408,11 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
     bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
     for (int i = 0; fits && i < count; i++) {
-        const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
+        const char* entry = (const char*)(header + FIELD_SECTION_TABLE + i * SECTION_INTS);
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES);
-        memcpy(&bytes, entry + SECTION_NAME_BYTES / sizeof *entry, sizeof bytes);
+        memcpy(&bytes, entry + SECTION_NAME_BYTES, sizeof bytes);
 
         bool is_new = file->sections.insert({name, {offset, (size_t)bytes}}).second;
         fits = is_new && bytes <= size - offset;
@@ -1426,21 +1426,24 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
 static void read_history(WeightsFile* file, const std::string& state) {
     if (state.empty()) return;
     History* h = &file->history;
-    bool whole = state.size() == sizeof *h;
-    if (whole) memcpy(h, state.data(), sizeof *h);
-    if (!whole || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
-        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
-        fail("%s is damaged: its section state makes no sense", file->path);
+    bool makes_sense = state.size() == sizeof *h;
+    if (makes_sense) {
+        memcpy(h, state.data(), sizeof *h);
+        bool counts_steps = h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
+        makes_sense = counts_steps && all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
+    }
+    if (!makes_sense) fail("%s is damaged: its section state makes no sense", file->path);
 }
 
-// What a weights file of one of the formats before today's is refused with.
+// The failure with which a weights file of an earlier format is refused.
 struct EarlierFormat : Failure {};
 
 // Refuses what is no weights file of this program's network and of today's format.
 static void check_format(const Reader& in) {
     const std::string& name = in.path;
     std::string word = shell_word(in.path);
-    int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
+    int magic = in.header[FIELD_MAGIC];
+    int version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (magic == OLD_WEIGHTS_MAGIC)
@@ -1459,6 +1462,15 @@ static void check_format(const Reader& in) {
              WEIGHTS_VERSION);
 }
 
+// The contents of a section, "" where the file has none of this name.
+static std::string read_section(Reader* in, const WeightsFile& file, const std::string& name) {
+    auto section = file.sections.find(name);
+    if (section == file.sections.end()) return "";
+    auto [offset, bytes] = section->second;
+    in->seek(offset);
+    return in->take<std::string>(bytes);
+}
+
 static WeightsFile open_weights(const std::string& path) {
     if (is_folder(path))
         fail("%s is a folder; name a checkpoint in it, or draw with its newest by --out_dir %s", path, shell_word(path));
@@ -1467,12 +1479,7 @@ static WeightsFile open_weights(const std::string& path) {
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
     WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
     read_section_table(&file, in.header, in.size);
-    auto contents = [&](const char* section) -> std::string {
-        if (!file.sections.contains(section)) return "";
-        auto [offset, bytes] = file.sections[section];
-        in.seek(offset);
-        return in.take<std::string>(bytes);
-    };
+
     if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", path);
     for (const char* needed : {"weights", "config"})
         if (!file.sections.contains(needed)) fail("%s holds no %s", path, needed);
@@ -1480,12 +1487,13 @@ static WeightsFile open_weights(const std::string& path) {
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
-        read_stored_config(&file.config, contents("config"));
+        read_stored_config(&file.config, read_section(&in, file, "config"));
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
     if (!why.empty()) fail("%s has a setting that can't be used: %s", path, why);
     file.config.hyper.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
+
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", path,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
@@ -1494,9 +1502,9 @@ static WeightsFile open_weights(const std::string& path) {
             fail("%s is damaged: its section %s has the wrong length", path, section);
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
-    file.class_names = parse_class_names(contents("class_names"), path, 0, classes);
-    file.data_checksum = contents("data_checksum");
-    read_history(&file, contents("state"));
+    file.class_names = parse_class_names(read_section(&in, file, "class_names"), path, 0, classes);
+    file.data_checksum = read_section(&in, file, "data_checksum");
+    read_history(&file, read_section(&in, file, "state"));
     return file;
 }
 
@@ -1511,7 +1519,8 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &error)) {
         long step = -1;
         sscanf(name.c_str(), "checkpoint_%8ld", &step);
-        if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
+        bool is_checkpoint = step >= 0 && folder + "/" + name == checkpoint_path(folder, step);
+        if (is_checkpoint) steps.push_back(step);
     }
     if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
         fail("can't list the folder %s: %s", folder, error.message());
@@ -1519,8 +1528,8 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     return steps;
 }
 
-// The newest checkpoint of a folder that is whole; a damaged one is named and passed over. One of an earlier
-// format is refused: it may be the newest, and the command that converts it is told.
+// The newest checkpoint of a folder that is whole. A damaged one is named and passed over. One of an earlier format is
+// not passed over: it may be the newest, and its failure tells the command that converts it.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
@@ -1532,7 +1541,8 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
             note("passed over: " + failure.sentence);
         }
     }
-    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder, otherwise);
+    const char* whole = steps.empty() ? "" : "whole ";
+    fail("there is no %scheckpoint in %s; %s", whole, folder, otherwise);
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
