@@ -1546,15 +1546,19 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
-// How many of N pictures stand in a row of their grid, which is about square. Of `groups` groups of equally many
-// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a
-// side.
+// How many of N pictures stand in a row of their grid, which is about square. Where the pictures are `groups` groups of
+// equally many, such as classes, each group has a row; where that takes more than 4,000 pixels a side, as many groups
+// share a row as make the grid square.
 static int grid_columns(int N, int groups, int image_size) {
     int square = (int)ceil(sqrt((double)N));
     if (!groups) return square;
+
     int each = N / groups;
-    if (std::max(each, groups) * (image_size + 2) <= 4000) return each;
-    return each < square ? square / each * each : square;
+    bool fits = std::max(each, groups) * (image_size + 2) <= 4000;
+    if (fits) return each;
+    if (each >= square) return square;
+    int groups_a_row = square / each;
+    return groups_a_row * each;
 }
 
 // A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
@@ -1567,10 +1571,12 @@ struct Raster {
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
 static Raster draw_grid(std::span<const float> pictures, int columns, const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int N = (int)(pictures.size() / (H * H * PIXEL)), rows = (N + columns - 1) / columns;
+    int N = (int)(pictures.size() / (H * H * PIXEL));
+    int rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap;
     int height = rows * (H + gap) + gap;
     Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
+
     for (int n = 0; n < N; n++) {
         int top = n / columns * (H + gap) + gap;
         int left = n % columns * (H + gap) + gap;
@@ -1588,33 +1594,39 @@ static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
-// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
-// byte becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is
-// nearest to left + above - corner. Beyond the edges all bytes are 0.
+// Paeth's predictor of PNG: whichever of the bytes to the left, above, and at the corner of these two is nearest to
+// left + up - corner. Where two are as near, the one named first.
+static int paeth(int left, int up, int corner) {
+    int to_left = abs(up - corner);
+    int to_up = abs(left - corner);
+    int to_corner = abs(left + up - 2 * corner);
+    if (to_left <= to_up && to_left <= to_corner) return left;
+    if (to_up <= to_corner) return up;
+    return corner;
+}
+
+// Every line of a picture as PNG stores it: the filter's number, 4, then each byte's difference from what Paeth's
+// predictor says. Beyond the edges all bytes are 0.
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
-    size_t channels = picture.channels, pitch = picture.width * channels;
-    std::vector<uint8_t> filtered, line(channels + pitch), above;  // with a pixel before the first
+    size_t channels = picture.channels;
+    size_t pitch = picture.width * channels;
+    std::vector<uint8_t> line(channels + pitch), above;  // with a pixel of zeros before the first
+    std::vector<uint8_t> filtered;
     filtered.reserve((1 + pitch) * picture.height);
     for (int y = 0; y < picture.height; y++) {
         above = line;
         std::copy_n(&picture.bytes[y * pitch], pitch, &line[channels]);
         filtered.push_back(4);
         for (size_t i = 0; i < pitch; i++) {
-            int left = line[i], up = above[channels + i], corner = above[i];
-            int to_left = abs(up - corner);
-            int to_up = abs(left - corner);
-            int to_corner = abs(left + up - 2 * corner);
-
-            int nearest = to_up <= to_corner ? up : corner;
-            if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered.push_back((uint8_t)(line[channels + i] - nearest));
+            int predicted = paeth(line[i], above[channels + i], above[i]);
+            filtered.push_back((uint8_t)(line[channels + i] - predicted));
         }
     }
     return filtered;
 }
 
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
-// that deflate allows, the counts are made more alike.
+// that deflate allows, the counts are halved, which makes them more alike, and the code is made anew.
 static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     std::vector<int> lengths;
     do {
@@ -1624,7 +1636,8 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
             if (counts[symbol]) trees.insert({counts[symbol], {symbol}});
 
         while (trees.size() > 1) {  // the two rarest are joined: their symbols lie a bit deeper
-            auto rarest = trees.extract(trees.begin()), next = trees.extract(trees.begin());
+            auto rarest = trees.extract(trees.begin());
+            auto next = trees.extract(trees.begin());
             std::vector<int> joined = rarest.mapped();
             joined.insert(joined.end(), next.mapped().begin(), next.mapped().end());
             for (int symbol : joined) lengths[symbol]++;
@@ -1635,10 +1648,30 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     return lengths;
 }
 
+// The lowest n bits of a code in the opposite order.
 static uint32_t reversed(uint32_t code, int n) {
     uint32_t turned = 0;
-    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    for (int bit = 0; bit < n; bit++) {
+        turned = turned << 1 | (code & 1);
+        code >>= 1;
+    }
     return turned;
+}
+
+// Deflate's code for symbols of these lengths (RFC 1951, section 3.2.2): consecutive numbers, first for the shortest
+// codes, and among those of one length first for the lowest symbol. Reversed, as DeflateStream writes them.
+static std::vector<uint32_t> deflate_codes(const std::vector<int>& lengths) {
+    std::vector<uint32_t> codes(lengths.size(), 0);
+    uint32_t code = 0;
+    for (int length = 1; length <= 15; length++) {
+        for (size_t symbol = 0; symbol < lengths.size(); symbol++) {
+            if (lengths[symbol] != length) continue;
+            codes[symbol] = reversed(code, length);
+            code++;
+        }
+        code *= 2;
+    }
+    return codes;
 }
 
 // What a block holds: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
@@ -1649,12 +1682,13 @@ struct DeflateSymbol {
 };
 enum { END_OF_BLOCK = 256, FIRST_MATCH = 257, DEFLATE_SYMBOLS = 286 };
 
-// Bytes that repeat the one before them are a match at distance 1; in what a network drew longer distances find
-// nothing.
+// A block's bytes as symbols. Bytes that repeat the one before them are a match at distance 1. Longer distances are not
+// tried, because they find nothing in what a network drew.
 static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
     const size_t shortest = 4, longest = 257;
     std::vector<DeflateSymbol> found;
-    for (size_t i = 0; i < block.size();) {
+    size_t i = 0;
+    while (i < block.size()) {
         size_t n = 0;
         while (i && n < longest && i + n < block.size() && block[i + n] == block[i - 1]) n++;
         if (n < shortest) {
@@ -1663,31 +1697,35 @@ static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
             continue;
         }
 
+        // a symbol stands for the three highest bits of the length and for how many more bits follow
         uint32_t length = (uint32_t)n - 3;
         int more = std::max(0, (int)std::bit_width(length) - 3);
-        found.push_back({FIRST_MATCH + 4 * more + (int)(length >> more), more, length & ((1u << more) - 1)});
+        int symbol = FIRST_MATCH + 4 * more + (int)(length >> more);
+        found.push_back({symbol, more, length & ((1u << more) - 1)});
         i += n;
     }
     found.push_back({END_OF_BLOCK});
     return found;
 }
 
-// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest
-// bit.
+// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest bit.
 struct DeflateStream {
     std::string bytes;
-    uint64_t waiting = 0;
-    int count = 0;  // of those that wait until their byte is full
+    uint64_t waiting = 0;  // the bits that wait until their byte is full
+    int count = 0;         // how many wait
+
     void put(uint32_t bits, int n) {
         waiting |= (uint64_t)bits << count;
-        for (count += n; count >= 8; count -= 8) {
+        count += n;
+        while (count >= 8) {
             bytes += (char)waiting;
             waiting >>= 8;
+            count -= 8;
         }
     }
 
-    // Writes a block with a Huffman code of its own, or stores it where that is shorter. It copies what `bytes` holds before:
-    // write_png takes that away after every block.
+    // Writes a block with a Huffman code of its own, or stores it where that is shorter. This copies `bytes`, which is
+    // cheap because write_png takes them away after every block.
     void add(std::span<const uint8_t> block, bool is_last) {
         DeflateStream coded = *this;
         coded.put(is_last, 1);
@@ -1707,23 +1745,21 @@ struct DeflateStream {
 
     void put_coded(std::span<const uint8_t> block) {
         std::vector<DeflateSymbol> found = find_matches(block);
-        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0), codes = counts;
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
         for (const DeflateSymbol& s : found) counts[s.symbol]++;
         std::vector<int> lengths = code_lengths(counts);
-
-        uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
-        for (int length = 1; length <= 15; length++, code *= 2)
-            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
-                if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+        std::vector<uint32_t> codes = deflate_codes(lengths);
 
         put(2, 2);  // a code of its own
         put(DEFLATE_SYMBOLS - 257, 5);
-        put(0, 5);  // a single distance
-        put(15, 4);
-        // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
-        for (int i = 0; i < 19; i++) put(i < 3 ? 0 : 4, 3);
+        put(0, 5);   // a single distance
+        put(15, 4);  // all 19 lengths of the code in which the lengths are written
+
+        // Each length is written in 4 bits. Deflate's three ways to repeat a length, which come first, are not used.
+        for (int i = 0; i < 3; i++) put(0, 3);
+        for (int i = 3; i < 19; i++) put(4, 3);
         for (int length : lengths) put(reversed(length, 4), 4);
-        put(reversed(1, 4), 4);
+        put(reversed(1, 4), 4);  // of the single distance
 
         for (const DeflateSymbol& s : found) {
             put(codes[s.symbol], lengths[s.symbol]);
@@ -1733,47 +1769,57 @@ struct DeflateStream {
     }
 };
 
+// RFC 1950, section 8.2.
+static uint32_t adler32(const std::vector<uint8_t>& bytes) {
+    uint32_t a = 1, b = 0;
+    for (uint8_t byte : bytes) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
+    return b << 16 | a;
+}
+
+static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
+    std::string named = type + data;
+    uint32_t crc = crc32(named.data(), named.size());
+    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
+}
+
 // PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own,
 // so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const Raster& picture) {
     std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
     char colours = "\x00\x04\x02\x06"[picture.channels - 1];
     std::vector<uint8_t> lines = filter_lines(picture);
-    size_t most = 65535;  // bytes of a block that can be stored
     Writer out(path);
-    auto write_chunk = [&](const std::string& type, const std::string& data) {
-        std::string named = type + data;
-        uint32_t crc = crc32(named.data(), named.size());
-        out.write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
-    };
     out.write("\x89PNG\r\n\x1A\n");
-    write_chunk("IHDR", size + std::string{8, colours, 0, 0, 0});
-    write_chunk("IDAT", "\x78\x01");
+    write_png_chunk(&out, "IHDR", size + std::string{8, colours, 0, 0, 0});
+    write_png_chunk(&out, "IDAT", "\x78\x01");
+
     DeflateStream stream;
+    const size_t most = 65535;  // bytes of a block that can be stored
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
-        stream.add(block, start + block.size() == lines.size());
-        write_chunk("IDAT", std::exchange(stream.bytes, ""));
+        bool is_last = start + block.size() == lines.size();
+        stream.add(block, is_last);
+        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
     stream.put(0, 7);  // fills the last byte
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (uint8_t byte : lines) {
-        a = (a + byte) % 65521;
-        b = (b + a) % 65521;
-    }
-    write_chunk("IDAT", stream.bytes + big_endian(b << 16 | a));
-    write_chunk("IEND", "");
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian(adler32(lines)));
+    write_png_chunk(&out, "IEND", "");
     out.commit();
 }
 
 // pictures (N, H, W, PIXEL) as a file of NumPy's, .npy (its format's version 1.0): floats (N, C, H, W).
 static void write_array(const std::string& path, const std::vector<float>& pictures, const Config& c) {
-    size_t pixels = c.image_size * c.image_size, count = pictures.size() / pixels / PIXEL;
+    size_t pixels = c.image_size * c.image_size;
+    size_t count = pictures.size() / pixels / PIXEL;
     std::string header = text("{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d, %d, %d), }", count,
                               c.in_channels, c.image_size, c.image_size);
     header.resize(117, ' ');
     Writer out(path);
     out.write("\x93NUMPY\x01" + std::string{0, 118, 0} + header + "\n");
+
     std::vector<float> channel(pixels);
     for (size_t n = 0; n < count; n++)
         for (int k = 0; k < c.in_channels; k++) {
