@@ -1840,12 +1840,14 @@ static std::string environment(const char* name) {
 
 // What standard output can show, by the environment alone: a terminal that is asked may never answer.
 static Display terminal_display() {
-    std::string term = environment("TERM"), program = environment("TERM_PROGRAM");
+    std::string term = environment("TERM");
+    std::string program = environment("TERM_PROGRAM");
     if (!isatty(1) || term.empty() || term == "dumb") return DISPLAY_NOTHING;
 
     // tmux and its like draw the screen themselves, and pass no pictures on
     bool is_inside = term.starts_with("tmux") || term.starts_with("screen");
     for (const char* name : {"TMUX", "STY", "ZELLIJ"}) is_inside |= !environment(name).empty();
+
     // a program that kitty starts, such as another terminal, inherits its KITTY_WINDOW_ID
     bool is_kitty = term == "xterm-kitty" || (program.empty() && !environment("KITTY_WINDOW_ID").empty());
     bool is_ghostty = term == "xterm-ghostty" || program == "ghostty";
@@ -1858,12 +1860,14 @@ static Display terminal_display() {
     for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"})  // the first that is set counts
         if (locale.empty()) locale = environment(name);
     bool has_half_blocks = strcasestr(locale.c_str(), "utf-8") || strcasestr(locale.c_str(), "utf8");
-    return has_half_blocks && environment("NO_COLOR").empty() ? DISPLAY_HALF_BLOCKS : DISPLAY_NOTHING;
+    if (has_half_blocks && environment("NO_COLOR").empty()) return DISPLAY_HALF_BLOCKS;
+    return DISPLAY_NOTHING;
 }
 
 static int terminal_columns() {
     struct winsize size = {};
-    return !ioctl(1, TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
+    bool is_known = ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+    return is_known ? size.ws_col : 80;
 }
 
 // RFC 4648, section 4.
@@ -1881,11 +1885,14 @@ static std::string base64(const std::string& bytes) {
 // A PNG so many cells wide, in chunks of 4,096 characters; q=2: the terminal is not to answer.
 // https://sw.kovidgoyal.net/kitty/graphics-protocol/
 static std::string kitty_picture(const std::string& png, int cells) {
-    std::string encoded = base64(png), shown, keys = text("a=T,f=100,q=2,c=%d,", cells);
-    for (size_t at = 0, chunk = 4096; at < encoded.size(); at += chunk) {
+    const size_t chunk = 4096;
+    std::string encoded = base64(png);
+    std::string keys = text("a=T,f=100,q=2,c=%d,", cells);
+    std::string shown;
+    for (size_t at = 0; at < encoded.size(); at += chunk) {
         bool has_more = at + chunk < encoded.size();
         shown += "\x1B_G" + keys + text("m=%d;", has_more) + encoded.substr(at, chunk) + "\x1B\\";
-        keys = "";
+        keys = "";  // only the first chunk has them
     }
     return shown + "\n";
 }
@@ -1898,10 +1905,14 @@ static std::string iterm_picture(const std::string& png, int cells) {
 // The mean colour, "R;G;B", of the pixels that pixel (x, y) covers where the picture is scaled down to w x h. What is
 // transparent lies over white.
 static std::string mean_colour(const Raster& picture, int x, int y, int w, int h) {
-    int left = x * picture.width / w, right = (x + 1) * picture.width / w;
-    int top = y * picture.height / h, bottom = (y + 1) * picture.height / h;
-    bool has_alpha = picture.channels % 2 == 0, is_grey = picture.channels < 3;
-    int64_t sums[3] = {0}, whole = 255 * (int64_t)(right - left) * (bottom - top);
+    int left = x * picture.width / w;
+    int right = (x + 1) * picture.width / w;
+    int top = y * picture.height / h;
+    int bottom = (y + 1) * picture.height / h;
+
+    bool has_alpha = picture.channels % 2 == 0;
+    bool is_grey = picture.channels < 3;
+    int64_t sums[3] = {0};  // of 255 times the colour, since opacity goes up to 255
     for (int v = top; v < bottom; v++)
         for (int u = left; u < right; u++) {
             const uint8_t* pixel = &picture.bytes[picture.place(u, v)];
@@ -1909,12 +1920,13 @@ static std::string mean_colour(const Raster& picture, int x, int y, int w, int h
             for (int k = 0; k < 3; k++) sums[k] += pixel[is_grey ? 0 : k] * alpha + 255 * (255 - alpha);
         }
 
-    auto mean = [&](int k) { return (int)((sums[k] + whole / 2) / whole); };
-    return text("%d;%d;%d", mean(0), mean(1), mean(2));
+    int64_t count = 255 * (int64_t)(right - left) * (bottom - top);
+    auto rounded_mean = [&](int k) { return (int)((sums[k] + count / 2) / count); };
+    return text("%d;%d;%d", rounded_mean(0), rounded_mean(1), rounded_mean(2));
 }
 
-// Scaled down to as many columns. Each cell shows two pixels: the colour of its sign, the upper half block, and below it
-// the colour of its background.
+// A picture as coloured text, scaled down to as many columns. Each cell shows two pixels, one above the other: its
+// sign is the upper half block, which shows the upper pixel's colour over a background of the lower pixel's.
 static std::string half_blocks(const Raster& picture, int columns) {
     int w = std::min(picture.width, columns);
     int rows = std::max(1, (int)((int64_t)picture.height * w / picture.width / 2));
