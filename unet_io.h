@@ -1957,44 +1957,56 @@ static void show_grid(const std::string& path, const Raster& grid) {
 }
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------
-// Takes a file's settings over: those of its model, or on resuming all that a run keeps. Given flags must not contradict them;
-// only a run that starts from a file's weights may have other classes.
+// What a file's settings are taken over for.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
+
+// Whether a flag's value comes from the file: where it describes the model, and on resuming also where a run keeps it.
+static bool is_taken(const Flag& flag, Taking taking) {
+    if (flag.group == MODEL || flag.group == DIFFUSION) return true;
+    if (taking == TO_RESUME) return flag.on_resume == FIXED;
+    bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
+    return taking == TO_SAMPLE && of_timesteps;  // which the model has learned
+}
+
+// Takes a file's settings over. Given flags must not contradict them; only a run that starts from a file's weights may
+// have other classes.
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
-        bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
-        bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
-        if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
-        if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
-        if (!of_model) continue;
+        if (!is_taken(flag, taking)) continue;
         const GivenFlag* g = was_given(given, flag.name);
         bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
-        std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
-        if (g && asked != stored)
+
+        std::string asked = flag_text(*config, flag);
+        std::string stored = flag_text(file.config, flag);
+        if (g && asked != stored) {
+            std::string origin;
+            if (!g->origin.empty()) origin = " (" + g->origin + ")";
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 flag.name, asked, g->origin.empty() ? "" : (" (" + g->origin + ")"),
-                 file.path, stored.empty() ? "none" : stored);
+                 flag.name, asked, origin, file.path, stored.empty() ? "none" : stored);
+        }
         set_flag(config, flag, stored);
     }
 }
 
 // A run that starts from a file's weights draws timesteps as the file's run did, where the flags say nothing else. If
-// --timestep_sampling is given, the file's mean and deviation are not taken either, because they belong to its own sampling.
+// --timestep_sampling is given, the file's mean and deviation are not taken either, because they belong to its own way.
 static void take_timestep_sampling(Config* config, const GivenFlags& given, const Config& run) {
     if (was_given(given, "timestep_sampling")) return;
     for (const char* name : {"timestep_sampling", "timestep_mean", "timestep_std"})
         if (!was_given(given, name)) set_flag(config, flag_named(name), flag_text(run, flag_named(name)));
 }
 
-// Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
-// steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
+// Pictures are drawn as the run drew its grids, where the flags say nothing else. Where --sampler is given, the run's
+// steps, spacing and eta are not taken either, because they were for another sampler. Returns what was taken and is not
+// the default, as it would be typed.
 static std::string take_sampling(Config* config, const GivenFlags& given, const Config& run) {
     std::string taken;
     for (const Flag& flag : FLAGS) {
+        if (flag.group != SAMPLING || was_given(given, flag.name)) continue;
         bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
-        bool is_told = was_given(given, flag.name) || (of_sampler && was_given(given, "sampler"));
-        if (flag.group != SAMPLING || is_told) continue;
+        if (of_sampler && was_given(given, "sampler")) continue;
+
         std::string value = flag_text(run, flag);
         set_flag(config, flag, value);
         if (value != flag.standard) taken += text(" --%s %s", flag.name, value);
@@ -2021,10 +2033,12 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     std::vector<uint32_t> numbers;
     for (const std::string& range : split(list, ',')) {
         unsigned long first = 0, last = 0;
-        int read = 0, ends = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &read, &last, &read);
-        if (ends == 1) last = first;
-        bool is_number = range.find_first_not_of("0123456789-") == range.npos;
-        if (!is_number || ends < 1 || range[read] || first > last || last > most)
+        int end = 0;  // of what was understood
+        int count = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &end, &last, &end);
+        if (count == 1) last = first;
+        bool has_other_characters = range.find_first_not_of("0123456789-") != range.npos;
+        bool is_range = !has_other_characters && count >= 1 && range[end] == 0;
+        if (!is_range || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list, most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list);
@@ -2033,20 +2047,46 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The class whose name is a number, or that number with zeros before it; -1: there is none. Refused if there are several.
+// The class whose name is a number, or that number with zeros before it; -1 where there is none. Where there are
+// several, the number is refused.
 static int class_called(uint32_t number, const Strings& names, const std::string& list) {
     std::string digits = text("%u", number);
     std::vector<int> exact, padded;
     for (int i = 0; i < (int)names.size(); i++) {
         const std::string& name = names[i];
-        if (!name.ends_with(digits) || name.find_first_not_of('0') < name.size() - digits.size()) continue;
-        if (name == digits) exact.push_back(i);
-        else padded.push_back(i);
+        if (!name.ends_with(digits)) continue;
+        size_t zeros = name.size() - digits.size();
+        if (name.find_first_not_of('0') < zeros) continue;
+        if (zeros) padded.push_back(i);
+        else exact.push_back(i);
     }
+
     const std::vector<int>& found = exact.empty() ? padded : exact;
+    if (found.empty()) return -1;
     if (found.size() > 1)
         fail_usage("--class %s: %u could be %s or %s", list, number, names[found[0]], names[found[1]]);
-    return found.empty() ? -1 : found[0];
+    return found[0];
+}
+
+// The classes that a word such as 0-4 names by numbers. One that the model does not have is refused.
+static std::vector<uint32_t> numbered_classes(const std::string& word, const Strings& names, const std::string& list) {
+    std::vector<uint32_t> numbers, classes;
+    failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
+    for (uint32_t number : numbers) {
+        int found = class_called(number, names, list);
+        if (found < 0) break;
+        classes.push_back((uint32_t)found);
+    }
+
+    bool are_all_known = !numbers.empty() && classes.size() == numbers.size();
+    bool has_loose_accent = word.find('\xCC') != word.npos;  // the first byte of a combining accent in UTF-8
+    const char* remedy = "";
+    if (has_loose_accent)
+        remedy = "; an accent was typed as a character of its own: copy the name as the model has it";
+    if (!are_all_known)
+        fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
+                   remedy);
+    return classes;
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
@@ -2065,26 +2105,15 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         }
         std::string word = trimmed(rest.substr(0, length));
         rest.erase(0, length + 1);
+
         if (found < 0) found = index_of(names, word);  // blanks may stand before a comma
-        if (found >= 0) {
-            if (std::ranges::count(names, names[found]) > 1)
-                fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart",
-                           list, word);
-            classes.push_back((uint32_t)found);
+        if (found < 0) {
+            for (uint32_t number : numbered_classes(word, names, list)) classes.push_back(number);
             continue;
         }
-
-        std::vector<uint32_t> numbers;
-        failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
-        for (uint32_t number : numbers) {
-            found = class_called(number, names, list);
-            if (found < 0) break;
-            classes.push_back((uint32_t)found);
-        }
-        if (found < 0)
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
-                       word.find('\xCC') == word.npos ? "" : "; an accent was typed as a character of its own: copy the name "
-                                                            "as the model has it");
+        if (std::ranges::count(names, names[found]) > 1)
+            fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart", list, word);
+        classes.push_back((uint32_t)found);
     }
     return classes;
 }
@@ -2092,9 +2121,11 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
 static Strings shown_names(const Config& c, const Strings& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
+
     Strings names = split(read_typed_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
+
     if (!own.empty()) classes = own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model has %zu classes; write one line for each", c.class_names,
@@ -2102,26 +2133,33 @@ static Strings shown_names(const Config& c, const Strings& own, size_t classes) 
     return names;
 }
 
-// The classes that pictures are drawn of, by default all that have names, or all where none has; none where
-// the network is told none. Classes without names are called by their numbers.
+// The classes that pictures are drawn of: by default all that have names, or all where none has a name. There are none
+// where the network is told no classes. Classes without names are called by their numbers.
 static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
     const char* flag = nullptr;
     if (*c.class_names) flag = "class_names";
     if (*c.classes) flag = "class";
     if (flag && !c.class_cond) fail("--%s needs a model that was trained with --class_cond 1", flag);
     if (!c.class_cond) return {};
+
     if (names.empty())
         for (int i = 0; i < c.num_classes; i++) names.push_back(text("%d", i));
     if (!*c.classes) return consecutive(0, (int)names.size());
     return parse_classes(c.classes, names);
 }
 
-// What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
+// What the rows of a grid show, such as " (rows: cat, dog)", where each class has `each` pictures, and a row of its own
+// or a share of one.
 static std::string rows_text(const Strings& names, const std::vector<uint32_t>& classes, int each, int columns) {
     if (names.empty() || columns % each) return "";
-    std::string kind = "rows", joined;
+    std::string kind = "rows";
     if (columns > each) kind = text("%d in a row", columns / each);
-    for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
+
+    std::string joined;
+    for (uint32_t number : classes) {
+        if (!joined.empty()) joined += ", ";
+        joined += names[number];
+    }
     return " (" + kind + ": " + joined + ")";
 }
 
