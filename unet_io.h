@@ -2171,7 +2171,8 @@ struct Metrics {
     int file = -1;
     bool warned = false;
 
-    // Keeps what steps up to resumed_step logged in the text that is there, and their validation losses.
+    // Opens the log, in which the text `there` stands. Of that it keeps what steps up to resumed_step logged. It enters
+    // their validation losses into `validated`.
     void open(const std::string& name, const std::string& there, long resumed_step,
               std::map<long, double>* validated) {
         path = name;
@@ -2180,12 +2181,13 @@ struct Metrics {
         lines.pop_back();  // what follows the last line feed was cut short
         for (const std::string& line : lines) {
             long step;
-            int validates = 0;
-            double loss = NAN;  // of weights that are no numbers it says null
-            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+            int value_at = 0;   // 0 where the line tells no validation loss
+            double loss = NAN;  // which a line tells as null
+            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &value_at, &loss);
             if (read < 1 || step > resumed_step) continue;
+
             kept += line + "\n";
-            if (validates) (*validated)[step] = loss;
+            if (value_at) (*validated)[step] = loss;
         }
         if (kept != there) write_text(path, kept);
         file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
@@ -2201,10 +2203,13 @@ struct Metrics {
             if (n <= 0) break;
             written += (size_t)n;
         }
+
         if (written < waiting.size()) {
-            if (!std::exchange(warned, true))
-                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
-            // half a line is taken back, or else the next attempt continues it
+            std::string why = strerror(errno);
+            if (!warned) note("could not write " + path + ": " + why + "; what is missing there follows later");
+            warned = true;
+
+            // the part that was written is taken back; where that fails too, the next attempt continues it
             off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
             if (!ftruncate(file, before)) written = 0;
         }
@@ -2215,8 +2220,8 @@ struct Metrics {
     ~Metrics() {
         if (file < 0) return;
         add("");
-        if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
-            note(path + " lacks " + counted(lost, "line"));
+        long lost = std::ranges::count(waiting, '\n');
+        if (lost) note(path + " lacks " + counted(lost, "line"));
         close(file);
     }
 };
