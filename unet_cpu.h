@@ -1,17 +1,17 @@
 // unet_cpu.h: the layers on a CPU.
 //
-// Namespace cpu::plain is the specification of each layer: short loops that say its equation. The program calls
-// the fast ones behind it, which have the same names; tests/network.cu compares the two, and tests/kernels.cu the GPU's
-// kernels with the fast ones. Layers of independent elements are written once for both machines, as structs in
-// train_unet.cu, which includes this file behind the declarations of all layers; there stand shapes and sources.
+// Namespace cpu::plain is the specification of each layer: short loops that say its equation. The program calls the
+// fast layers of namespace cpu, which have the same names. tests/network.cu compares the two, and tests/kernels.cu
+// compares the GPU's kernels with the fast layers. Layers of independent elements are written once for both machines,
+// as structs in train_unet.cu. That file declares all layers, with their shapes and sources, before it includes this one.
 #pragma once
 
 #if !defined(__CUDACC__) || defined(TESTING)
 namespace cpu {
 
 // ---- the specification ------------------------------------------------------------------------------------
-// Sums are doubles, but for gradients to which several images or queries add. Sizes, and what accumulates, are as the
-// declarations in train_unet.cu say.
+// Sums are doubles, except gradients to which several images or queries add. The declarations in train_unet.cu say what
+// the sizes are and when a gradient is added to what is there.
 namespace plain {
 
 inline void each_pixel(Tensor x, auto work) {
@@ -29,6 +29,7 @@ inline double padded(const Concat& x, int b, int h, int w, int c) {
 }
 
 // A convolution has a kernel of K x K weights, 3x3 or 1x1, for each output o and input c: w is (O, K, K, C).
+// tap is the place of a weight, in units of C.
 template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
 
 // F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
@@ -105,21 +106,29 @@ struct Group {
     int b, c0, c1;
     size_t first, end;
     double count, mean = 0, rstd = 0;
+
     Group(const Norm& norm, int b, int c0, int c1) : norm(norm), b(b), c0(c0), c1(c1) {
         first = (size_t)b * norm.x.first.T();
         end = first + norm.x.first.T();
         count = (double)(end - first) * (c1 - c0);
 
-        double variance = 0;
         for (size_t p = first; p < end; p++)
             for (int c = c0; c < c1; c++) mean += *norm.x.at(p, c) / count;
+        double variance = 0;
         for (size_t p = first; p < end; p++)
             for (int c = c0; c < c1; c++) variance += pow(*norm.x.at(p, c) - mean, 2) / count;
         rstd = 1 / sqrt(variance + NORM_EPS);
     }
+
     // Modulation multiplies weight and bias by the gain, 1 + scale, and adds the shift.
-    double gain(int c) const { return norm.modulation.data ? 1 + (double)norm.modulation.row(b)[c] : 1; }
-    double shift(int c) const { return norm.modulation.data ? norm.modulation.row(b)[norm.x.C() + c] : 0; }
+    double gain(int c) const {
+        if (!norm.modulation.data) return 1;
+        return 1 + (double)norm.modulation.row(b)[c];
+    }
+    double shift(int c) const {
+        if (!norm.modulation.data) return 0;
+        return norm.modulation.row(b)[norm.x.C() + c];
+    }
     double weight(int c) const { return norm.w[c] * gain(c); }
 
     double x_hat(size_t p, int c) const { return (*norm.x.at(p, c) - mean) * rstd; }
@@ -150,7 +159,8 @@ inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, Ba
 
     each_group(norm, [&](const Group& group) {
         auto dy = [&](size_t p, int c) {
-            double d = dout.data[p * C + c], y = group.y(p, c);
+            double d = dout.data[p * C + c];
+            double y = group.y(p, c);
             return norm.silu ? d * sigmoid(y) * (1 + y * (1 - sigmoid(y))) : d;
         };
 
@@ -227,10 +237,12 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
     each_head(qkv, heads, [&](Head head, size_t index) {
         for (int i = 0; i < T; i++)
             for (int j = 0; j < T; j++) {
-                double p = exp(head.score(i, j) - lse[index * T + i]), dp = 0;
+                double p = exp(head.score(i, j) - lse[index * T + i]);
+                double dp = 0;  // (dout V^T)_ij - D_i
                 for (int c = 0; c < head.d; c++)
                     dp += head.of(dout, i, c) * (head.v(j, c) - head.of(out, i, c));
                 double ds = p * dp / sqrt((double)head.d);
+
                 for (int c = 0; c < head.d; c++) {
                     head.of(dqkv, i, c) += (float)(ds * head.k(j, c));
                     head.of(dqkv, j, C + c) += (float)(ds * head.q(i, c));
