@@ -255,8 +255,8 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 }  // namespace plain
 
 // ---- threads ----------------------------------------------------------------------------------------------
-// REGISTER_FOR unrolls a loop over an array of vectors, so that these stay in registers. SIMD_FOR lets the compiler do several
-// rounds at once, as the elements of a vector.
+// REGISTER_FOR unrolls a loop over an array of vectors, so that these stay in registers. SIMD_FOR lets the compiler do
+// several rounds at once, as the elements of a vector.
 #define REGISTER_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define SIMD_FOR(...) _Pragma("omp simd") for (__VA_ARGS__)
 
@@ -265,17 +265,18 @@ inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 // and then it helps with the shares of others. So a thread mostly works on what its cache holds from the layer before,
 // and nobody waits for a thread that the system has put aside for another program, unless that thread is in the
 // middle of a piece. The thread that brings the work has a share too, and goes on when all pieces are finished.
-// Which thread does a piece decides nothing about its result.
+// The result of a piece does not depend on the thread that does it.
 enum { MAX_THREADS = 1024 };
 struct alignas(64) Share {
-    std::atomic<uint64_t> left = 0;  // the pieces from the lower half's number on, up to the upper half's
+    std::atomic<uint64_t> left = 0;  // the pieces [first, end) that nobody has claimed: end is the upper half
 };
 struct SharedWork {
     Share shares[MAX_THREADS];
-    std::atomic<int> unfinished = 0;
-    std::atomic<int> number = 0;  // of this work: how many came before
-    // What a thread does with its pieces, from the first that it has claimed on. This and the context stay as they
-    // are until every piece is finished.
+    std::atomic<int> unfinished = 0;  // pieces
+    std::atomic<int> number = 0;      // of this work: how many came before
+
+    // What a thread does with its pieces, from the first that it has claimed on. Both stay as they are until every
+    // piece is finished.
     void (*job)(void* context, int piece) = nullptr;
     void* context = nullptr;
 };
@@ -289,13 +290,18 @@ static int claim_piece() {
     for (int i = 0; i < used_threads; i++) {
         Share& share = shared_work.shares[(thread_number + i) % used_threads];
         uint64_t left = share.left.load(std::memory_order_acquire);
-        while ((uint32_t)left < left >> 32)
-            if (share.left.compare_exchange_weak(left, left + 1, std::memory_order_acquire))
-                return (int)(uint32_t)left;
+        while (true) {
+            uint32_t first = (uint32_t)left;
+            uint32_t end = (uint32_t)(left >> 32);
+            if (first >= end) break;
+            if (share.left.compare_exchange_weak(left, left + 1, std::memory_order_acquire)) return (int)first;
+        }
     }
     return -1;
 }
-// The same for a thread that is done with a piece. It claims first: other work may begin once all is finished.
+
+// The same for a thread that is done with a piece. It claims before it says so, because other work may begin once all
+// pieces are finished.
 static int claim_next_piece() {
     int piece = claim_piece();
     if (shared_work.unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1) shared_work.unfinished.notify_one();
@@ -314,15 +320,17 @@ static int usable_cores() {
 // The threads that layers use. OMP_NUM_THREADS sets their number, as in programs that use OpenMP.
 static int thread_count() {
     if (used_threads) return used_threads;
-    const char* asked = getenv("OMP_NUM_THREADS");
-    int wanted = asked ? atoi(asked) : 0;
-    used_threads = std::clamp(wanted > 0 ? wanted : usable_cores(), 1, (int)MAX_THREADS);
+
+    int wanted = 0;
+    if (const char* asked = getenv("OMP_NUM_THREADS")) wanted = atoi(asked);
+    if (wanted <= 0) wanted = usable_cores();
+    used_threads = std::clamp(wanted, 1, (int)MAX_THREADS);
     return used_threads;
 }
 
 // Waits while a number is `old`: up to a millisecond at full speed, because the next piece often comes at once, and
-// then asleep, so that another program may have the core. With a tenth of these SPINS a step of the preset tiny takes 10%
-// longer with 16 threads of a Xeon, and where another program has a core, a step gains nothing by it.
+// then asleep, so that another program may have the core. With a tenth of these SPINS a step of the preset tiny takes
+// 10% longer with 16 threads of a Xeon, and where another program has a core, a step gains nothing by it.
 static void wait_while(const std::atomic<int>& number, int old) {
     enum { SPINS = 20000 };
     for (int spin = 0; spin < SPINS; spin++) {
@@ -334,12 +342,16 @@ static void wait_while(const std::atomic<int>& number, int old) {
     number.wait(old, std::memory_order_acquire);
 }
 
+// What a thread of this number does until the program ends.
 [[noreturn]] static void help(int number) {
     thread_number = number;
-    for (int seen = 0;;) {
+    int seen = 0;  // the number of the last work
+    while (true) {
         wait_while(shared_work.number, seen);
         seen = shared_work.number.load(std::memory_order_acquire);
-        int piece = number < used_threads ? claim_piece() : -1;
+        if (number >= used_threads) continue;
+
+        int piece = claim_piece();
         if (piece >= 0) shared_work.job(shared_work.context, piece);
     }
 }
@@ -347,7 +359,10 @@ static void wait_while(const std::atomic<int>& number, int old) {
 // Starts the threads with the first work that there is, so that ranks can be forked before.
 static void start_threads() {
     try {
-        for (; started_threads < thread_count(); started_threads++) std::thread(help, started_threads).detach();
+        while (started_threads < thread_count()) {
+            std::thread(help, started_threads).detach();
+            started_threads++;
+        }
     } catch (const std::system_error&) {
         used_threads = started_threads;  // the system gives no more
     }
@@ -358,11 +373,13 @@ static void start_threads() {
 static void share_work(int count, auto job) {
     if (count <= 0) return;
     start_threads();
+
     shared_work.job = [](void* context, int piece) { (*(decltype(job)*)context)(piece); };
     shared_work.context = &job;
     shared_work.unfinished.store(count, std::memory_order_relaxed);
     for (int t = 0; t < used_threads; t++) {
-        uint64_t first = (uint64_t)count * t / used_threads, end = (uint64_t)count * (t + 1) / used_threads;
+        uint64_t first = (uint64_t)count * t / used_threads;
+        uint64_t end = (uint64_t)count * (t + 1) / used_threads;
         shared_work.shares[t].left.store(end << 32 | first, std::memory_order_release);
     }
     shared_work.number.fetch_add(1, std::memory_order_release);
@@ -385,14 +402,17 @@ static void share_work(int count, auto job) {
 }
 #endif
 
-// Deals out an output (M, N) to the threads, in tiles: work(m0, m1, n0, n1). Before a thread's first tile of some
-// columns it calls prepare(n0, n1), to have their weights in its scratch. A tile's size depends on shapes alone.
+// Deals out an output (M, N) to the threads in tiles, for each of which it calls work(m0, m1, n0, n1). Before a
+// thread's first tile of some columns it calls prepare(n0, n1), which puts their weights into the thread's scratch. A
+// tile's size depends on shapes alone.
 static void each_tile(int M, int rows, int N, int columns, auto work, auto prepare) {
     int tiles_down = ceil_div(M, rows);
     share_work(tiles_down * ceil_div(N, columns), [&](int piece) {
         int prepared = -1;
         for (; piece >= 0; piece = claim_next_piece()) {
-            int m = piece % tiles_down * rows, n = piece / tiles_down * columns, end = std::min(n + columns, N);
+            int m = piece % tiles_down * rows;
+            int n = piece / tiles_down * columns;
+            int end = std::min(n + columns, N);
             if (prepared != n) prepare(n, end);
             prepared = n;
             work(m, std::min(m + rows, M), n, end);
@@ -403,7 +423,7 @@ static void each_tile(int M, int rows, int N, int columns, auto work) {
     each_tile(M, rows, N, columns, work, [](int, int) {});
 }
 
-// Deals out n items that don't depend on each other, at least `least` at a time: work(first, end).
+// Deals out n items that don't depend on each other, at least `least` at a time, by calls of work(first, end).
 static void each_range(size_t n, size_t least, auto work) {
     enum { MOST_RANGES = 64 };
     size_t length = std::max(least, n / MOST_RANGES + 1);
