@@ -451,9 +451,10 @@ template <typename Layer> static void run(Layer layer) {
 }
 
 // ---- the workspace of the threads -------------------------------------------------------------------------
-// It holds what a layer's threads share, the partial sums of a weight gradient; then each thread's scratch:
-// operands of a convolution or attention scores, followed by matmul's packed panels: blocks of KC rows and NC columns of its
-// right operand.
+// SHARED_FLOATS      what a layer's threads share: partial sums of a weight gradient
+// then for each thread
+//     THREAD_FLOATS  a layer's scratch: operands of a convolution, or attention scores
+//     KC * NC        matmul's: a block of its right operand, as packed panels
 enum { SHARED_FLOATS = 1 << 20, THREAD_FLOATS = 1 << 19, KC = 256, NC = 512 };
 enum { SCRATCH_FLOATS = THREAD_FLOATS + KC * NC };
 static float* cpu_workspace;
