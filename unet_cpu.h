@@ -481,12 +481,11 @@ enum { VECTOR = 4, TILE_ROWS = 4 };
 enum { VECTOR = 8, TILE_ROWS = 6 };
 #endif
 enum { TILE_COLUMNS = 2 * VECTOR };
-typedef float Vector
-    __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));  // loaded from anywhere
+typedef float Vector __attribute__((vector_size(VECTOR * sizeof(float)), aligned(4)));  // loaded from anywhere
 
 static int round_up(int n, int unit) { return ceil_div(n, unit) * unit; }
 
-// A vector of n elements, if there are fewer than VECTOR; zeros behind them.
+// These load and store only the first n elements of a vector, where n is less than VECTOR. The others are loaded as 0.
 static Vector load_some(const float* from, int n) {
     if (n >= VECTOR) return *(const Vector*)from;
     Vector v = {};
@@ -499,27 +498,34 @@ static void store_some(float* to, Vector v, int n) {
 }
 
 // ---- matrix product ---------------------------------------------------------------------------------------
-// An operand of a product, in memory: the distances from an element to those of the next row and column. A
-// matrix that matmul_pack wrote has `column` 0, and `row` is the number of its panels' rows.
+// An operand of a product, in memory.
 struct Matrix {
     const float* data;
+    // The distances from an element to those of the next row and column. A matrix that matmul_pack wrote has `column`
+    // 0, and `row` is the number of its panels' rows.
     ptrdiff_t row, column = 1;
+
     Matrix from(int i, int j) const { return {data + i * row + j * column, row, column}; }
 };
 static Matrix transposed(const float* data, int ld) { return {data, 1, ld}; }
 static Matrix transposed(Matrix m) { return {m.data, m.column, m.row}; }
 static Matrix packed(const float* panels, int rows) { return {panels, rows, 0}; }
-// Channel c of pixel p, counted through the batch; the pixels and channels from there on as a matrix.
+
+// Channel c of pixel p, counted through the batch, and the pixels and channels from there on as a matrix.
 static float* element(Tensor x, size_t p, int c) { return x.data + p * x.C + c; }
 static Matrix pixels_of(Tensor x, size_t p = 0, int c = 0) { return {element(x, p, c), x.C}; }
 
 #ifdef __wasm_simd128__
 // Writes four columns of four numbers, which lie `ld` apart, as the beginnings of four rows of a panel.
 static void pack_transposed(float* panel, const float* from, ptrdiff_t ld) {
-    Vector a = *(const Vector*)from, b = *(const Vector*)(from + ld);
-    Vector c = *(const Vector*)(from + 2 * ld), d = *(const Vector*)(from + 3 * ld);
-    Vector ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_below = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    Vector cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_below = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    Vector a = *(const Vector*)from;
+    Vector b = *(const Vector*)(from + ld);
+    Vector c = *(const Vector*)(from + 2 * ld);
+    Vector d = *(const Vector*)(from + 3 * ld);
+    Vector ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+    Vector cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+    Vector ab_below = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    Vector cd_below = __builtin_shufflevector(c, d, 2, 6, 3, 7);
     *(Vector*)panel = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
     *(Vector*)(panel + TILE_COLUMNS) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
     *(Vector*)(panel + 2 * TILE_COLUMNS) = __builtin_shufflevector(ab_below, cd_below, 0, 1, 4, 5);
@@ -527,10 +533,22 @@ static void pack_transposed(float* panel, const float* from, ptrdiff_t ld) {
 }
 #endif
 
+// Writes a row of a panel: `width` elements, which lie `column` apart, and zeros behind them.
+static void pack_row(float* panel, const float* row, ptrdiff_t column, int width) {
+    if (width < TILE_COLUMNS) {
+        SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panel[j] = j < width ? row[j * column] : 0;
+    } else if (column == 1) {
+        memcpy(panel, row, TILE_COLUMNS * sizeof(float));
+    } else {
+        SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panel[j] = row[j * column];
+    }
+}
+
 // Writes b (K, N) as panels (N / TILE_COLUMNS, K, TILE_COLUMNS), with zeros behind column N.
 static void matmul_pack(float* panels, Matrix b, int K, int N) {
     for (int n = 0; n < N; n += TILE_COLUMNS) {
-        int width = std::min((int)TILE_COLUMNS, N - n), k = 0;
+        int width = std::min((int)TILE_COLUMNS, N - n);
+        int k = 0;
 #ifdef __wasm_simd128__
         for (; b.row == 1 && width == TILE_COLUMNS && k + VECTOR <= K; k += VECTOR) {
             for (int j = 0; j < TILE_COLUMNS; j += VECTOR) pack_transposed(panels + j, b.from(k, n + j).data, b.column);
@@ -538,12 +556,7 @@ static void matmul_pack(float* panels, Matrix b, int K, int N) {
         }
 #endif
         for (; k < K; k++) {
-            const float* row = b.from(k, n).data;
-            if (width < TILE_COLUMNS)
-                SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = j < width ? row[j * b.column] : 0;
-            else if (b.column == 1) memcpy(panels, row, TILE_COLUMNS * sizeof(float));
-            else
-                SIMD_FOR (int j = 0; j < TILE_COLUMNS; j++) panels[j] = row[j * b.column];
+            pack_row(panels, b.from(k, n).data, b.column, width);
             panels += TILE_COLUMNS;
         }
     }
@@ -558,7 +571,8 @@ template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const fl
     }
 
     for (int k = 0; k < K; k++) {
-        Vector b_left = *(const Vector*)panel, b_right = *(const Vector*)(panel + VECTOR);
+        Vector b_left = *(const Vector*)panel;
+        Vector b_right = *(const Vector*)(panel + VECTOR);
         REGISTER_FOR (int r = 0; r < R; r++) {
             left[r] += a.data[r * a.row] * b_left;
             right[r] += a.data[r * a.row] * b_right;
@@ -576,9 +590,9 @@ template <int R> static void multiply_tile(float* c, int ldc, Matrix a, const fl
     }
 }
 
-// c (M, columns), of which a panel may have more, = [c +] a (M, K) times panel (K, TILE_COLUMNS). Which tile is
-// multiplied is known to the compiler, which can inline it: WebAssembly passes a Matrix in memory, and waiting for
-// that takes 8% of a call of the preset tiny in Node 20 on an EPYC.
+// c (M, columns) = [c +] a (M, K) times the first columns of panel (K, TILE_COLUMNS). The number of rows of a tile is a
+// constant, so that the compiler can inline multiply_tile: WebAssembly passes a Matrix in memory, and waiting for that
+// takes 8% of a call of the preset tiny in Node 20 on an EPYC.
 static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, const float* panel, int K,
                            bool add) {
     int m = 0;
@@ -589,12 +603,14 @@ static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, cons
                 multiply_tile<rows>(target, ldc, a.from(m, 0), panel, K, add);
                 continue;
             }
+
             float whole[rows * TILE_COLUMNS];
             multiply_tile<rows>(whole, TILE_COLUMNS, a.from(m, 0), panel, K, false);
             for (int r = 0; r < rows; r++)
                 for (int j = 0; j < columns; j++) {
                     float& element = target[r * ldc + j];
-                    element = whole[r * TILE_COLUMNS + j] + (add ? element : 0);
+                    float before = add ? element : 0;
+                    element = whole[r * TILE_COLUMNS + j] + before;
                 }
         }
     };
@@ -603,11 +619,11 @@ static void multiply_panel(float* c, int ldc, int M, int columns, Matrix a, cons
     multiply_rows(std::integral_constant<int, 1>());
 }
 
-// c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). Runs on the calling thread; layers call it from
-// their parallel loops. The order of a sum depends on K alone: a long one is added up block by block.
 struct MatmulSize {
     int M, N, K;
 };
+// c (M, N), its rows ldc apart, = [c +] a (M, K) b (K, N). It runs on the calling thread; layers call it from
+// their parallel loops. The order of a sum depends on K alone: a long one is added up block by block.
 static void matmul(MatmulSize size, float* c, int ldc, Matrix a, Matrix b, bool accumulate) {
     float* panels = thread_floats() + THREAD_FLOATS;  // (NC / TILE_COLUMNS, KC, TILE_COLUMNS)
     bool is_packed = !b.column;
