@@ -665,21 +665,22 @@ static void bias_backward(const auto& layer, Rows per_image, Tensor dout) {
 }
 
 // ---- group norm + SiLU ------------------------------------------------------------------------------------
-// Adding up many channels at once, in registers, takes a loop of fixed length: channels come in blocks.
+// Channels are added up in blocks: many at once, in registers, which takes a loop of fixed length.
 enum { CHANNEL_BLOCK = 64 };
 
 // A block of channels [c, c + n) of x in one tile of an image, pixels [t0, t1) of image b.
 struct ChannelBlock {
     const Concat& x;
     int b, t0, t1, c;
+
     int T() const { return x.first.T(); }
     size_t pixel(int t) const { return (size_t)b * T() + t; }
     const float* row(int t) const { return x.at(pixel(t), c); }
     // Where the block's sums begin in an array (B, norm_tiles(T), C).
     size_t partial() const { return ((size_t)b * norm_tiles(T()) + t0 / NORM_TILE) * x.C() + c; }
 };
-// Calls work(block, n) for every block of x. A block lies in one of x's two tensors; n is a constant of the
-// compiler's where it is CHANNEL_BLOCK or half of it, and an int for the few channels that remain.
+// Calls work(block, n) for every block of x. A block lies in one of x's two tensors. The compiler knows n where it is
+// CHANNEL_BLOCK or half of it; for the few channels that remain n is an int.
 static void each_channel_block(const Concat& x, auto work) {
     each_tile(x.first.B, 1, x.first.T(), NORM_TILE, [&](int b, int, int t0, int t1) {
         int n = 0;
@@ -706,6 +707,7 @@ static void channel_moments(Tensor x) {
                 squares[k] += d * d;
             }
         }
+
         Moments* moments = x.moments + block.partial();
         for (int k = 0; k < n; k++) {
             float shift = sum[k] / (block.t1 - block.t0);
@@ -718,15 +720,17 @@ static void channel_moments(Tensor x) {
 struct NormMap {
     float slope[CHANNEL_BLOCK], offset[CHANNEL_BLOCK], scale[CHANNEL_BLOCK], shift[CHANNEL_BLOCK];
     bool silu;
+
     NormMap(const Norm& norm, const ChannelBlock& block, int n) : silu(norm.silu) {
+        const int halves = silu ? 2 : 1;  // that make the whole
         for (int k = 0; k < n; k++) {
             size_t at = (size_t)block.b * norm.x.C() + block.c + k;
             GroupStatistics group = norm.statistics[at];
-            ScaleShift half = norm.half_scale_shift[at];
             slope[k] = group.rstd;
             offset[k] = -group.mean * group.rstd;
-            scale[k] = (silu ? 2 : 1) * half.scale;
-            shift[k] = (silu ? 2 : 1) * half.shift;
+            ScaleShift half = norm.half_scale_shift[at];
+            scale[k] = halves * half.scale;
+            shift[k] = halves * half.shift;
         }
     }
     float normed(float x, int k) const {
@@ -737,12 +741,14 @@ struct NormMap {
 
 // Merges the moments of a group's channels [c0, c1) and tiles as Chan, Golub and LeVeque (1979) do.
 static GroupStatistics group_statistics(const Concat& x, int b, int c0, int c1) {
-    int T = x.first.T(), tiles = norm_tiles(T);
+    int T = x.first.T();
+    int tiles = norm_tiles(T);
     double n = 0, mean = 0, squares = 0;
     for (int tile = 0; tile < tiles; tile++)
         for (int c = c0; c < c1; c++) {
             Moments more = x.moments((size_t)b * tiles + tile, c);
-            double pixels = std::min((int)NORM_TILE, T - tile * NORM_TILE), delta = more.mean - mean;
+            double pixels = std::min((int)NORM_TILE, T - tile * NORM_TILE);
+            double delta = more.mean - mean;
             n += pixels;
             mean += delta * pixels / n;
             squares += more.squares + delta * delta * pixels * (n - pixels) / n;
@@ -756,10 +762,11 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
     int C = out.C;
     each_tile(out.B, 1, C, C / norm.groups, [&](int b, int, int c0, int c1) {
         GroupStatistics group = group_statistics(norm.x, b, c0, c1);
+        float half = norm.silu ? 0.5f : 1;
         for (int c = c0; c < c1; c++) {
             ScaleShift modulated = norm.modulated(b, c);
-            float scale = group.rstd * modulated.scale, shift = modulated.shift - group.mean * scale;
-            float half = norm.silu ? 0.5f : 1;
+            float scale = group.rstd * modulated.scale;
+            float shift = modulated.shift - group.mean * scale;
             norm.statistics[(size_t)b * C + c] = group;
             norm.half_scale_shift[(size_t)b * C + c] = {half * scale, half * shift};
         }
@@ -774,6 +781,7 @@ static void groupnorm_forward(Tensor out, const Norm& norm) {
         }
     });
 }
+
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int) {
     groupnorm_forward(normed, norm);
     return normed;
@@ -785,18 +793,19 @@ static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
         NormMap map(norm, block, n);
         float sum_dy[CHANNEL_BLOCK] = {}, sum_dy_x_hat[CHANNEL_BLOCK] = {};
         for (int t = block.t0; t < block.t1; t++) {
+            const float* x_t = block.row(t);
             size_t at = block.pixel(t) * dy.C + block.c;
-            const float *x_t = block.row(t), *upstream = dout.data + at;
             float d[CHANNEL_BLOCK];
-            std::copy(upstream, upstream + n, d);
+            std::copy_n(dout.data + at, (int)n, d);
             if (norm.silu)
                 SIMD_FOR (int k = 0; k < n; k++) d[k] *= silu_gradient(x_t[k] * map.scale[k] + map.shift[k]);
             SIMD_FOR (int k = 0; k < n; k++) {
                 sum_dy[k] += d[k];
                 sum_dy_x_hat[k] += d[k] * (x_t[k] * map.slope[k] + map.offset[k]);
             }
-            std::copy(d, d + n, dy.data + at);
+            std::copy_n(d, (int)n, dy.data + at);
         }
+
         NormSums* sums = norm.sums + block.partial();
         for (int k = 0; k < n; k++) sums[k] = {sum_dy[k], sum_dy_x_hat[k]};
     });
@@ -818,9 +827,12 @@ static void groupnorm_backward_weight(Tensor dy, const Norm& norm) {
         }
     });
 }
+
 // Overwrites the sums of an image's first tile by the group's means of w dy and of w dy x_hat.
 static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
-    int C = dy.C, T = dy.T(), width = C / norm.groups, tiles = norm_tiles(T);
+    int C = dy.C, T = dy.T();
+    int width = C / norm.groups;
+    int tiles = norm_tiles(T);
     each_tile(dy.B, 1, C, width, [&](int b, int, int c0, int c1) {
         double w_dy = 0, w_dy_x_hat = 0;
         NormSums* sums = norm.sums + (size_t)b * tiles * C;
@@ -834,30 +846,34 @@ static void groupnorm_backward_means(Tensor dy, const Norm& norm) {
         std::fill(sums + c0, sums + c1, means);
     });
 }
+
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
     PROFILE("group norm backward",
             {0, (4.0 + !!options.residual + options.accumulate) * sizeof(float) * dy.count()});
     groupnorm_backward_weight(dy, norm);
     groupnorm_backward_means(dy, norm);
 
-    int C = dy.C, tiles = norm_tiles(dy.T());
+    int C = dy.C;
+    int tiles = norm_tiles(dy.T());
     each_channel_block(norm.x, [&](ChannelBlock block, auto n) {
         NormMap map(norm, block, n);
         NormSums mean[CHANNEL_BLOCK];
         std::copy_n(norm.sums + (size_t)block.b * tiles * C + block.c, (int)n, mean);
         const Tensor& target = dx.of(block.c);
         for (int t = block.t0; t < block.t1; t++) {
-            size_t at = block.pixel(t) * target.C + dx.within(block.c);
-            const float *x_t = block.row(t), *upstream = dy.data + block.pixel(t) * C + block.c;
-            float again[CHANNEL_BLOCK];  // stored last, for normed may be dy, and dx may be x
+            const float* x_t = block.row(t);
+            const float* dy_t = dy.data + block.pixel(t) * C + block.c;
+            float again[CHANNEL_BLOCK];  // the norm's output, stored last because normed may be dy, and dx may be x
             SIMD_FOR (int k = 0; k < n; k++) again[k] = map.normed(x_t[k], k);
+
+            size_t at = block.pixel(t) * target.C + dx.within(block.c);
             SIMD_FOR (int k = 0; k < n; k++) {
                 float x_hat = x_t[k] * map.slope[k] + map.offset[k];
-                float d = map.scale[k] * upstream[k] - map.slope[k] * (mean[k].dy + x_hat * mean[k].dy_x_hat);
+                float d = map.scale[k] * dy_t[k] - map.slope[k] * (mean[k].dy + x_hat * mean[k].dy_x_hat);
                 if (options.residual) d += options.residual.data[at + k];
                 target.data[at + k] = options.accumulate ? target.data[at + k] + d : d;
             }
-            std::copy(again, again + n, normed.data + block.pixel(t) * C + block.c);
+            std::copy_n(again, (int)n, normed.data + block.pixel(t) * C + block.c);
         }
     });
 }
