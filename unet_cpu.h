@@ -879,13 +879,15 @@ static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& 
 }
 
 // ---- 3x3 convolutions by Winograd's algorithm --------------------------------------------------------------
-// Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). An image is cut into tiles y; with x
-// the patch around a tile, which is a pixel larger on each side,
+// Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks" (2016). The output is cut into tiles y. With x
+// the patch of the input around a tile, which is a pixel larger on each side,
 //   y = A^T ((G w G^T) * (B^T x B)) A,   dw = G^T ((A dy A^T) * (B^T x B)) G
 // where * multiplies element by element. Over all tiles and channels these are matrix products, one for each element
-// of a transformed patch. With tiles of 2x2 pixels, F(2x2, 3x3), there are 16 multiplications instead of 36. With
-// tiles of 4x4, F(4x4, 3x3), there are 36 instead of 144, but more additions and three times the rounding error. This
-// is for WebAssembly, where products take longest, and which only draws, with weights that are rounded anyway.
+// of a transformed patch.
+//
+// With tiles of 2x2 pixels, F(2x2, 3x3), a tile takes 16 multiplications instead of 36. With tiles of 4x4, F(4x4, 3x3),
+// it takes 36 instead of 144, but more additions, and the rounding error is three times as large. WebAssembly has tiles
+// of 4x4: products take longest there, and it only draws, with weights that are rounded anyway.
 #ifdef __wasm_simd128__
 enum { TILE = 4 };
 static constexpr float B_T[6][6] = {{4, 0, -5, 0, 1, 0},  {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
@@ -912,18 +914,20 @@ static constexpr float A[4][2] = {{1, 0}, {1, 1}, {1, -1}, {0, -1}};
 static constexpr float A_T[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
 #define PATCH_FOR(...) REGISTER_FOR (__VA_ARGS__)
 #endif
-enum { PATCH = TILE + 2 };
-enum { ELEMENTS = PATCH * PATCH, TAPS = 9, TILE_PIXELS = TILE * TILE };  // of a transformed patch, of a filter, of a tile
+enum { PATCH = TILE + 2, ELEMENTS = PATCH * PATCH };  // the side of a patch, and its elements
+enum { TILE_PIXELS = TILE * TILE, TAPS = 9 };         // of a tile, and of a filter
 
-// A row of m times x.
+// A row of a matrix times x.
 template <int N> [[gnu::always_inline]] static inline Vector dot(const float (&row)[N], const Vector* x) {
     Vector sum = Vector{} * -1.0f;  // -0: the compiler may leave out the addition of it, since -0 + y is y for every y
     REGISTER_FOR (int k = 0; k < N; k++)
         if (row[k] != 0) sum += row[k] * x[k];
     return sum;
 }
-// m x m^T for vectors of channels: load(i) is element i of x (N, N), and store(i, y) takes element i of the result (M, M).
-// Inlined, its loops become additions of registers, and zeros of m nothing; as a call it takes twice as long on a Xeon.
+
+// m x m^T for vectors of channels: load(i) is element i of x (N, N), and store(i, y) takes element i of the result
+// (M, M). Inlined, its loops become additions of registers, and zeros of m cost nothing. As a call it takes twice as
+// long on a Xeon.
 template <int M, int N>
 [[gnu::always_inline]] static inline void transform(const float (&m)[M][N], auto load, auto store) {
     Vector mx[M][N];
@@ -932,6 +936,7 @@ template <int M, int N>
         REGISTER_FOR (int i = 0; i < N; i++) column[i] = load(i * N + j);
         REGISTER_FOR (int i = 0; i < M; i++) mx[i][j] = dot(m[i], column);
     }
+
     PATCH_FOR (int i = 0; i < M; i++)
         REGISTER_FOR (int j = 0; j < M; j++) store(i * M + j, dot(m[j], mx[i]));
 }
@@ -942,8 +947,8 @@ struct Range {
     int count() const { return end - first; }
 };
 
-// The operands or results of the products: a matrix for each of the ELEMENTS of a patch. Were `size` a power of two, all of
-// them would fall into the same lines of a cache: PLANE_GAP more floats prevent that.
+// The operands or results of the products: a matrix for each of the ELEMENTS of a patch. If `size` were a power of two,
+// all of them would fall into the same lines of a cache; PLANE_GAP more floats prevent that.
 enum { PLANE_GAP = 16, PLANE_GAPS = ELEMENTS * PLANE_GAP };
 struct Planes {
     float* data;
@@ -956,26 +961,32 @@ struct Planes {
 // Tile t, counted over all images, and its upper left pixel. An image's last tiles may lie half outside.
 struct WinogradTile {
     int b, row, column;
+
     WinogradTile(Tensor x, int t) {
-        int H = ceil_div(x.H, (int)TILE), W = ceil_div(x.W, (int)TILE);
+        int H = ceil_div(x.H, (int)TILE);
+        int W = ceil_div(x.W, (int)TILE);
         b = t / W / H;
         row = t / W % H * TILE;
         column = t % W * TILE;
     }
+
     // Where the channels of a pixel lie, counted from the tile's first; null outside the image or without x.
     float* pixel(Tensor x, int down, int right) const {
-        int h = row + down, w = column + right;
+        int h = row + down;
+        int w = column + right;
         bool inside = x && h >= 0 && h < x.H && w >= 0 && w < x.W;
-        return inside ? x.data + (((size_t)b * x.H + h) * x.W + w) * x.C : nullptr;
+        if (!inside) return nullptr;
+        return x.data + (((size_t)b * x.H + h) * x.W + w) * x.C;
     }
+
     static int count(Tensor x) { return x.B * ceil_div(x.H, (int)TILE) * ceil_div(x.W, (int)TILE); }
 };
 
 enum { MAX_INPUTS = 512 };       // channels that a convolution adds up at a time
-static float zeros[MAX_INPUTS];  // the channels of a pixel outside, which then is read as any other
+static float zeros[MAX_INPUTS];  // the channels of a pixel outside the image, so that it is read as any other
 
-// Transforms tiles of x (m = A) or the patches around them (m = B_T) to planes (channels / width, tiles, width),
-// with zeros behind the last channel, up to a whole vector.
+// Transforms tiles of x (m = A) or the patches around them (m = B_T) to planes (channels / width, tiles, width), with
+// zeros behind the last channel, up to a whole vector.
 template <int N>
 static void transform_tiles(Planes to, int width, const float (&m)[PATCH][N], Tensor x, Range tiles,
                             Range channels) {
@@ -1003,9 +1014,9 @@ static void transform_tiles(Planes to, int width, const float (&m)[PATCH][N], Te
 // (O, 3, 3, C). Backward, x is the output's gradient and out the input's: weights are (C, 3, 3, O), and taps are
 // flipped.
 //
-// A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds, for as long as its tasks have
-// the same outputs, their transformed weights; behind these lie the packed taps of a panel of them, and then
-// the transformed patches and the products of a few tiles at a time, `band`.
+// A task is WINOGRAD_TILES tiles of `outputs` channels. A thread's scratch holds the transformed weights of its task's
+// outputs, for as long as its tasks have the same ones. Behind them lie first the packed taps of a panel, while the
+// weights are transformed, and then the transformed patches and the products of `band` tiles at a time.
 enum { WINOGRAD_TILES = 264, MAX_BAND = 4 * TILE_ROWS };
 struct Winograd {
     Tensor out, x;
@@ -1015,7 +1026,7 @@ struct Winograd {
     Range inputs;
     int outputs = 0, band = 0;
 
-    static const int FLOATS = THREAD_FLOATS - 3 * PLANE_GAPS;
+    static const int FLOATS = THREAD_FLOATS - 3 * PLANE_GAPS;  // of the scratch, for the planes' contents
     static_assert((ELEMENTS + TAPS) * MAX_INPUTS * TILE_COLUMNS <= FLOATS, "the fewest outputs fit");
 
     void choose_sizes() {
@@ -1028,15 +1039,11 @@ struct Winograd {
         band = std::min(tiles / TILE_ROWS * TILE_ROWS, (int)MAX_BAND);
         assert(band > 0);
     }
+
     void run() const {
-        each_tile(
-            WinogradTile::count(x), WINOGRAD_TILES, out.C, outputs,
-            [this](int t0, int t1, int o0, int o1) {
-                convolve({t0, t1}, {o0, o1});
-            },
-            [this](int o0, int o1) {
-                transform_weights({o0, o1});
-            });
+        auto convolve_task = [this](int t0, int t1, int o0, int o1) { convolve({t0, t1}, {o0, o1}); };
+        auto prepare = [this](int o0, int o1) { transform_weights({o0, o1}); };
+        each_tile(WinogradTile::count(x), WINOGRAD_TILES, out.C, outputs, convolve_task, prepare);
     }
 
     Planes weights() const { return Planes(thread_floats(), inputs.count(), outputs); }
@@ -1047,16 +1054,19 @@ struct Winograd {
         if (!backward) return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
         return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
     }
-    // Panel by panel, so that a panel's taps stay in the nearest cache.
+
+    // It goes panel by panel, so that a panel's taps stay in the nearest cache.
     void transform_weights(Range o) const {
-        for (int first = o.first; first < o.end; first += TILE_COLUMNS)
-            transform_panel({first, std::min(first + TILE_COLUMNS, o.end)},
-                            (size_t)(first - o.first) * inputs.count());
+        for (int first = o.first; first < o.end; first += TILE_COLUMNS) {
+            const Range panel = {first, std::min(first + TILE_COLUMNS, o.end)};
+            transform_panel(panel, (size_t)(first - o.first) * inputs.count());
+        }
     }
+
     // In each of the weights' planes the panel begins at `start`.
     void transform_panel(Range o, size_t start) const {
         const Planes transformed = weights();
-        float* packed_taps = transformed.end();
+        float* packed_taps = transformed.end();  // (TAPS, inputs, TILE_COLUMNS)
         const size_t size = (size_t)inputs.count() * TILE_COLUMNS;
         Matrix tap = first_tap(o);
         for (int i = 0; i < TAPS; i++) {
@@ -1071,7 +1081,9 @@ struct Winograd {
     }
 
     void convolve(Range tiles, Range o) const {
-        const int K = inputs.count(), width = round_up(K, VECTOR), n = round_up(o.count(), TILE_COLUMNS);
+        const int K = inputs.count();
+        const int width = round_up(K, VECTOR);
+        const int n = round_up(o.count(), TILE_COLUMNS);
         for (int t = tiles.first; t < tiles.end; t += band) {
             const Range some = {t, std::min(t + band, tiles.end)};
             const Planes patches(weights().end(), some.count(), width);
@@ -1080,13 +1092,13 @@ struct Winograd {
 
             transform_tiles(patches, width, B_T, x, some, inputs);
             for (int f = 0; f < ELEMENTS; f++)
-                matmul({some.count(), n, K}, products[f], n, {patches[f], width}, packed(weights()[f], K),
-                       false);
+                matmul({some.count(), n, K}, products[f], n, {patches[f], width}, packed(weights()[f], K), false);
             for (int i = 0; i < some.count(); i++)
                 store_tile(products, (size_t)i * n, WinogradTile(out, some.first + i), o);
         }
     }
-    // In each of the products' planes the tile's row begins at `at`.
+
+    // Transforms a tile's products to its pixels. In each of the products' planes the tile's row begins at `at`.
     void store_tile(Planes products, size_t at, WinogradTile tile, Range o) const {
         float* pixels[TILE_PIXELS];
         const float* residuals[TILE_PIXELS];
@@ -1119,16 +1131,21 @@ static void convolve(Tensor out, Tensor x, Conv layer, bool backward, ForwardOpt
     }
 }
 
-// Writes a piece of dw, outputs o and inputs c, as the sum over some tiles. FILTER_TILES are transformed at a time.
-enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 256 / TILE, MAX_PARTIALS = 8 };
-static_assert(FILTER_OUTPUTS % TILE_COLUMNS == 0 && FILTER_INPUTS % TILE_COLUMNS == 0, "a piece is whole register tiles");
-static_assert(ELEMENTS * (FILTER_OUTPUTS * FILTER_INPUTS + FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS)) +
-                  3 * PLANE_GAPS <=
-              THREAD_FLOATS, "the sums and both operands fit");
+// A thread's piece of dw has so many outputs and inputs, and so many tiles are transformed at a time.
+enum { FILTER_OUTPUTS = 64, FILTER_INPUTS = 64, FILTER_TILES = 256 / TILE };
+enum { FILTER_SUMS = FILTER_OUTPUTS * FILTER_INPUTS };
+enum { FILTER_OPERANDS = FILTER_TILES * (FILTER_OUTPUTS + FILTER_INPUTS) };
+static_assert(FILTER_OUTPUTS % TILE_COLUMNS == 0, "a piece is whole register tiles");
+static_assert(FILTER_INPUTS % TILE_COLUMNS == 0, "a piece is whole register tiles");
+static_assert(ELEMENTS * (FILTER_SUMS + FILTER_OPERANDS) + 3 * PLANE_GAPS <= THREAD_FLOATS, "all planes fit");
+
+// Writes a piece of dw, outputs o and inputs c, as the sum over some tiles.
 static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range o, Range c) {
-    const int n = round_up(o.count(), VECTOR), k = round_up(c.count(), TILE_COLUMNS);
+    const int n = round_up(o.count(), VECTOR);
+    const int k = round_up(c.count(), TILE_COLUMNS);
     const Planes sum(thread_floats(), n, k);
-    const Planes left(sum.end(), FILTER_TILES, n), right(left.end(), FILTER_TILES, k);
+    const Planes left(sum.end(), FILTER_TILES, n);
+    const Planes right(left.end(), FILTER_TILES, k);
     for (int t = tiles.first; t < tiles.end; t += FILTER_TILES) {
         const Range some = {t, std::min(t + FILTER_TILES, tiles.end)};
         transform_tiles(left, n, A, dout, some, o);
@@ -1145,19 +1162,24 @@ static void filter_gradient(float* dw, Tensor dout, Tensor x, Range tiles, Range
             transform(G_T, load, [&](int i, Vector tap) { store_some(to + i * x.C, tap, c.count() - column); });
         }
 }
+
+enum { MAX_PARTIALS = 8 };
+
 // Each thread owns a piece of dw and goes through all pixels. A small dw has few pieces: then each is made several
 // times, from other pixels, and these partial sums are added up at the end.
 static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
-    const int C = x.C, O = dout.C, tiles = WinogradTile::count(x);
+    const int C = x.C, O = dout.C;
+    const int tiles = WinogradTile::count(x);
     const size_t size = (size_t)O * TAPS * C;
     const int partials = std::clamp((int)(SHARED_FLOATS / size), 1, std::min((int)MAX_PARTIALS, tiles));
     float* sums = partials > 1 ? cpu_workspace : dw;  // (partials, O, 3, 3, C)
     auto first_tile = [=](int partial) { return (int)((size_t)tiles * partial / partials); };
 
     each_tile(ceil_div(O, FILTER_OUTPUTS) * partials, 1, C, FILTER_INPUTS, [&](int i, int, int c0, int c1) {
-        int partial = i % partials, o = i / partials * FILTER_OUTPUTS;
-        filter_gradient(sums + partial * size, dout, x, {first_tile(partial), first_tile(partial + 1)},
-                        {o, std::min(o + FILTER_OUTPUTS, O)}, {c0, c1});
+        const int partial = i % partials;
+        const Range some = {first_tile(partial), first_tile(partial + 1)};
+        const int o = i / partials * FILTER_OUTPUTS;
+        filter_gradient(sums + partial * size, dout, x, some, {o, std::min(o + FILTER_OUTPUTS, O)}, {c0, c1});
     });
 
     if (partials == 1) return;
