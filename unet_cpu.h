@@ -1213,53 +1213,57 @@ enum { BAND = 252 };  // pixels of a task: a multiple of TILE_ROWS
 static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions options) {
     const int M = out.rows(), O = out.C, K = x.C();
     PROFILE("1x1 forward", convolution_work(M, 1, K, O));
-    const bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // or else matmul packs the weights block by block
+    const bool fits = K <= THREAD_FLOATS / TILE_COLUMNS;  // otherwise matmul packs the weights block by block
     auto weights = [&](int o, int c) { return transposed(layer.w + (size_t)o * K + c, K); };
-
     auto pack = [&](int o0, int o1) {
         if (fits) matmul_pack(thread_floats(), weights(o0, 0), K, o1 - o0);
     };
+
     auto multiply_band = [&](int p0, int p1, int o0, int o1) {
-        const float *bias = layer.bias, *residual = options.residual.data;
+        const float* bias = layer.bias;
+        const float* residual = options.residual.data;
         for (size_t p = p0; p < (size_t)p1; p++)
             SIMD_FOR (int o = o0; o < o1; o++)
                 out.data[p * O + o] = bias[o] + (residual ? residual[p * O + o] : 0.0f);
 
         for (int c : {0, x.first.C}) {  // where the channels of the two inputs begin
+            const Tensor& input = x.of(c);
             Matrix w = fits ? packed(thread_floats() + c * TILE_COLUMNS, K) : weights(o0, c);
-            matmul({p1 - p0, o1 - o0, x.of(c).C}, element(out, p0, o0), O, pixels_of(x.of(c), p0), w, true);
+            matmul({p1 - p0, o1 - o0, input.C}, element(out, p0, o0), O, pixels_of(input, p0), w, true);
         }
     };
-    int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
+    const int columns = std::clamp(THREAD_FLOATS / K / TILE_COLUMNS * TILE_COLUMNS, (int)TILE_COLUMNS, 128);
     each_tile(M, BAND, O, columns, multiply_band, pack);
     if (out.moments) channel_moments(out);
 }
+
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options) {
     const int O = dout.C, K = dx.C();
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, K, O));
     for (int first : {0, dx.first.C}) {
-        const Tensor& of = dx.of(first);
-        each_tile(of.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {
-            matmul({p1 - p0, c1 - c0, O}, element(of, p0, c0), of.C, pixels_of(dout, p0),
-                   {layer.w + first + c0, K}, options.accumulate);
+        const Tensor& part = dx.of(first);
+        each_tile(part.C, 128, dout.rows(), BAND, [&](int c0, int c1, int p0, int p1) {
+            const Matrix w = {layer.w + first + c0, K};
+            matmul({p1 - p0, c1 - c0, O}, element(part, p0, c0), part.C, pixels_of(dout, p0), w, options.accumulate);
         });
     }
     if (options.norm) groupnorm_backward_sums(dx.first, dx.first, options.norm);
 }
-// Each thread owns a piece of dw and goes through all pixels: there are no partial sums to add up.
+
+// Each thread owns a piece of dw and goes through all pixels, so that there are no partial sums to add up.
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     const int M = dout.rows(), O = dout.C, K = x.C();
     bias_backward(layer, {}, dout);
     PROFILE("1x1 dW", convolution_work(M, 1, K, O, sizeof(float)));
     for (int first : {0, x.first.C}) {
-        const Tensor& of = x.of(first);
-        each_tile(O, 48, of.C, 64, [&](int o0, int o1, int c0, int c1) {
-            matmul({o1 - o0, c1 - c0, M}, layer.dw + (size_t)o0 * K + first + c0, K,
-                   transposed(pixels_of(dout, 0, o0)), pixels_of(of, 0, c0), false);
+        const Tensor& part = x.of(first);
+        each_tile(O, 48, part.C, 64, [&](int o0, int o1, int c0, int c1) {
+            float* dw = layer.dw + (size_t)o0 * K + first + c0;
+            const Matrix d_out = transposed(pixels_of(dout, 0, o0));
+            matmul({o1 - o0, c1 - c0, M}, dw, K, d_out, pixels_of(part, 0, c0), false);
         });
     }
 }
-
 
 static void multiply_matrices(const MatrixProduct* products, int count, int, bool right_is_transposed) {
     PROFILE("Muon", {});
@@ -1267,11 +1271,15 @@ static void multiply_matrices(const MatrixProduct* products, int count, int, boo
         const int rows = p.out.rows(), columns = p.out.C, depth = p.left.C;
         const Matrix right = right_is_transposed ? transposed(p.right, depth) : Matrix{p.right, columns};
         each_tile(columns, 128, rows, 64, [&](int c0, int c1, int r0, int r1) {
-            matmul({r1 - r0, c1 - c0, depth}, element(p.out, r0, c0), columns, pixels_of(p.left, r0), right.from(0, c0), false);
+            const Matrix left = pixels_of(p.left, r0);
+            matmul({r1 - r0, c1 - c0, depth}, element(p.out, r0, c0), columns, left, right.from(0, c0), false);
             for (int r = r0; r < r1; r++) {
                 float* out = element(p.out, r, c0);
                 const float* added = p.added ? element(p.added, r, c0) : nullptr;
-                for (int c = 0; c < c1 - c0; c++) out[c] = fmaf(p.alpha, out[c], added ? p.beta * added[c] : 0.0f);
+                for (int c = 0; c < c1 - c0; c++) {
+                    float addend = added ? p.beta * added[c] : 0.0f;
+                    out[c] = fmaf(p.alpha, out[c], addend);
+                }
             }
         });
     }
