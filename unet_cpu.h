@@ -1288,25 +1288,29 @@ static void multiply_matrices(const MatrixProduct* products, int count, int, boo
 // ---- attention --------------------------------------------------------------------------------------------
 static_assert(2 * MAX_ATTENTION_SIZE * MAX_ATTENTION_SIZE <= THREAD_FLOATS, "two rows of scores fit");
 
-// Calls work(b, head, t0, rows) for every image, head and band of rows of the scores, as many as a thread's
-// scratch holds twice. One thread does all bands of a head, one after the other.
+// Calls work(b, head, t0, rows) for every image, head and band of rows of the scores. A thread's scratch holds two such
+// bands. One thread does all bands of a head, one after the other.
 static void each_band(Tensor qkv, int heads, auto work) {
-    int T = qkv.T(), most = std::clamp((int)THREAD_FLOATS / (2 * T), 1, 64);
+    int T = qkv.T();
+    int most = std::clamp((int)THREAD_FLOATS / (2 * T), 1, 64);
     each_tile(qkv.B, 1, heads, 1, [&](int b, int, int head, int) {
         for (int t0 = 0; t0 < T; t0 += most) work(b, head, t0, std::min(most, T - t0));
     });
 }
 
-// s (T) = softmax(scale s); returns the logarithm of its denominator.
+// s (T) = softmax(scale s). Returns the logarithm of its denominator.
 static float softmax(float* s, int T, float scale) {
-    float largest = -FLT_MAX, sum = 0;
+    float largest = -FLT_MAX;
 #pragma omp simd reduction(max : largest)
     for (int j = 0; j < T; j++) largest = s[j] > largest ? s[j] : largest;
+
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int j = 0; j < T; j++) {
         s[j] = fast_exp(scale * (s[j] - largest));
         sum += s[j];
     }
+
     float inverse = 1.0f / sum;
     SIMD_FOR (int j = 0; j < T; j++) s[j] *= inverse;
     return scale * largest + logf(sum);
@@ -1317,38 +1321,48 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     PROFILE("attention forward", {4.0 * T * out.count(), 4.0 * sizeof(float) * out.count()});
     const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        const int image = b * T, c = head * d;
+        const int image = b * T;  // its first pixel
+        const int c = head * d;   // the head's first channel
         const Matrix q = pixels_of(qkv, image + t0, c);
-        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
+        const Matrix k = pixels_of(qkv, image, C + c);
+        const Matrix v = pixels_of(qkv, image, 2 * C + c);
         float* scores = thread_floats();  // (rows, T)
+        float* band_lse = lse + ((size_t)b * heads + head) * T + t0;
 
         matmul({rows, T, d}, scores, T, q, transposed(k), false);
-        for (int i = 0; i < rows; i++)
-            lse[((size_t)b * heads + head) * T + t0 + i] = softmax(scores + (size_t)i * T, T, scale);
+        for (int i = 0; i < rows; i++) band_lse[i] = softmax(scores + (size_t)i * T, T, scale);
         matmul({rows, d, T}, element(out, image + t0, c), C, {scores, T}, v, false);
     });
 }
 
-static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
-                               int heads) {
+// The equations stand at the declaration in train_unet.cu. ds already has the factor `scale`.
+static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads) {
     const int T = out.T(), C = out.C, d = C / heads;
     PROFILE("attention backward", {8.0 * T * out.count(), 8.0 * sizeof(float) * out.count()});
     const float scale = 1.0f / sqrtf((float)d);
     each_band(qkv, heads, [=](int b, int head, int t0, int rows) {
-        const int image = b * T, c = head * d;
-        const Matrix q = pixels_of(qkv, image + t0, c), d_out = pixels_of(dout, image + t0, c);
-        const Matrix k = pixels_of(qkv, image, C + c), v = pixels_of(qkv, image, 2 * C + c);
-        float* p = thread_floats();         // (rows, T)
-        float* ds = p + (size_t)rows * T;  // (rows, T)
+        const int image = b * T;  // its first pixel
+        const int c = head * d;   // the head's first channel
+        const Matrix q = pixels_of(qkv, image + t0, c);
+        const Matrix k = pixels_of(qkv, image, C + c);
+        const Matrix v = pixels_of(qkv, image, 2 * C + c);
+        const Matrix d_out = pixels_of(dout, image + t0, c);
+        const float* band_lse = lse + ((size_t)b * heads + head) * T + t0;
+        float* p = thread_floats();        // (rows, T): first the scores, then the probabilities
+        float* ds = p + (size_t)rows * T;  // (rows, T): first the probabilities' gradient, then the scores'
 
         matmul({rows, T, d}, p, T, q, transposed(k), false);
         matmul({rows, T, d}, ds, T, d_out, transposed(v), false);
         for (int i = 0; i < rows; i++) {
-            const float *out_row = element(out, image + t0 + i, c), *dout_row = element(dout, image + t0 + i, c);
-            float *p_row = p + (size_t)i * T, *ds_row = ds + (size_t)i * T;
-            float delta = 0, row_lse = lse[((size_t)b * heads + head) * T + t0 + i];
+            const float* out_row = element(out, image + t0 + i, c);
+            const float* dout_row = element(dout, image + t0 + i, c);
+            float delta = 0;  // D_i
 #pragma omp simd reduction(+ : delta)
             for (int j = 0; j < d; j++) delta += dout_row[j] * out_row[j];
+
+            float* p_row = p + (size_t)i * T;
+            float* ds_row = ds + (size_t)i * T;
+            float row_lse = band_lse[i];
             SIMD_FOR (int j = 0; j < T; j++) {
                 p_row[j] = fast_exp(scale * p_row[j] - row_lse);
                 ds_row[j] = scale * p_row[j] * (ds_row[j] - delta);
