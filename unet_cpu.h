@@ -1384,22 +1384,30 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 static size_t host_memory_available() { return 0; }  // not known
 #else
 static size_t host_memory_available() {
-    size_t kilobytes = 0, pages = 0;
-    std::ifstream memory("/proc/meminfo"), own("/proc/self/statm");
-    for (std::string word; memory >> word && word != "MemAvailable:";) continue;
+    std::ifstream memory("/proc/meminfo");
+    std::string word;
+    while (memory >> word && word != "MemAvailable:") continue;
+    size_t kilobytes = 0;
     memory >> kilobytes;
-    own >> pages;
-    size_t share = kilobytes * 1024 / (world.forked ? world.size : 1);  // ranks of this machine
+    int ranks_here = world.forked ? world.size : 1;
+    size_t share = kilobytes * 1024 / ranks_here;
+
     rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) || limit.rlim_cur == RLIM_INFINITY) return share;
+    bool has_limit = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+    if (!has_limit) return share;
+
+    std::ifstream own("/proc/self/statm");
+    size_t pages = 0;
+    own >> pages;
     size_t taken = pages * (size_t)sysconf(_SC_PAGESIZE);
-    return std::min(share, limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1);
+    size_t left = limit.rlim_cur > taken ? (size_t)limit.rlim_cur - taken : 1;  // 0 would say that it is not known
+    return std::min(share, left);
 }
 #endif
 
 #ifndef __CUDACC__
 #ifndef NETWORK_ONLY
-// (ranks, ranks): the socket by which the first talks with the second.
+// (ranks, ranks): the socket by which one rank talks with another.
 static std::vector<int> sockets;
 
 static void backend_prepare_fork() {
@@ -1414,19 +1422,33 @@ static void backend_prepare_fork() {
         }
 }
 
+static void send_all(int socket, std::span<const std::byte> data) {
+    while (!data.empty()) {
+        ssize_t bytes = send(socket, data.data(), data.size(), 0);
+        if (bytes < 0) fail("messages between processes: %s", strerror(errno));
+        data = data.subspan(bytes);
+    }
+}
+// When the peer has died, this rank waits here until it is ended.
+static void receive_all(int socket, std::span<std::byte> data) {
+    while (!data.empty()) {
+        ssize_t bytes = recv(socket, data.data(), data.size(), 0);
+        if (bytes < 0) fail("messages between processes: %s", strerror(errno));
+        data = data.subspan(bytes);
+    }
+}
+
 // The lower of two ranks sends first. Exchanges come one after the other, and this cannot deadlock: among the
-// exchanges that are left, the one between the lowest ranks can always take place. When the peer has died, this
-// rank waits here until it is ended.
+// exchanges that are left, the one between the lowest ranks can always take place.
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     int socket = sockets[world.rank * world.size + peer];
-    for (bool sends : {world.rank < peer, world.rank > peer})
-        while (sends ? sent.size() : received.size()) {
-            ssize_t bytes = sends ? send(socket, sent.data(), sent.size(), 0)
-                                  : recv(socket, received.data(), received.size(), 0);
-            if (bytes < 0) fail("messages between processes: %s", strerror(errno));
-            if (sends) sent = sent.subspan(bytes);
-            else received = received.subspan(bytes);
-        }
+    if (world.rank < peer) {
+        send_all(socket, sent);
+        receive_all(socket, received);
+    } else {
+        receive_all(socket, received);
+        send_all(socket, sent);
+    }
 }
 static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_connect() {
@@ -1437,7 +1459,7 @@ static void backend_disconnect() {}
 #endif
 static std::string backend_name() {
     std::string threads = counted(cpu::thread_count(), "thread");
-    return text("the CPU: fp32, %s, vectors of %d", threads.c_str(), (int)cpu::VECTOR);
+    return text("the CPU: fp32, %s, vectors of %d", threads, (int)cpu::VECTOR);
 }
 static void backend_init() {}
 static void* backend_allocate(size_t bytes, bool) {
