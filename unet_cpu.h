@@ -3,7 +3,7 @@
 // Namespace cpu::plain is the specification of each layer: short loops that say its equation. The program calls the
 // fast layers of namespace cpu, which have the same names. tests/network.cu compares the two, and tests/kernels.cu
 // compares the GPU's kernels with the fast layers. Layers of independent elements are written once for both machines,
-// as structs in train_unet.cu. That file declares all layers, with their shapes and sources, before it includes this one.
+// as structs in train_unet.cu. That file declares all layers, with their shapes and sources, before it includes this.
 #pragma once
 
 #if !defined(__CUDACC__) || defined(TESTING)
@@ -19,29 +19,30 @@ inline void each_pixel(Tensor x, auto work) {
         for (int h = 0; h < x.H; h++)
             for (int w = 0; w < x.W; w++) work(b, h, w);
 }
+
 inline float& at(const Concat& x, int b, int h, int w, int c) {
     return *x.at(((size_t)b * x.first.H + h) * x.first.W + w, c);
 }
+
 // The same, and zero outside the image.
 inline double padded(const Concat& x, int b, int h, int w, int c) {
     bool inside = h >= 0 && h < x.first.H && w >= 0 && w < x.first.W;
     return inside ? at(x, b, h, w, c) : 0;
 }
 
-// A convolution has a kernel of K x K weights, 3x3 or 1x1, for each output o and input c: w is (O, K, K, C).
-// tap is the place of a weight, in units of C.
-template <int K> size_t tap(int o, int i, int j) { return (size_t)(o * K + i) * K + j; }
+// A convolution has a kernel of K x K weights, 3x3 or 1x1, for each output o and input c. Its weights are (O, K, K, C).
+template <int K> size_t place(int o, int i, int j, int c, int C) { return ((size_t)(o * K + i) * K + j) * C + c; }
 
 // F.conv2d(x, w, bias, padding="same") + emb[:, None, None, :] + residual
 template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K> layer, ForwardOptions options) {
+    const int C = x.C();
     each_pixel(out, [&](int b, int h, int w) {
         for (int o = 0; o < out.C; o++) {
             double sum = layer.bias[o];
             for (int i = 0; i < K; i++)
                 for (int j = 0; j < K; j++)
-                    for (int c = 0; c < x.C(); c++)
-                        sum += padded(x, b, h + i - K / 2, w + j - K / 2, c) *
-                               layer.w[tap<K>(o, i, j) * x.C() + c];
+                    for (int c = 0; c < C; c++)
+                        sum += padded(x, b, h + i - K / 2, w + j - K / 2, c) * layer.w[place<K>(o, i, j, c, C)];
 
             if (options.emb.data) sum += options.emb.row(b)[o];
             if (options.residual) sum += at(options.residual, b, h, w, o);
@@ -49,21 +50,24 @@ template <int K> void convolution_forward(Tensor out, Concat x, ConvLayer<K * K>
         }
     });
 }
+
 // dx = [dx +] F.conv_transpose2d(dout, w, padding="same")
 template <int K>
 void convolution_backward_input(Concat dx, Tensor dout, ConvLayer<K * K> layer, BackwardOptions options) {
+    const int C = dx.C();
     each_pixel(dout, [&](int b, int h, int w) {
-        for (int c = 0; c < dx.C(); c++) {
+        for (int c = 0; c < C; c++) {
             double sum = options.accumulate ? at(dx, b, h, w, c) : 0;
             for (int i = 0; i < K; i++)
                 for (int j = 0; j < K; j++)
                     for (int o = 0; o < dout.C; o++)
-                        sum += padded(dout, b, h + K / 2 - i, w + K / 2 - j, o) *
-                               layer.w[tap<K>(o, i, j) * dx.C() + c];
+                        sum += padded(dout, b, h + K / 2 - i, w + K / 2 - j, o) * layer.w[place<K>(o, i, j, c, C)];
             at(dx, b, h, w, c) = (float)sum;
         }
     });
 }
+
+// dw = the sum over all pixels of dout times x around the pixel, dbias = dout.sum((0, 1, 2)), demb = dout.sum((1, 2))
 template <int K>
 void convolution_backward_weight(ConvLayer<K * K> layer, Tensor dout, Concat x, Rows demb) {
     const int C = x.C();
@@ -79,13 +83,13 @@ void convolution_backward_weight(ConvLayer<K * K> layer, Tensor dout, Concat x, 
                     for (int i = 0; i < K; i++)
                         for (int j = 0; j < K; j++)
                             for (int c = 0; c < C; c++)
-                                dw[tap<K>(0, i, j) * C + c] += d * padded(x, b, h + i - K / 2, w + j - K / 2, c);
+                                dw[place<K>(0, i, j, c, C)] += d * padded(x, b, h + i - K / 2, w + j - K / 2, c);
                 }
             if (demb.data) demb.row(b)[o] = (float)sum;
             dbias += sum;
         }
         layer.dbias[o] = (float)dbias;
-        std::copy(dw.begin(), dw.end(), layer.dw + tap<K>(o, 0, 0) * C);
+        std::copy(dw.begin(), dw.end(), layer.dw + place<K>(o, 0, 0, 0, C));
     }
 }
 
@@ -134,6 +138,7 @@ struct Group {
     double x_hat(size_t p, int c) const { return (*norm.x.at(p, c) - mean) * rstd; }
     double y(size_t p, int c) const { return x_hat(p, c) * weight(c) + norm.bias[c] * gain(c) + shift(c); }
 };
+
 inline void each_group(const Norm& norm, auto work) {
     int width = norm.x.C() / norm.groups;
     for (int g = 0; g < norm.groups; g++)
@@ -150,6 +155,7 @@ inline void groupnorm_silu_forward(Tensor out, const Norm& norm) {
             }
     });
 }
+
 // With dy the gradient before SiLU and x_hat = (x - mean) rstd:
 //   dw = sum dy x_hat,  dbias = sum dy,  dx = rstd (w dy - mean(w dy) - x_hat mean(w dy x_hat))
 inline void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, BackwardOptions options) {
@@ -207,10 +213,12 @@ struct Head {
         return sum / sqrt((double)d);
     }
 };
+
 inline void each_head(Tensor qkv, int heads, auto work) {
     for (int b = 0; b < qkv.B; b++)
         for (int h = 0; h < heads; h++) work(Head{qkv, b, h, qkv.C / 3 / heads}, (size_t)b * heads + h);
 }
+
 // F.scaled_dot_product_attention(q, k, v), and lse = torch.logsumexp(q k^T / sqrt(d), dim=-1)
 inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     const int T = out.T();
@@ -228,6 +236,7 @@ inline void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
         }
     });
 }
+
 // With probabilities P = exp(q k^T / sqrt(d) - lse) and D_i = sum_j dout_ij out_ij:
 //   dV = P^T dout,  dS = P (dout V^T - D),  dQ = dS K / sqrt(d),  dK = dS^T Q / sqrt(d)
 inline void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv,
