@@ -428,6 +428,7 @@ static void each_tile(int M, int rows, int N, int columns, auto work, auto prepa
         }
     });
 }
+
 static void each_tile(int M, int rows, int N, int columns, auto work) {
     each_tile(M, rows, N, columns, work, [](int, int) {});
 }
@@ -471,9 +472,11 @@ static float* cpu_workspace;
 static float* thread_floats() {
     return cpu_workspace + SHARED_FLOATS + (size_t)thread_number * SCRATCH_FLOATS;
 }
+
 static size_t cpu_workspace_bytes() {
     return sizeof(float) * (SHARED_FLOATS + (size_t)thread_count() * SCRATCH_FLOATS);
 }
+
 static void allocate_cpu_workspace() {
     if (!cpu_workspace) cpu_workspace = (float*)backend_allocate(cpu_workspace_bytes(), true);
 }
@@ -501,6 +504,7 @@ static Vector load_some(const float* from, int n) {
     memcpy(&v, from, std::max(0, n) * sizeof(float));
     return v;
 }
+
 static void store_some(float* to, Vector v, int n) {
     if (n >= VECTOR) *(Vector*)to = v;
     else memcpy(to, &v, n * sizeof(float));
@@ -688,6 +692,7 @@ struct ChannelBlock {
     // Where the block's sums begin in an array (B, norm_tiles(T), C).
     size_t partial() const { return ((size_t)b * norm_tiles(T()) + t0 / NORM_TILE) * x.C() + c; }
 };
+
 // Calls work(block, n) for every block of x. A block lies in one of x's two tensors. The compiler knows n where it is
 // CHANNEL_BLOCK or half of it; for the few channels that remain n is an int.
 static void each_channel_block(const Concat& x, auto work) {
@@ -1057,12 +1062,16 @@ struct Winograd {
 
     Planes weights() const { return Planes(thread_floats(), inputs.count(), outputs); }
 
-    // Tap 0 as a matrix (inputs, o); the next taps lie behind it, or, flipped, in front.
+    // Tap 0 as a matrix (inputs, o). Backward, where taps are flipped, it is the last one in memory.
     Matrix first_tap(Range o) const {
-        const int row = TAPS * (backward ? out.C : x.C);
-        if (!backward) return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
-        return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
+        if (backward) {
+            const int row = TAPS * out.C;
+            return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
+        }
+        const int row = TAPS * x.C;
+        return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
     }
+    int distance_of_taps() const { return backward ? -out.C : x.C; }
 
     // It goes panel by panel, so that a panel's taps stay in the nearest cache.
     void transform_weights(Range o) const {
@@ -1080,7 +1089,7 @@ struct Winograd {
         Matrix tap = first_tap(o);
         for (int i = 0; i < TAPS; i++) {
             matmul_pack(packed_taps + i * size, tap, inputs.count(), o.count());
-            tap.data += backward ? -out.C : x.C;
+            tap.data += distance_of_taps();
         }
 
         for (size_t at = 0; at < size; at += VECTOR) {
