@@ -1215,11 +1215,13 @@ static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions opt
     convolve(out, x.first, layer, false, options);
     if (out.moments) channel_moments(out);
 }
+
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
     if (options.norm) groupnorm_backward_sums(dx, dx, options.norm);
 }
+
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     bias_backward(layer, demb, dout);
     PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
@@ -1447,6 +1449,7 @@ static void send_all(int socket, std::span<const std::byte> data) {
         data = data.subspan(bytes);
     }
 }
+
 // When the peer has died, this rank waits here until it is ended.
 static void receive_all(int socket, std::span<std::byte> data) {
     while (!data.empty()) {
@@ -1468,22 +1471,26 @@ static void backend_exchange(int peer, std::span<const std::byte> sent, std::spa
         send_all(socket, sent);
     }
 }
+
 static void backend_together(auto exchanges) { exchanges(); }
 static std::string backend_connect() {
     cpu::used_threads = std::max(1, cpu::thread_count() / world.size);
     return "sockets";
 }
+
 static void backend_disconnect() {}
 #endif
 static std::string backend_name() {
     std::string threads = counted(cpu::thread_count(), "thread");
     return text("the CPU: fp32, %s, vectors of %d", threads, (int)cpu::VECTOR);
 }
+
 static void backend_init() {}
 static void* backend_allocate(size_t bytes, bool) {
     if (void* memory = aligned_alloc(ALIGNMENT, aligned(bytes))) return memory;
     fail_to_allocate(bytes);
 }
+
 static void backend_free(void* memory, bool) { free(memory); }
 static void backend_zero(void* memory, size_t bytes) { memset(memory, 0, bytes); }
 static void backend_copy(void* to, const void* from, size_t bytes) { memcpy(to, from, bytes); }
@@ -1494,6 +1501,7 @@ static Event on_side_stream(auto launches) {
     launches();
     return {};
 }
+
 static void wait_for(Event) {}
 #endif
 static Event on_side_stream_deferred(auto launches) { return on_side_stream(launches); }

@@ -57,6 +57,7 @@ static std::string formatted(const char* format, ...) {
     va_end(args);
     return line;
 }
+
 static const char* as_argument(const std::string& argument) { return argument.c_str(); }
 static auto as_argument(const auto& argument) { return argument; }
 
@@ -683,6 +684,7 @@ static const auto& named(const auto& table, const std::string& name, const std::
     auto similar = std::ranges::max_element(table, {}, similarity);
     fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark, similar->name);
 }
+
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 static const char* preset_flags(const std::string& name) {
     return named(PRESETS, name, "preset '" + name + "'", "").flags;
