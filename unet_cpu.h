@@ -351,8 +351,8 @@ static void wait_while(const std::atomic<int>& number, int old) {
     number.wait(old, std::memory_order_acquire);
 }
 
-// What a thread of this number does until the program ends.
-[[noreturn]] static void help(int number) {
+// What a helping thread of this number does until the program ends.
+[[noreturn]] static void help_forever(int number) {
     thread_number = number;
     int seen = 0;  // the number of the last work
     while (true) {
@@ -369,7 +369,7 @@ static void wait_while(const std::atomic<int>& number, int old) {
 static void start_threads() {
     try {
         while (started_threads < thread_count()) {
-            std::thread(help, started_threads).detach();
+            std::thread(help_forever, started_threads).detach();
             started_threads++;
         }
     } catch (const std::system_error&) {
