@@ -1032,10 +1032,11 @@ static void transform_tiles(Planes to, int width, const float (&m)[PATCH][N], Te
 // outputs, for as long as its tasks have the same ones. Behind them lie first the packed taps of a panel, while the
 // weights are transformed, and then the transformed patches and the products of `band` tiles at a time.
 enum { WINOGRAD_TILES = 264, MAX_BAND = 4 * TILE_ROWS };
+enum Direction { FORWARD, BACKWARD };
 struct Winograd {
     Tensor out, x;
     Conv layer;
-    bool backward;
+    Direction direction;
     ForwardOptions options;
     Range inputs;
     int outputs = 0, band = 0;
@@ -1064,14 +1065,14 @@ struct Winograd {
 
     // Tap 0 as a matrix (inputs, o). Backward, where taps are flipped, it is the last one in memory.
     Matrix first_tap(Range o) const {
-        if (backward) {
+        if (direction == BACKWARD) {
             const int row = TAPS * out.C;
             return {layer.w + (size_t)inputs.first * row + (TAPS - 1) * out.C + o.first, row};
         }
         const int row = TAPS * x.C;
         return transposed(layer.w + (size_t)o.first * row + inputs.first, row);
     }
-    int distance_of_taps() const { return backward ? -out.C : x.C; }
+    int distance_of_taps() const { return direction == BACKWARD ? -out.C : x.C; }
 
     // It goes panel by panel, so that a panel's taps stay in the nearest cache.
     void transform_weights(Range o) const {
@@ -1138,9 +1139,11 @@ struct Winograd {
         }
     }
 };
-static void convolve(Tensor out, Tensor x, Conv layer, bool backward, ForwardOptions options) {
+
+static void convolve(Tensor out, Tensor x, Conv layer, Direction direction, ForwardOptions options) {
     for (int c = 0; c < x.C; c += MAX_INPUTS) {
-        Winograd pass = {out, x, layer, backward, options, {c, std::min(c + MAX_INPUTS, x.C)}};
+        const Range inputs = {c, std::min(c + MAX_INPUTS, x.C)};
+        Winograd pass = {out, x, layer, direction, options, inputs};
         pass.choose_sizes();
         pass.run();
 
@@ -1212,13 +1215,14 @@ static void convolution_weight_gradient(float* dw, Tensor dout, Tensor x) {
 // ---- linear layers, 1x1 and 3x3 convolutions --------------------------------------------------------------
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options) {
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
-    convolve(out, x.first, layer, false, options);
+    convolve(out, x.first, layer, FORWARD, options);
     if (out.moments) channel_moments(out);
 }
 
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
-    convolve(dx, dout, {layer.w}, true, {.residual = options.accumulate ? dx : Tensor()});
+    const ForwardOptions added = {.residual = options.accumulate ? dx : Tensor()};
+    convolve(dx, dout, {layer.w}, BACKWARD, added);
     if (options.norm) groupnorm_backward_sums(dx, dx, options.norm);
 }
 
