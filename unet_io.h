@@ -7,15 +7,19 @@
 // ---- errors and sentences ---------------------------------------------------------------------------------
 static constexpr bool is_one_of(std::string_view letters, char c) { return letters.find(c) != letters.npos; }
 
-// The letter that stands for an argument's type in Format: s, g, d for an integer, or l for a long one; 0: printf has none.
+// The letter that stands for an argument's type in Format: s for a text, g for a floating-point number, d for an
+// integer and l for a long one. 0 stands for what printf can't print.
 template <typename T> consteval char letter_of() {
+    bool is_integer = std::is_integral_v<T> || std::is_enum_v<T>;
     if (std::is_floating_point_v<T>) return 'g';
     if (std::is_same_v<T, long> || std::is_same_v<T, unsigned long>) return 'l';
-    if (std::is_integral_v<T> || std::is_enum_v<T>) return sizeof(T) <= sizeof(int) ? 'd' : 0;
-    return std::is_convertible_v<T, std::string> ? 's' : 0;
+    if (is_integer && sizeof(T) <= sizeof(int)) return 'd';
+    if (std::is_convertible_v<T, std::string>) return 's';
+    return 0;
 }
 
-// A format of printf for arguments of these types. The compiler evaluates the constructor, and a throw there is an error.
+// A format of printf that fits arguments of these types. The compiler evaluates the constructor, where a throw is a
+// compile error.
 template <typename... Args> struct Format {
     const char* format;
     consteval Format(const char* format) : format(format) {
@@ -24,22 +28,25 @@ template <typename... Args> struct Format {
         auto take = [&](char letter) {
             if (*next++ != letter) throw "the format does not fit its arguments";
         };
+
         for (const char* c = format; *c; c++) {
-            if (*c != '%' || *++c == '%') continue;
-            char integer = 'd';
+            if (*c != '%') continue;
+            c++;
+            if (*c == '%') continue;  // %% prints a percent sign
+
+            bool is_long = false;
             for (; !is_one_of("cdefgsuxX", *c); c++) {
-                if (*c == '*') take('d');
-                if (*c == 'l' || *c == 'z') integer = 'l';
+                if (*c == '*') take('d');  // a width or precision that is an argument
+                if (*c == 'l' || *c == 'z') is_long = true;
             }
             if (*c == 's') take('s');
             else if (is_one_of("efg", *c)) take('g');
-            else take(integer);
+            else take(is_long ? 'l' : 'd');
         }
         take(0);
     }
 };
 
-// printf into a string, and onto standard output. %s takes a std::string too.
 static std::string formatted(const char* format, ...) {
     va_list args, again;
     va_start(args, format);
@@ -50,8 +57,11 @@ static std::string formatted(const char* format, ...) {
     va_end(args);
     return line;
 }
+
 static const char* as_argument(const std::string& argument) { return argument.c_str(); }
 static auto as_argument(const auto& argument) { return argument; }
+
+// printf into a string, and onto standard output. %s takes a std::string too.
 template <typename... Args>
 static std::string text(Format<std::type_identity_t<Args>...> format, const Args&... args) {
     return formatted(format.format, as_argument(args)...);
@@ -73,16 +83,15 @@ static std::string printable(const std::string& bytes) {
     return shown;
 }
 
-// A mistake the user can mend: one sentence that names the file, flag or value and what to do, exit status 1;
-// 2 where the command line is wrong.
+// A mistake that the user can mend. The sentence names the file, flag or value and says what to do.
 struct Failure {
-    int status;
+    int status;  // that the program exits with: 2 where the command line is wrong, otherwise 1
     std::string sentence;
 };
 #define fail(...) throw Failure({1, printable(text(__VA_ARGS__))})
 #define fail_usage(...) throw Failure({2, printable(text(__VA_ARGS__))})
 
-// Does `work`, whose failure need not end the program. Returns the sentence that it fails with, or "".
+// Does `work`, whose failure need not end the program. Returns the sentence that it fails with, "" where it succeeds.
 static std::string failure_of(auto work) {
     try {
         work();
@@ -94,7 +103,8 @@ static std::string failure_of(auto work) {
 
 // Prints a line, which may hold names of files and classes.
 #define say(...) puts(printable(text(__VA_ARGS__)).c_str())
-// Tells the user what went wrong, if the program goes on.
+
+// Tells the user of something that went wrong and that the program can go on without.
 static void note(const std::string& sentence) {
     if (!world.rank) fprintf(stderr, "note: %s\n", printable(sentence).c_str());
 }
@@ -115,23 +125,27 @@ typedef std::vector<std::string> Strings;
 
 static Strings split(const std::string& whole, char mark) {
     Strings parts(1);
-    for (char c : whole)
+    for (char c : whole) {
         if (c == mark) parts.emplace_back();
         else parts.back() += c;
+    }
     return parts;
 }
 
-// Where a name is in a list; -1: it is not.
+// The place of a name in a list; -1 where it is not there.
 static int index_of(const Strings& names, const std::string& name) {
     auto at = std::ranges::find(names, name);
-    return at == names.end() ? -1 : (int)(at - names.begin());
+    if (at == names.end()) return -1;
+    return (int)(at - names.begin());
 }
 
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
-static std::string listed(const Strings& names, size_t most = 8) {
+static std::string listed(const Strings& names) {
+    const size_t most = 8;
     std::string sentence;
     for (size_t i = 0; i < std::min(names.size(), most); i++) {
-        if (i) sentence += i + 1 == names.size() ? " and " : ", ";
+        bool is_last = i + 1 == names.size();
+        if (i) sentence += is_last ? " and " : ", ";
         sentence += names[i];
     }
     if (names.size() > most) sentence += text(" and %zu more", names.size() - most);
@@ -141,7 +155,8 @@ static std::string listed(const Strings& names, size_t most = 8) {
 // Whether the bytes are UTF-8 (RFC 3629): whole letters, each in as few bytes as can be.
 static bool is_utf8(const std::string& bytes) {
     static const uint32_t least[] = {0, 0x80, 0x800, 0x10000};  // the first letter of 1, 2, 3 and 4 bytes
-    for (size_t i = 0; i < bytes.size();) {
+    size_t i = 0;
+    while (i < bytes.size()) {
         uint8_t first = (uint8_t)bytes[i++];
         if (first < 0x80) continue;
         int more = std::countl_one(first) - 1;  // bytes behind the first
@@ -149,11 +164,14 @@ static bool is_utf8(const std::string& bytes) {
 
         uint32_t letter = first & (0x3F >> more);
         for (int k = 0; k < more; k++) {
-            uint8_t next = i < bytes.size() ? (uint8_t)bytes[i++] : 0;
-            if (next >> 6 != 2) return false;
+            if (i == bytes.size()) return false;
+            uint8_t next = (uint8_t)bytes[i++];
+            if (next >> 6 != 0b10) return false;
             letter = letter << 6 | (next & 0x3F);
         }
-        if (letter < least[more] || letter > 0x10FFFF || (letter >= 0xD800 && letter < 0xE000)) return false;
+
+        bool is_surrogate = letter >= 0xD800 && letter < 0xE000;
+        if (letter < least[more] || letter > 0x10FFFF || is_surrogate) return false;
     }
     return true;
 }
@@ -162,6 +180,7 @@ static bool is_utf8(const std::string& bytes) {
 static std::string shell_word(const std::string& path) {
     const char* plain = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._-+,=:@%";
     if (!path.empty() && path.find_first_not_of(plain) == path.npos) return path;
+
     std::string quoted = "'";
     for (char c : path) {
         if (c == '\'') quoted += "'\\'";
@@ -171,7 +190,9 @@ static std::string shell_word(const std::string& path) {
 }
 
 static bool has_ending(const std::string& path, const char* ending) {
-    return path.size() >= strlen(ending) && !strcasecmp(&path[path.size() - strlen(ending)], ending);
+    size_t length = strlen(ending);
+    if (path.size() < length) return false;
+    return strcasecmp(&path[path.size() - length], ending) == 0;
 }
 
 static std::string human_bytes(double bytes) {
@@ -182,7 +203,8 @@ static std::string human_bytes(double bytes) {
 
 static std::string human_time(double seconds) {
     long s = (long)(seconds + 0.5);
-    if (s < 60) return text("%.*fs", s < 10, seconds);
+    if (s < 10) return text("%.1fs", seconds);
+    if (s < 60) return text("%.0fs", seconds);
     if (s < 3600) return text("%ldm %02lds", s / 60, s % 60);
     return text("%ldh %02ldm", s / 3600, s / 60 % 60);
 }
@@ -192,25 +214,38 @@ static double seconds_now() {
 }
 
 // ---- checksums --------------------------------------------------------------------------------------------
-// CRC-32 as zlib computes it, 16 bytes at a time; continue a sum by passing it in.
-static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
-    static uint32_t table[16][256];  // entry k, i: of byte i with k zeros behind it
-    for (uint32_t i = 0; i < 16 * 256 && !table[15][255]; i++) {
-        uint32_t c = i < 256 ? i : table[i / 256 - 1][i % 256];
-        for (int bit = 0; bit < 8; bit++) c = (c >> 1) ^ (c & 1) * 0xEDB88320u;
-        table[i / 256][i % 256] = c;
-    }
+// Entry k, i is the sum of byte i with k zeros behind it.
+typedef std::array<std::array<uint32_t, 256>, 16> CrcTable;
 
+static CrcTable make_crc_table() {
+    CrcTable table;
+    for (int k = 0; k < 16; k++)
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t crc = k ? table[k - 1][i] : i;
+            for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1) * 0xEDB88320u;
+            table[k][i] = crc;
+        }
+    return table;
+}
+
+// CRC-32 as zlib computes it, 16 bytes at a time. A sum goes on over more data where it is passed in.
+static uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
+    static const CrcTable table = make_crc_table();
     const uint8_t* p = (const uint8_t*)data;
     crc = ~crc;
-    for (; bytes >= 16; bytes -= 16, p += 16) {
+    while (bytes >= 16) {
         uint64_t words[2];
         memcpy(words, p, 16);
         words[0] ^= crc;
         crc = 0;
-        for (int k = 0; k < 16; k++) crc ^= table[15 - k][words[k / 8] >> k % 8 * 8 & 255];
+        for (int k = 0; k < 16; k++) {
+            uint8_t byte = (uint8_t)(words[k / 8] >> (k % 8 * 8));
+            crc ^= table[15 - k][byte];
+        }
+        p += 16;
+        bytes -= 16;
     }
-    while (bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
+    for (; bytes; bytes--) crc = table[0][(crc ^ *p++) & 255] ^ (crc >> 8);
     return ~crc;
 }
 
@@ -230,19 +265,22 @@ struct Reader {
     std::string path;
     size_t size = 0;
     int32_t header[HEADER_INTS] = {0};  // what the file begins with, and zeros where it ends sooner
+
     explicit Reader(const std::string& name) : file(fopen(name.c_str(), "rb"), fclose), path(name) {
-        struct stat info;
         if (!file) fail("can't open %s: %s", name, strerror(errno));
+        struct stat info;
         if (fstat(fileno(file.get()), &info) || !S_ISREG(info.st_mode))
             fail("%s is not a regular file", name);
         size = (size_t)info.st_size;
+
         read(header, std::min(size, sizeof header));
         seek(0);
     }
 
     void check(bool ok) {
+        if (ok) return;
         const char* why = ferror(file.get()) ? strerror(errno) : "it is truncated";
-        if (!ok) fail("could not read %s: %s", path, why);
+        fail("could not read %s: %s", path, why);
     }
     void read(void* to, size_t bytes) { check(!bytes || fread(to, 1, bytes, file.get()) == bytes); }
     void seek(size_t offset) { check(!fseeko(file.get(), (off_t)offset, SEEK_SET)); }
@@ -254,12 +292,13 @@ struct Reader {
         return values;
     }
 
-    // Whether the file's checksum is the one in this field of its header. It runs over the data and then over the
-    // header with a 0 in that field, which stays there: in this order a writer can stream.
+    // Whether the file's checksum is the one in this field of its header. The sum runs over the data and then over the
+    // header, because a writer knows the header last. It counts the field itself as 0, and `header` keeps that 0.
     bool checksum_matches(int field) {
         uint32_t stored = (uint32_t)std::exchange(header[field], 0);
-        uint32_t crc = 0;
+
         seek(HEADER_BYTES);
+        uint32_t crc = 0;
         size_t left = size - HEADER_BYTES;
         while (left) {
             size_t bytes = std::min(left, (size_t)1 << 20);
@@ -270,14 +309,14 @@ struct Reader {
     }
 };
 
-// The text of a file, "" where there is none; what is there and can't be read is refused.
+// The text of a file, or "" where there is no such file. One that is there and can't be read is refused.
 static std::string read_text(const std::string& path) {
     if (access(path.c_str(), F_OK) && errno == ENOENT) return "";
     Reader in(path);
     return in.take<std::string>(in.size);
 }
 
-// A text that somebody may have typed: some editors' byte order mark is left out.
+// A text that somebody may have typed. Some editors begin it with a byte order mark, which is left out.
 static std::string read_typed_text(const std::string& path) {
     Reader in(path);
     std::string contents = in.take<std::string>(in.size);
@@ -303,20 +342,23 @@ static void make_folder(const std::string& path) {
 static void remove_stale_temporaries(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &ignored)) {
         if (name.find(".unet-") == std::string::npos || !name.ends_with(".tmp")) continue;
-        int file = open((folder + name).c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+        std::string path = folder + name;
+        int file = open(path.c_str(), O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
         if (file < 0) continue;
-        if (!flock(file, LOCK_EX | LOCK_NB)) unlink((folder + name).c_str());
+        bool is_stale = flock(file, LOCK_EX | LOCK_NB) == 0;
+        if (is_stale) unlink(path.c_str());
         close(file);
     }
 }
 
-// A file that appears under its name only when it is whole: written under another, flushed, renamed.
+// A file that appears under its name only when it is whole: it is written under another name, flushed and renamed.
 struct Writer {
     std::string path, folder, temporary;
     FILE* file = nullptr;
     uint32_t crc = 0;
+
     explicit Writer(const std::string& name) : path(name) {
-        if (file_exists(name)) path = fs::canonical(name, ignored);  // behind a link
+        if (file_exists(name)) path = fs::canonical(name, ignored);  // the file that a link leads to
         if (file_exists(name) && !fs::is_regular_file(name, ignored))
             fail("can't write %s: it is not a regular file", name);
 
@@ -327,11 +369,9 @@ struct Writer {
 
         for (int number = 1; !file; number++) {
             temporary = path + text(".unet-%d-%d.tmp", (int)getpid(), number);
-            file = fopen(temporary.c_str(), "wbxe");  // x: a name that nobody uses
+            file = fopen(temporary.c_str(), "wbxe");  // x: fails with EEXIST where the name is in use
             if (!file && errno != EEXIST) fail("can't write %s: %s", name, strerror(errno));
-            struct stat info;  // 0 links: removed as stale, before it was locked
-            if (file && !flock(fileno(file), LOCK_EX) && !fstat(fileno(file), &info) && !info.st_nlink)
-                fclose(std::exchange(file, nullptr));
+            if (file && locked_too_late()) fclose(std::exchange(file, nullptr));
         }
     }
     Writer(const Writer&) = delete;
@@ -341,9 +381,16 @@ struct Writer {
         unlink(temporary.c_str());
     }
 
+    // Locks the temporary file. Returns whether another process took it for stale and removed it before that.
+    bool locked_too_late() {
+        if (flock(fileno(file), LOCK_EX)) return false;
+        struct stat info;
+        if (fstat(fileno(file), &info)) return false;
+        return info.st_nlink == 0;
+    }
+
     void check(bool ok) {
-        if (!ok)
-            fail("could not write %s: %s; what was there before is untouched", path, strerror(errno));
+        if (!ok) fail("could not write %s: %s; what was there before is untouched", path, strerror(errno));
     }
     void write(const void* data, size_t bytes) {
         check(fwrite(data, 1, bytes, file) == bytes);
@@ -351,16 +398,19 @@ struct Writer {
     }
     void write(const std::string& contents) { write(contents.data(), contents.size()); }
     void rewind_to_header(const void* header, size_t bytes) {
-        check(fseeko(file, 0, SEEK_SET) == 0 && fwrite(header, 1, bytes, file) == bytes);
+        check(fseeko(file, 0, SEEK_SET) == 0);
+        check(fwrite(header, 1, bytes, file) == bytes);
     }
     void commit() {
         check(fflush(file) == 0);
         check(fsync(fileno(file)) == 0);
         check(rename(temporary.c_str(), path.c_str()) == 0);
         fclose(std::exchange(file, nullptr));  // and with it goes the lock
+
+        // the new name is to survive a power cut too
         int directory = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
         if (directory < 0) return;
-        fsync(directory);  // the new name survives a power cut too
+        fsync(directory);
         close(directory);
     }
 };
@@ -373,14 +423,15 @@ static void write_text(const std::string& path, const std::string& contents) {
 #endif  // NETWORK_ONLY
 
 static bool all_finite(const float* values, size_t n) {
-    bool finite = true;  // without a way out of the loop, which is vector code then
-    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;
+    bool finite = true;
+    for (size_t i = 0; i < n; i++) finite &= fabsf(values[i]) <= FLT_MAX;  // no early exit, so that this is vector code
     return finite;
 }
 
 // A float from -1 to 1 as a byte; a NaN is black.
 static uint8_t byte_of(float value) {
-    return (uint8_t)((fminf(fmaxf(value, -1.0f), 1.0f) + 1.0f) * 127.5f + 0.5f);
+    float clamped = fminf(fmaxf(value, -1.0f), 1.0f);
+    return (uint8_t)((clamped + 1.0f) * 127.5f + 0.5f);
 }
 
 static void check_host_memory(double bytes, const std::string& what, const char* instead) {
@@ -391,12 +442,14 @@ static void check_host_memory(double bytes, const std::string& what, const char*
 }
 
 // ---- flags ------------------------------------------------------------------------------------------------
-// What a flag's value is; of a number, also a list of them where Config has an array.
+// What a flag's value is. Where Config has an array of numbers, the value is a list of them.
 enum FlagKind { INT, FLOAT, BOOL, CHOICE, PATH };
-// PICTURES say which are drawn, SAMPLING says how: see take_sampling. OTHER is not in --config files.
+
+// PICTURES say which pictures are drawn, SAMPLING says how: see take_sampling. --config files have no OTHER flags.
 enum FlagGroup { FILES, MODEL, DIFFUSION, TRAINING, PICTURES, SAMPLING, OTHER };
 static const char* const GROUP_TITLES[] = {"Files", "Model", "Diffusion", "Training", "Pictures", "Sampling", "Other"};
-// What --resume does with a flag: a checkpoint stores all but FORGOTTEN ones; a FREE one may be typed with another
+
+// What --resume does with a flag. A checkpoint stores all but the FORGOTTEN ones. A FREE one may be typed with another
 // value, a FIXED one only with the checkpoint's.
 enum FlagResume { FORGOTTEN, FREE, FIXED };
 
@@ -408,7 +461,7 @@ struct Flag {
     FlagResume on_resume;
     const char* standard;  // the default, as it would be typed
     const char* help;
-    double least = 0, most = 1;     // of a number, in a list of each
+    double least = 0, most = 1;     // of a number, or of each number in a list
     const char* choices = nullptr;  // the words of a CHOICE, separated by |
 };
 
@@ -580,6 +633,7 @@ static std::vector<Flag> FLAGS = {
 #define OF_RECORDS                                                                                              \
     "--noise_schedule edm --predict edm --timestep_sampling lognormal --timestep_mean -1.2 --timestep_std 1.2 " \
     "--optimizer muon --lr_schedule cosine --warmup_steps 500 --grad_clip 1 --sampler dpmpp --sample_steps 20 "
+
 // A preset is a text of flags that come before those of --config and those the user types.
 struct Preset {
     const char *name, *flags;
@@ -613,22 +667,24 @@ static std::vector<Preset> PRESETS = {
 // Whether a flag stands for several others: --preset, and --model of dev/dit.
 static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
 
-// The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and suggests
-// the entry that shares most letters with it, at the beginning and at the end, as mark + its name.
-static const auto& named(const auto& table, const std::string& name, const std::string& shown,
-                         const char* mark) {
+// How many letters two words share at the beginning and at the end.
+static ptrdiff_t shared_letters(const std::string& a, const std::string& b) {
+    auto first = std::ranges::mismatch(a, b).in1 - a.begin();
+    auto last = std::mismatch(a.rbegin(), a.rend(), b.rbegin(), b.rend()).first - a.rbegin();
+    return first + last;
+}
+
+// The entry of a table (FLAGS, PRESETS) that has this name. Where there is none, the message calls it `shown`, and
+// suggests the most similar entry, written as mark + its name.
+static const auto& named(const auto& table, const std::string& name, const std::string& shown, const char* mark) {
     for (const auto& entry : table)
         if (name == entry.name) return entry;
 
-    auto shared = [&](const auto& entry) {
-        std::string other = entry.name;
-        auto first = std::ranges::mismatch(name, other).in1 - name.begin();
-        auto last = std::mismatch(name.rbegin(), name.rend(), other.rbegin(), other.rend()).first - name.rbegin();
-        return first + last;
-    };
-    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark,
-               std::ranges::max_element(table, {}, shared)->name);
+    auto similarity = [&](const auto& entry) { return shared_letters(name, entry.name); };
+    auto similar = std::ranges::max_element(table, {}, similarity);
+    fail_usage("there is no %s; did you mean %s%s? (--help all lists every flag)", shown, mark, similar->name);
 }
+
 static const Flag& flag_named(const std::string& name) { return named(FLAGS, name, "flag --" + name, "--"); }
 static const char* preset_flags(const std::string& name) {
     return named(PRESETS, name, "preset '" + name + "'", "").flags;
@@ -636,36 +692,43 @@ static const char* preset_flags(const std::string& name) {
 
 static std::string trimmed(const std::string& line) {
     size_t first = line.find_first_not_of(" \t\r");
-    return first == std::string::npos ? "" : line.substr(first, line.find_last_not_of(" \t\r") + 1 - first);
+    if (first == std::string::npos) return "";
+    size_t last = line.find_last_not_of(" \t\r");
+    return line.substr(first, last + 1 - first);
 }
 
-// The number that `value` stands for: of a word, its place among the choices.
+static double parse_bool(const Flag& flag, const std::string& value) {
+    if (value == "0" || value == "false" || value == "False") return 0;
+    if (value == "1" || value == "true" || value == "True") return 1;
+
+    std::string remedy;
+    if (flag.name == std::string("generate")) remedy = "; the number of pictures is --num_samples " + value;
+    fail_usage("--%s is 0 or 1, not '%s'%s", flag.name, value, remedy);
+}
+
+static double parse_choice(const Flag& flag, const std::string& value) {
+    int choice = index_of(split(flag.choices, '|'), value);
+    if (choice < 0) fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value);
+    return choice;
+}
+
+// The number that a value stands for. That of a word is its place among the choices.
 static double parse_number(const Flag& flag, const std::string& value) {
-    if (flag.kind == BOOL) {
-        if (value == "0" || value == "false" || value == "False") return 0;
-        if (value == "1" || value == "true" || value == "True") return 1;
-        std::string remedy;
-        if (flag.name == std::string("generate")) remedy = "; the number of pictures is --num_samples " + value;
-        fail_usage("--%s is 0 or 1, not '%s'%s", flag.name, value, remedy);
-    }
-    if (flag.kind == CHOICE) {
-        int choice = index_of(split(flag.choices, '|'), value);
-        if (choice >= 0) return choice;
-        fail_usage("--%s is one of %s, not '%s'", flag.name, flag.choices, value);
-    }
+    if (flag.kind == BOOL) return parse_bool(flag, value);
+    if (flag.kind == CHOICE) return parse_choice(flag, value);
 
     char* end;
     double number = strtod(value.c_str(), &end);
     bool is_float = flag.kind == FLOAT;
     bool is_number = !value.empty() && !*end && (is_float || number == floor(number));
-    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
     bool in_range = number >= flag.least && number <= flag.most;
-    if (is_number && in_range && is_lost)
-        fail_usage("--%s is %s, it must be 0 or at least 1.2e-38, the least float above it", flag.name, value);
+    const char* kind = is_float ? "number (a float)" : "whole number";
     if (!is_number || !in_range)
-        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name,
-                   is_float ? "number (a float)" : "whole number", flag.least, flag.most,
-                   value);
+        fail_usage("--%s needs a %s between %g and %.10g, not '%s'", flag.name, kind, flag.least, flag.most, value);
+
+    bool is_lost = number != 0 && fabs(number) < FLT_MIN;  // as a float it is 0 or lacks digits
+    if (is_lost)
+        fail_usage("--%s is %s, it must be 0 or at least 1.2e-38, the least float above it", flag.name, value);
     return number;
 }
 
@@ -679,8 +742,8 @@ static void check_path(const Flag& flag, const std::string& value) {
                    flag.name);
 }
 
-// A flag that is no path is a number, or a list of them, which a 0 ends where it is shorter. No whole number is
-// below 0.
+// A flag that is no path is a number, or a list of them. A list that is shorter than its array in Config is ended by
+// a 0. No whole number is below 0.
 static void set_flag(Config* config, const Flag& flag, const std::string& value) {
     void* place = (char*)config + flag.offset;
     if (flag.kind == PATH) {
@@ -690,7 +753,8 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
     }
 
     size_t most = flag.size / sizeof(float);
-    Strings parts = most > 1 ? split(value, ',') : Strings{value};
+    Strings parts = {value};
+    if (most > 1) parts = split(value, ',');
     if (parts.size() > most)
         fail_usage("--%s takes at most %zu numbers: '%s'", flag.name, most, value);
 
@@ -699,6 +763,7 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
         double number = parse_number(flag, parts[i]);
         if (number == 0 && parts.size() > 1)
             fail_usage("--%s %s: a 0 stands alone, for none", flag.name, value);
+
         if (flag.kind == FLOAT) ((float*)place)[i] = (float)number;
         else ((uint32_t*)place)[i] = (uint32_t)number;
     }
@@ -708,12 +773,14 @@ static void set_flag(Config* config, const Flag& flag, const std::string& value)
 static std::string flag_text(const Config& config, const Flag& flag) {
     const void* place = (const char*)&config + flag.offset;
     if (flag.kind == PATH) return (const char*)place;
+
     std::string joined;
     for (size_t i = 0; i < flag.size / sizeof(float); i++) {
         double number;
         if (flag.kind == FLOAT) number = ((const float*)place)[i];
         else number = ((const uint32_t*)place)[i];
         if (i && number == 0) break;  // the list ends
+
         if (i) joined += ",";
         if (flag.kind == CHOICE) joined += split(flag.choices, '|')[(size_t)number];
         else if (flag.kind == FLOAT) joined += float_text((float)number);
@@ -738,6 +805,7 @@ static const Strings USUAL_FLAGS = {
     "num_samples",  "seeds",      "sampler",  "sample_steps",   "resume",  "gpus",         "dry_run"};
 
 static void print_help(bool all) {
+    const char* which = all ? "" : " These are the usual ones:";
     printf(
         "%1$s: trains a %2$s diffusion model on images\n\n"
         "  ./%1$s --data_file X.bin     train (X.bin: python3 prepare_data.py --data_dir D "
@@ -746,16 +814,21 @@ static void print_help(bool all) {
         "  ./%1$s --generate            draw pictures with the newest checkpoint\n"
         "  ./%1$s --help all            every flag, and what each preset stands for\n\n"
         "Flags are written --name value or --name=value.%3$s\n",
-        network.program, network.name, all ? "" : " These are the usual ones:");
+        network.program, network.name, which);
+
     int group = -1;
     for (const Flag& flag : FLAGS) {
         if (!all && index_of(USUAL_FLAGS, flag.name) < 0) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
+
         std::string left = text("--%s %s", flag.name, flag.kind == CHOICE ? flag.choices : "");
-        bool tells = *flag.standard && (flag.kind != BOOL || *flag.standard != '0');
-        print("  %-37s %s%s\n", left, flag.help, tells ? text(" (default %s)", flag.standard) : "");
+        std::string standard;
+        bool is_off = flag.kind == BOOL && *flag.standard == '0';
+        if (*flag.standard && !is_off) standard = text(" (default %s)", flag.standard);
+        print("  %-37s %s%s\n", left, flag.help, standard);
     }
+
     printf("\nPresets\n");
     for (auto [name, flags] : PRESETS) {
         if (all) printf("  %s: %s\n", name, flags);
@@ -771,15 +844,19 @@ struct GivenFlag {
 };
 typedef std::vector<GivenFlag> GivenFlags;
 
+// The flag of this name that counts, which is the last one; null where none was given.
 static const GivenFlag* was_given(const GivenFlags& given, const std::string& name) {
-    auto last = std::find_if(given.rbegin(), given.rend(), [&](auto& g) { return name == g.flag->name; });
-    return last == given.rend() ? nullptr : &*last;
+    const GivenFlag* last = nullptr;
+    for (const GivenFlag& g : given)
+        if (name == g.flag->name) last = &g;
+    return last;
 }
 
 // The same, where it was typed, and does not come from a preset or a file.
 static const GivenFlag* was_typed(const GivenFlags& given, const char* name) {
     const GivenFlag* last = was_given(given, name);
-    return last && last->origin.empty() ? last : nullptr;
+    if (!last || !last->origin.empty()) return nullptr;
+    return last;
 }
 
 static void apply_flags(Config* config, const GivenFlags& given) {
@@ -793,13 +870,13 @@ static void choose_sampler(Config* config, const GivenFlags& given) {
     if (config->consistency && !was_given(given, "sampler")) config->sampler = SAMPLER_CONSISTENCY;
 }
 
-// What is said of typed flags that do nothing, for want of another flag.
+// A note for each flag that was typed and does nothing, for want of another flag.
 static Strings idle_flags(const Config& c, const GivenFlags& given) {
-    bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
     struct Need {
         const char *flag, *other;
         bool is_met;
     };
+    bool is_lognormal = c.timestep_sampling == TIMESTEPS_LOGNORMAL;
     const Need needs[] = {
         {"timestep_mean", "without --timestep_sampling lognormal", is_lognormal},
         {"timestep_std", "without --timestep_sampling lognormal", is_lognormal},
@@ -819,6 +896,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
         if (!need.is_met && !is_usual && was_typed(given, need.flag))
             notes.push_back(text("--%s does nothing %s", need.flag, need.other));
     }
+
     bool is_typed = was_typed(given, "warmup_steps") || was_typed(given, "steps");
     if (is_typed && c.hyper.warmup_steps > c.steps)
         notes.push_back(text("the learning rate does not reach --lr: --warmup_steps %d are more than --steps %d",
@@ -829,7 +907,7 @@ static Strings idle_flags(const Config& c, const GivenFlags& given) {
     return notes;
 }
 
-// What only other programs do.
+// The flags that only other programs of the repository have.
 struct OtherProgram {
     const char* name;
     Strings flags;
@@ -847,14 +925,15 @@ static void refuse_elsewhere(const std::string& name) {
             fail_usage("--%s is %s's: python3 %s --help tells how it is used", name, program.name, program.name);
 }
 
-// The flags of a configuration: a line each, NAME VALUE or NAME = VALUE; a line that begins with # is a comment. Messages call
-// it `path`.
+// The flags of a configuration. A line is NAME VALUE or NAME = VALUE; one that begins with # is a comment. Messages
+// call the configuration `path`.
 static GivenFlags parse_config(const std::string& lines, const std::string& path) {
     GivenFlags given;
-    Config scratch;  // sets each flag once here, so that a bad value is named with its line
+    Config scratch;  // each flag is set in it once, so that a bad value is named with its line
     int number = 0;
     for (const std::string& line : split(lines, '\n')) {
-        std::string origin = text("%s, line %d", path, ++number);
+        number++;
+        std::string origin = text("%s, line %d", path, number);
         std::string words = trimmed(line);
         if (words.empty() || words[0] == '#') continue;
 
@@ -900,43 +979,55 @@ static std::string config_text(const Config& config) {
     return lines;
 }
 
-// Every flag of a command line, each coming over those before it: a preset's, a file's, the typed ones.
+// The flag that words[*at] begins. Its value may be the next word, and then *at moves on to that.
+static GivenFlag parse_flag(const Strings& words, size_t* at, const std::string& origin) {
+    std::string argument = words[*at] == "-h" ? "--help" : words[*at];
+    if (!argument.starts_with("--"))
+        fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument);
+
+    size_t equals = argument.find('=');
+    std::string name = argument.substr(2, equals - 2);
+    refuse_elsewhere(name);
+    const Flag& flag = flag_named(name);
+
+    // The value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help. A word that
+    // begins with -- is the next flag; a value that begins so is written --name=--value.
+    bool is_optional = flag.kind == BOOL || name == "resume" || name == "help";
+    bool has_equals = equals != std::string::npos;
+    bool has_next = *at + 1 < words.size() && !words[*at + 1].starts_with("--");
+    std::string value;
+    if (has_equals) value = argument.substr(equals + 1);
+    else if (has_next) value = words[++*at];
+    else if (flag.kind == BOOL) value = "1";
+    else if (name == "help") value = "usual";
+
+    // A script types '' where its variable is not set. Only --val_file '' means something: it takes back what a
+    // checkpoint tells.
+    bool takes_back = name == "val_file" && (has_equals || has_next);
+    if (value.empty() && !is_optional && !takes_back)
+        fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
+    return {&flag, value, origin};
+}
+
+// Every flag of a command line. A later one overrides those before it: first come a preset's flags, then those of the
+// --config file, then the typed ones.
 static GivenFlags parse_flags(const Strings& words, const std::string& origin = "") {
     GivenFlags given;
-    for (size_t i = 0; i < words.size(); i++) {
-        std::string argument = words[i] == "-h" ? "--help" : words[i];
-        if (!argument.starts_with("--"))
-            fail_usage("'%s' is not a flag; flags are written --name value (see --help)", argument);
+    for (size_t i = 0; i < words.size(); i++) given.push_back(parse_flag(words, &i, origin));
 
-        size_t equals = argument.find('=');
-        std::string name = argument.substr(2, equals - 2);
-        refuse_elsewhere(name);
-        const Flag& flag = flag_named(name);
-
-        // The value may be left out of a flag that says yes or no, such as --flip, of --resume and of --help. A word that
-        // begins with -- is the next flag; a value that begins so is written --name=--value.
-        bool optional = flag.kind == BOOL || name == "resume" || name == "help";
-        bool has_next = i + 1 < words.size() && !words[i + 1].starts_with("--");
-        bool has_value = equals != std::string::npos || has_next;
-        std::string value;
-        if (equals != std::string::npos) value = argument.substr(equals + 1);
-        else if (has_next) value = words[++i];
-        else if (flag.kind == BOOL) value = "1";
-        else if (name == "help") value = "usual";
-        // a script whose variable is unset types ''; but --val_file '' takes back what a checkpoint tells
-        if (value.empty() && !optional && !(has_value && name == "val_file"))
-            fail_usage("--%s needs a value, not ''; leave it out for what is usual", name);
-        given.push_back({&flag, value, origin});
-    }
-
-    auto put_first = [&](const auto& more) { given.insert(given.begin(), more.begin(), more.end()); };
+    auto put_first = [&](const GivenFlags& more) { given.insert(given.begin(), more.begin(), more.end()); };
     if (const GivenFlag* file = was_given(given, "config")) put_first(read_config_file(file->value));
+
     for (const Flag& flag : FLAGS) {
-        const GivenFlag* preset = is_preset(flag) ? was_given(given, flag.name) : nullptr;
+        if (!is_preset(flag)) continue;
+        const GivenFlag* preset = was_given(given, flag.name);
         if (!preset) continue;
-        for (const GivenFlag& other : given)
-            if (other.flag == preset->flag && other.origin == preset->origin && other.value != preset->value)
-                fail_usage("--%s %s and --%s %s: only one can be had", flag.name, other.value, flag.name, preset->value);
+
+        for (const GivenFlag& other : given) {
+            bool is_rival = other.flag == &flag && other.origin == preset->origin && other.value != preset->value;
+            if (!is_rival) continue;
+            fail_usage("--%s %s and --%s %s: only one can be had", flag.name, other.value, flag.name, preset->value);
+        }
         std::string source = text("--%s %s", flag.name, preset->value);
         put_first(parse_flags(split(preset_flags(preset->value), ' '), source));
     }
@@ -951,22 +1042,23 @@ static void check_attention(const Config& c, int width, int size) {
     for (bool decoder : {false, true}) {
         int heads = heads_of(c, width, decoder);
         int divisor = c.num_heads ? heads : c.num_head_channels;
+        const char* flag = c.num_heads ? "num_heads" : "num_head_channels";
         if (width % divisor)
-            fail("--%s %d does not divide the %d channels of the attention at %dx%d",
-                 c.num_heads ? "num_heads" : "num_head_channels", divisor, width, size, size);
+            fail("--%s %d does not divide the %d channels of the attention at %dx%d", flag, divisor, width, size, size);
 
         auto [multiple, most] = head_channels();
         int channels = width / heads;
+        const char* where = most < 256 ? " in fp32, here" : "";
         if (channels % multiple || channels > most)
             fail("attention has heads of %d channels, and a GPU takes multiples of %d up to %d%s; use another "
                  "--num_head_channels",
-                 channels, multiple, most, most < 256 ? " in fp32, here" : "");
+                 channels, multiple, most, where);
     }
 }
 
 static void check_levels(const Config& c) {
-    int levels = list_length(c.channel_mult);  // of a UNet; another's make_plan checks its own
-    int multiple = 1 << levels >> 1;
+    int levels = list_length(c.channel_mult);  // 0 for a network that is no UNet, whose make_plan checks its own flags
+    int multiple = 1 << levels >> 1;           // every level but the last halves the image
     if (levels && c.image_size % multiple)
         fail("--image_size %d can't be halved for %d levels of --channel_mult; use a multiple of %d",
              c.image_size, levels, multiple);
@@ -983,49 +1075,67 @@ static void check_levels(const Config& c) {
             fail("--norm_groups %d must divide level %d's %d channels into groups of 2 or more, or else the norm takes the "
                  "time embedding away; use 16",
                  c.norm_groups, i + 1, width);
+
         bool is_middle = i == levels - 1;  // which always has attention
         if (is_middle || attends(c, size)) check_attention(c, width, size);
     }
 }
 
-// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
-static void check_config(const Config& c) {
-    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
-    check_levels(c);
-    if (c.class_cond && !c.num_classes)
-        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
-    if (is_guided(c) && !(c.class_cond && c.cond_drop_prob > 0))
-        fail(
-            "--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
-            "others by --guide_weights",
-            c.guidance_scale);
-    if (c.use_ema > std::max(1, ema_count(c)))
-        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw "
-             "weights",
-             c.use_ema, ema_count(c));
-    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
-        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine",
-             c.diffusion_steps);
+static void check_schedule(const Config& c) {
     bool is_flow = c.noise_schedule == SCHEDULE_FLOW;
+    if (c.noise_schedule == SCHEDULE_LINEAR && c.diffusion_steps <= 20)
+        fail("--diffusion_steps %d is too few for a linear schedule; use 21 or more, or cosine", c.diffusion_steps);
     if (c.zero_terminal_snr && (is_flow || c.noise_schedule == SCHEDULE_EDM))
         fail("--zero_terminal_snr rescales --noise_schedule linear and cosine only");
+
+    const char* ends_in_noise = is_flow ? "--noise_schedule flow" : "--zero_terminal_snr";
+    const char* remedy = is_flow ? "flow" : "x0";
     if ((c.zero_terminal_snr || is_flow) && c.predict == PREDICT_EPS)
-        fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s",
-             is_flow ? "--noise_schedule flow" : "--zero_terminal_snr", is_flow ? "flow" : "x0");
+        fail("%s ends in noise alone, where --predict eps fails; use --predict v or %s", ends_in_noise, remedy);
+}
+
+static void check_consistency(const Config& c) {
     if (c.consistency && c.predict == PREDICT_EPS)
         fail("--consistency needs a network that sees an image in noise alone: not one of --predict eps");
+
     if (c.path_steps && !c.consistency) fail("--path_steps %d goes with --consistency 1 only", c.path_steps);
     if (c.path_steps > c.diffusion_steps)
         fail("--path_steps %d is more than --diffusion_steps %d", c.path_steps, c.diffusion_steps);
+
     bool takes_learned = c.consistency && c.path_steps && c.sampler == SAMPLER_CONSISTENCY && c.spacing == SPACING_AUTO;
     if (takes_learned && c.sample_steps > c.consistency_steps)
         fail("--sample_steps %d is more than --consistency_steps %d, in which the model learns to draw", c.sample_steps,
              c.consistency_steps);
     if (c.path_steps && c.path_steps < c.consistency_steps)
         fail("--path_steps %d is less than --consistency_steps %d", c.path_steps, c.consistency_steps);
-    if (c.matching_fraction > 0 && !c.path_steps) fail("--matching_fraction %g needs --path_steps", c.matching_fraction);
+
+    if (c.matching_fraction > 0 && !c.path_steps)
+        fail("--matching_fraction %g needs --path_steps", c.matching_fraction);
+    const char* other_loss = c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma";
     if (c.consistency && (c.learn_sigma || c.min_snr_gamma > 0))
-        fail("--consistency has a loss of its own, without %s", c.learn_sigma ? "--learn_sigma" : "--min_snr_gamma");
+        fail("--consistency has a loss of its own, without %s", other_loss);
+}
+
+// Refuses, in a sentence, what can't work. Everything behind it may rely on what it lets through.
+static void check_config(const Config& c) {
+    if (c.num_channels % 32) fail("--num_channels must be a multiple of 32, not %d", c.num_channels);
+    check_levels(c);
+
+    if (c.class_cond && !c.num_classes)
+        fail("--class_cond needs labels: make images with prepare_data.py --labels, or name --num_classes");
+    bool can_be_guided = c.class_cond && c.cond_drop_prob > 0;
+    if (is_guided(c) && !can_be_guided)
+        fail("--guidance_scale %g needs a model with --class_cond and --cond_drop_prob; generate.py can guide "
+             "others by --guide_weights",
+             c.guidance_scale);
+    if (c.use_ema > std::max(1, ema_count(c)))
+        fail("--use_ema %d asks for an average of the weights that does not exist: --ema_rate makes %d; 0 takes the raw "
+             "weights",
+             c.use_ema, ema_count(c));
+
+    check_schedule(c);
+    check_consistency(c);
+
     if (c.eta > 0 && c.sampler != SAMPLER_DDIM)
         fail("--eta %g goes with --sampler ddim only; use --eta 0", c.eta);
     if (c.sample_steps > c.diffusion_steps)
@@ -1039,29 +1149,43 @@ struct Dataset {
     int count = 0;  // images
     std::vector<uint8_t> bytes = {};
     std::vector<float> floats = {};
-    float largest = 1;  // absolute value of a pixel, if that is more than 1
-    float value(size_t i) const { return bytes.empty() ? floats[i] : (float)bytes[i] / 127.5f - 1.0f; }
+    float largest = 1;             // absolute value of a pixel, if that is more than 1
     std::vector<int> labels = {};  // (N), where there are classes
     Strings class_names = {};      // which they number; some may have no image
     std::string checksum = "";     // the file's, in hexadecimal digits; old ones have none
+
+    // A value of a pixel in [-1, 1].
+    float value(size_t i) const {
+        if (bytes.empty()) return floats[i];
+        return (float)bytes[i] / 127.5f - 1.0f;
+    }
 };
 
 enum { IMAGES_MAGIC = 20240620, IMAGES_VERSION = 1, IMAGES_CHECKSUM_FIELD = 9 };
 enum { IMAGES_UINT8 = 1, IMAGES_FLOAT = 2 };  // types of elements
 
-// Averages images of this width over squares of factor x factor pixels.
-static void shrink(Dataset* data, int width, int factor) {
-    bool bytes = data->floats.empty();
-    float divisor = (bytes ? 127.5f : 1.0f) * (float)(factor * factor);
-    size_t values = bytes ? data->bytes.size() : data->floats.size();
-    std::vector<float> smaller(values / factor / factor);
-    for (size_t i = 0; i < values; i++) {
-        size_t row = i / width / factor, x = i % width / factor;
-        smaller[row * (width / factor) + x] += bytes ? (float)data->bytes[i] : data->floats[i];
+// The sums of values over blocks of factor x factor pixels, of images of this width.
+template <typename T> static std::vector<float> block_sums(const std::vector<T>& values, int width, int factor) {
+    std::vector<float> sums(values.size() / factor / factor);
+    for (size_t i = 0; i < values.size(); i++) {
+        size_t row = i / width / factor;
+        size_t column = i % width / factor;
+        sums[row * (width / factor) + column] += (float)values[i];
     }
-    for (float& sum : smaller) sum = bytes ? sum / divisor - 1.0f : sum / divisor;
-    data->bytes = std::vector<uint8_t>();
-    data->floats.swap(smaller);
+    return sums;
+}
+
+// Averages images of this width over blocks of factor x factor pixels.
+static void shrink(Dataset* data, int width, int factor) {
+    float pixels = (float)(factor * factor);
+    if (data->bytes.empty()) {
+        data->floats = block_sums(data->floats, width, factor);
+        for (float& value : data->floats) value = value / pixels;
+    } else {
+        data->floats = block_sums(data->bytes, width, factor);
+        for (float& value : data->floats) value = value / (127.5f * pixels) - 1.0f;
+        data->bytes = std::vector<uint8_t>();
+    }
 }
 
 // Refuses names that can't be stored: what is no text in UTF-8, an empty one, and two that are the same.
@@ -1086,8 +1210,7 @@ static Strings parse_class_names(const std::string& lines, const std::string& fi
     return names;
 }
 
-// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Those from `type` on are new
-// in version 1.
+// What an image file says of itself: fields 1 to 8 of its header, see docs/formats.md. Version 0 has only four of them.
 struct ImageHeader {
     int32_t N, C, H, W, version, type, classes, name_bytes;
 };
@@ -1099,15 +1222,18 @@ static ImageHeader image_header(const Reader& in) {
     ImageHeader h;
     memcpy(&h, in.header + 1, sizeof h);
     if (!h.version) h = {h.N, h.C, h.H, h.W, 0, IMAGES_FLOAT, 0, 0};
-    bool is_known = h.version == 0 || h.version == IMAGES_VERSION;
-    if (!is_known || (h.type != IMAGES_UINT8 && h.type != IMAGES_FLOAT))
+    bool is_known_version = h.version == 0 || h.version == IMAGES_VERSION;
+    bool is_known_type = h.type == IMAGES_UINT8 || h.type == IMAGES_FLOAT;
+    if (!is_known_version || !is_known_type)
         fail("%s has version %d and elements of type %d, which this program can't read; make it again with prepare_data.py",
              name, h.version, h.type);
 
     // a double can hold what 64 bits can't, and is exact enough to refuse it
-    double pixels = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
-    double claimed = HEADER_BYTES + pixels + (h.classes ? 4.0 * h.N : 0) + h.name_bytes;
-    if (std::min({h.N, h.C, h.H, h.W}) < 1 || std::min(h.classes, h.name_bytes) < 0 || claimed != (double)in.size)
+    double pixel_bytes = (double)h.N * h.C * h.H * h.W * (h.type == IMAGES_UINT8 ? 1 : 4);
+    double label_bytes = h.classes ? 4.0 * h.N : 0;
+    double claimed = HEADER_BYTES + pixel_bytes + label_bytes + h.name_bytes;
+    bool is_possible = std::min({h.N, h.C, h.H, h.W}) >= 1 && std::min(h.classes, h.name_bytes) >= 0;
+    if (!is_possible || claimed != (double)in.size)
         fail("%s is damaged: its header's %d images of %d x %d x %d ask for %.0f bytes and it has %zu", name, h.N,
              h.C, h.H, h.W, claimed, in.size);
     return h;
@@ -1121,39 +1247,46 @@ static Strings read_class_names(const std::string& path) {
     return parse_class_names(in.take<std::string>(h.name_bytes), path, h.classes, h.classes);
 }
 
-// Images `factor` times as large as image_size are shrunk, others refused.
-static Dataset read_images(const std::string& path, const Config& c) {
-    int wanted = c.image_size;
+// Refuses a path where there is no image file, and says how to make one.
+static void check_image_path(const std::string& path, int image_size) {
     if (!file_exists(path) && file_exists(path + ".gz"))
         fail("%s is still packed; run `make data` (or gzip -dk %s.gz)", path, path);
     if (!file_exists(path))
         fail("no file %s; make it: python3 prepare_data.py --data_dir FOLDER --image_size %d --output_name %s", path,
-             wanted, shell_word(path));
+             image_size, shell_word(path));
     if (is_folder(path))
         fail("%s is a folder; make a file of its pictures: python3 prepare_data.py --data_dir %s --output_name FILE.bin", path,
              shell_word(path));
+}
+
+// Reads the images of a file. Those whose size is a multiple of image_size are shrunk to it, others refused.
+static Dataset read_images(const std::string& path, const Config& c) {
+    check_image_path(path, c.image_size);
     Reader in(path);
     ImageHeader h = image_header(in);
     Dataset data = {.count = h.N};
     if (h.version) data.checksum = text("%08x", in.header[IMAGES_CHECKSUM_FIELD]);
     if (h.version && !in.checksum_matches(IMAGES_CHECKSUM_FIELD))
         fail("%s is damaged: its checksum does not match; make it again with prepare_data.py", path);
+
     if (h.C != c.in_channels)
         fail("%s has images of %d channels, and %d are wanted", path, h.C, c.in_channels);
-    int factor = h.H / wanted;
-    if (h.H != h.W || h.H % wanted)
+    if (h.H != h.W || h.H % c.image_size)
         fail("%s holds %d x %d images; prepare_data.py --image_size %d --output_name NEW.bin makes what fits",
-             path, h.H, h.W, wanted);
-    check_host_memory((double)in.size + (factor > 1 ? 4.0 * h.N * h.C * wanted * wanted : 0),
-                      "the images of " + path, "use fewer or smaller ones");
+             path, h.H, h.W, c.image_size);
+    int factor = h.H / c.image_size;
+    double shrunk_bytes = factor > 1 ? 4.0 * h.N * h.C * c.image_size * c.image_size : 0;
+    check_host_memory((double)in.size + shrunk_bytes, "the images of " + path, "use fewer or smaller ones");
 
     size_t count = (size_t)h.N * h.C * h.H * h.W;
     in.seek(HEADER_BYTES);
     if (h.type == IMAGES_UINT8) data.bytes = in.take<std::vector<uint8_t>>(count);
     else data.floats = in.take<std::vector<float>>(count);
+
+    float most = h.version ? FLT_MAX : 1.001f;
     for (float value : data.floats) {
-        if (!(fabsf(value) <= (h.version ? FLT_MAX : 1.001f)))
-            fail("%s is damaged: it holds a pixel of %g", path, value);
+        bool is_pixel = fabsf(value) <= most;  // a NaN is none
+        if (!is_pixel) fail("%s is damaged: it holds a pixel of %g", path, value);
         data.largest = std::max(data.largest, fabsf(value));
     }
 
@@ -1162,41 +1295,46 @@ static Dataset read_images(const std::string& path, const Config& c) {
         if (label < 0 || label >= h.classes)
             fail("%s is damaged: it holds a label of %d and %d classes", path, label, h.classes);
     data.class_names = read_class_names(path);
+
     if (factor > 1) shrink(&data, h.W, factor);
     return data;
 }
 
-// Numbers the labels of images as the model does, whose classes have these names. A class that it does not
-// know is refused. Returns what else differs, "" where nothing does. With `trains`, classes of the
-// model that have no images are named too.
+// Numbers the labels of images as the model does, whose classes have these names. A class that the model does not
+// know is refused. Returns a sentence about what else differs, or "" where nothing does. With `trains` it also names
+// classes of the model that have no images.
 static std::string match_classes(Dataset* data, const char* file, const Strings& names, bool trains) {
     const Strings theirs = std::exchange(data->class_names, names);
     std::vector<int> images(theirs.size()), to(theirs.size());
     for (int label : data->labels) images[label]++;
 
-    Strings unknown, lacking;
-    std::string line;
+    Strings unknown;
+    std::string difference;
     for (int i = 0; i < (int)theirs.size(); i++) {
         to[i] = index_of(names, theirs[i]);
         if (!images[i] || to[i] == i) continue;
         if (to[i] < 0) unknown.push_back(theirs[i]);
-        else if (line.empty())
-            line = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
-                        "%d in the model", theirs[i], i, to[i]);
+        else if (difference.empty())
+            difference = text(" numbers its classes otherwise and is matched by their names: %s is number %d there and "
+                              "%d in the model", theirs[i], i, to[i]);
     }
     if (!unknown.empty())
-        fail("%s has images of %s, which the model does not know: its classes are %s", file,
-             listed(unknown), listed(names));
+        fail("%s has images of %s, which the model does not know: its classes are %s", file, listed(unknown),
+             listed(names));
 
+    Strings lacking;
     for (const std::string& name : names) {
         int i = index_of(theirs, name);
         if (i < 0 || (trains && !images[i])) lacking.push_back(name);
     }
-    if (!lacking.empty())
-        line += text("%s has no images of %s, which the model knows", line.empty() ? "" : "; it",
-                     listed(lacking));
+    if (!lacking.empty()) {
+        if (!difference.empty()) difference += "; it";
+        difference += text(" has no images of %s, which the model knows", listed(lacking));
+    }
+
     for (int& label : data->labels) label = to[label];
-    return line.empty() ? "" : file + line;
+    if (difference.empty()) return "";
+    return file + difference;
 }
 
 // ---- weights and checkpoints ------------------------------------------------------------------------------
@@ -1216,11 +1354,11 @@ enum HeaderField {
 enum { WEIGHTS_VERSION = 3, OLD_WEIGHTS_MAGIC = 12345678 };
 enum { SECTION_INTS = 8, SECTION_NAME_BYTES = 24, MAX_SECTIONS = 16 };
 
-// The sections of parameters, in their order: number --use_ema is what that flag chooses.
+// The sections of parameters, in their order. The value of --use_ema is the number of one of them.
 static const char* const ARRAY_SECTIONS[] = {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v", "teacher",
                                              "fake", "fake_m", "fake_v"};
 
-// What --skip_outliers compares a step with: at most WINDOW steps, and no step is skipped before there are WINDOW_LEAST.
+// --skip_outliers compares a step with the last WINDOW steps. No step is skipped before there are WINDOW_LEAST.
 enum { WINDOW = 128, WINDOW_LEAST = 32 };
 struct History {      // the section `state` of a checkpoint
     int32_t skipped;  // how many steps were skipped
@@ -1272,11 +1410,11 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
     bool fits = count >= 1 && count <= MAX_SECTIONS;
     size_t offset = HEADER_BYTES;
     for (int i = 0; fits && i < count; i++) {
-        const int32_t* entry = header + FIELD_SECTION_TABLE + i * SECTION_INTS;
+        const char* entry = (const char*)(header + FIELD_SECTION_TABLE + i * SECTION_INTS);
         char name[SECTION_NAME_BYTES + 1] = {0};
         uint64_t bytes;
         memcpy(name, entry, SECTION_NAME_BYTES);
-        memcpy(&bytes, entry + SECTION_NAME_BYTES / sizeof *entry, sizeof bytes);
+        memcpy(&bytes, entry + SECTION_NAME_BYTES, sizeof bytes);
 
         bool is_new = file->sections.insert({name, {offset, (size_t)bytes}}).second;
         fits = is_new && bytes <= size - offset;
@@ -1290,21 +1428,24 @@ static void read_section_table(WeightsFile* file, const int32_t* header, size_t 
 static void read_history(WeightsFile* file, const std::string& state) {
     if (state.empty()) return;
     History* h = &file->history;
-    bool whole = state.size() == sizeof *h;
-    if (whole) memcpy(h, state.data(), sizeof *h);
-    if (!whole || h->skipped < 0 || h->seen < 0 || (long)h->skipped + h->seen > file->step ||
-        !all_finite(h->losses, WINDOW) || !all_finite(h->norms, WINDOW))
-        fail("%s is damaged: its section state makes no sense", file->path);
+    bool makes_sense = state.size() == sizeof *h;
+    if (makes_sense) {
+        memcpy(h, state.data(), sizeof *h);
+        bool counts_steps = h->skipped >= 0 && h->seen >= 0 && (long)h->skipped + h->seen <= file->step;
+        makes_sense = counts_steps && all_finite(h->losses, WINDOW) && all_finite(h->norms, WINDOW);
+    }
+    if (!makes_sense) fail("%s is damaged: its section state makes no sense", file->path);
 }
 
-// What a weights file of one of the formats before today's is refused with.
+// The failure with which a weights file of an earlier format is refused.
 struct EarlierFormat : Failure {};
 
 // Refuses what is no weights file of this program's network and of today's format.
 static void check_format(const Reader& in) {
     const std::string& name = in.path;
     std::string word = shell_word(in.path);
-    int magic = in.header[FIELD_MAGIC], version = in.header[FIELD_VERSION];
+    int magic = in.header[FIELD_MAGIC];
+    int version = in.header[FIELD_VERSION];
     if (magic == IMAGES_MAGIC)
         fail("%s holds images; weights were expected (images go to --data_file)", name);
     if (magic == OLD_WEIGHTS_MAGIC)
@@ -1323,6 +1464,15 @@ static void check_format(const Reader& in) {
              WEIGHTS_VERSION);
 }
 
+// The contents of a section, "" where the file has none of this name.
+static std::string read_section(Reader* in, const WeightsFile& file, const std::string& name) {
+    auto section = file.sections.find(name);
+    if (section == file.sections.end()) return "";
+    auto [offset, bytes] = section->second;
+    in->seek(offset);
+    return in->take<std::string>(bytes);
+}
+
 static WeightsFile open_weights(const std::string& path) {
     if (is_folder(path))
         fail("%s is a folder; name a checkpoint in it, or draw with its newest by --out_dir %s", path, shell_word(path));
@@ -1331,12 +1481,7 @@ static WeightsFile open_weights(const std::string& path) {
     float smoothed = std::bit_cast<float>(in.header[FIELD_SMOOTHED]);
     WeightsFile file = {path, default_config(), in.header[FIELD_STEP], smoothed};
     read_section_table(&file, in.header, in.size);
-    auto contents = [&](const char* section) -> std::string {
-        if (!file.sections.contains(section)) return "";
-        auto [offset, bytes] = file.sections[section];
-        in.seek(offset);
-        return in.take<std::string>(bytes);
-    };
+
     if (!in.checksum_matches(FIELD_CHECKSUM)) fail("%s is damaged: its checksum does not match", path);
     for (const char* needed : {"weights", "config"})
         if (!file.sections.contains(needed)) fail("%s holds no %s", path, needed);
@@ -1344,12 +1489,13 @@ static WeightsFile open_weights(const std::string& path) {
 
     size_t parameters = 0;
     std::string why = failure_of([&] {
-        read_stored_config(&file.config, contents("config"));
+        read_stored_config(&file.config, read_section(&in, file, "config"));
         check_config(file.config);
         parameters = count_parameters(file.config);
     });
     if (!why.empty()) fail("%s has a setting that can't be used: %s", path, why);
     file.config.hyper.lr_steps = std::max(0, in.header[FIELD_LR_STEPS]);
+
     if (file.step < 0 || !std::isfinite(smoothed) || in.header[FIELD_PARAMETERS] != (int64_t)parameters)
         fail("%s is damaged: %d parameters, step %ld and loss %g don't fit its configuration", path,
              in.header[FIELD_PARAMETERS], file.step, smoothed);
@@ -1358,9 +1504,9 @@ static WeightsFile open_weights(const std::string& path) {
             fail("%s is damaged: its section %s has the wrong length", path, section);
 
     size_t classes = file.config.class_cond ? file.config.num_classes : 0;
-    file.class_names = parse_class_names(contents("class_names"), path, 0, classes);
-    file.data_checksum = contents("data_checksum");
-    read_history(&file, contents("state"));
+    file.class_names = parse_class_names(read_section(&in, file, "class_names"), path, 0, classes);
+    file.data_checksum = read_section(&in, file, "data_checksum");
+    read_history(&file, read_section(&in, file, "state"));
     return file;
 }
 
@@ -1375,7 +1521,8 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     for (const std::string& name : list_folder(folder, &error)) {
         long step = -1;
         sscanf(name.c_str(), "checkpoint_%8ld", &step);
-        if (step >= 0 && folder + "/" + name == checkpoint_path(folder, step)) steps.push_back(step);
+        bool is_checkpoint = step >= 0 && folder + "/" + name == checkpoint_path(folder, step);
+        if (is_checkpoint) steps.push_back(step);
     }
     if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
         fail("can't list the folder %s: %s", folder, error.message());
@@ -1383,8 +1530,8 @@ static std::vector<long> list_checkpoints(const std::string& folder) {
     return steps;
 }
 
-// The newest checkpoint of a folder that is whole; a damaged one is named and passed over. One of an earlier
-// format is refused: it may be the newest, and the command that converts it is told.
+// The newest checkpoint of a folder that is whole. A damaged one is named and passed over. One of an earlier format is
+// not passed over: it may be the newest, and its failure tells the command that converts it.
 static WeightsFile newest_checkpoint(const std::string& folder, const char* otherwise) {
     std::vector<long> steps = list_checkpoints(folder);
     for (long step : steps) {
@@ -1396,19 +1543,24 @@ static WeightsFile newest_checkpoint(const std::string& folder, const char* othe
             note("passed over: " + failure.sentence);
         }
     }
-    fail("there is no %scheckpoint in %s; %s", steps.empty() ? "" : "whole ", folder, otherwise);
+    const char* whole = steps.empty() ? "" : "whole ";
+    fail("there is no %scheckpoint in %s; %s", whole, folder, otherwise);
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------
-// How many of N pictures stand in a row of their grid, which is about square. Of `groups` groups of equally many
-// pictures, such as classes, each has a row, or shares one with others where that needs more than 4,000 pixels a
-// side.
+// How many of N pictures stand in a row of their grid, which is about square. Where the pictures are `groups` groups of
+// equally many, such as classes, each group has a row; where that takes more than 4,000 pixels a side, as many groups
+// share a row as make the grid square.
 static int grid_columns(int N, int groups, int image_size) {
     int square = (int)ceil(sqrt((double)N));
     if (!groups) return square;
+
     int each = N / groups;
-    if (std::max(each, groups) * (image_size + 2) <= 4000) return each;
-    return each < square ? square / each * each : square;
+    bool fits = std::max(each, groups) * (image_size + 2) <= 4000;
+    if (fits) return each;
+    if (each >= square) return square;
+    int groups_a_row = square / each;
+    return groups_a_row * each;
 }
 
 // A picture of bytes (height, width, channels): grey, grey and alpha, RGB or RGBA.
@@ -1421,10 +1573,12 @@ struct Raster {
 // pictures (N, H, W, PIXEL) in [-1, 1] as a grid with white gaps.
 static Raster draw_grid(std::span<const float> pictures, int columns, const Config& c, int gap = 2) {
     int H = c.image_size, C = c.in_channels;
-    int N = (int)(pictures.size() / (H * H * PIXEL)), rows = (N + columns - 1) / columns;
+    int N = (int)(pictures.size() / (H * H * PIXEL));
+    int rows = (N + columns - 1) / columns;
     int width = columns * (H + gap) + gap;
     int height = rows * (H + gap) + gap;
     Raster grid = {width, height, C, std::vector<uint8_t>((size_t)width * height * C, 255)};
+
     for (int n = 0; n < N; n++) {
         int top = n / columns * (H + gap) + gap;
         int left = n % columns * (H + gap) + gap;
@@ -1442,33 +1596,39 @@ static std::string big_endian(uint32_t value) {
     return {(char)(value >> 24), (char)(value >> 16), (char)(value >> 8), (char)value};
 }
 
-// Every line of a picture as PNG stores it: the filter's name, then the filtered bytes. The filter is 4, Paeth's: a
-// byte becomes its difference from the byte to its left, above it, or at the corner of these two, whichever is
-// nearest to left + above - corner. Beyond the edges all bytes are 0.
+// Paeth's predictor of PNG: whichever of the bytes to the left, above, and at the corner of these two is nearest to
+// left + up - corner. Where two are as near, the one named first.
+static int paeth(int left, int up, int corner) {
+    int to_left = abs(up - corner);
+    int to_up = abs(left - corner);
+    int to_corner = abs(left + up - 2 * corner);
+    if (to_left <= to_up && to_left <= to_corner) return left;
+    if (to_up <= to_corner) return up;
+    return corner;
+}
+
+// Every line of a picture as PNG stores it: the filter's number, 4, then each byte's difference from what Paeth's
+// predictor says. Beyond the edges all bytes are 0.
 static std::vector<uint8_t> filter_lines(const Raster& picture) {
-    size_t channels = picture.channels, pitch = picture.width * channels;
-    std::vector<uint8_t> filtered, line(channels + pitch), above;  // with a pixel before the first
+    size_t channels = picture.channels;
+    size_t pitch = picture.width * channels;
+    std::vector<uint8_t> line(channels + pitch), above;  // with a pixel of zeros before the first
+    std::vector<uint8_t> filtered;
     filtered.reserve((1 + pitch) * picture.height);
     for (int y = 0; y < picture.height; y++) {
         above = line;
         std::copy_n(&picture.bytes[y * pitch], pitch, &line[channels]);
         filtered.push_back(4);
         for (size_t i = 0; i < pitch; i++) {
-            int left = line[i], up = above[channels + i], corner = above[i];
-            int to_left = abs(up - corner);
-            int to_up = abs(left - corner);
-            int to_corner = abs(left + up - 2 * corner);
-
-            int nearest = to_up <= to_corner ? up : corner;
-            if (to_left <= std::min(to_up, to_corner)) nearest = left;
-            filtered.push_back((uint8_t)(line[channels + i] - nearest));
+            int predicted = paeth(line[i], above[channels + i], above[i]);
+            filtered.push_back((uint8_t)(line[channels + i] - predicted));
         }
     }
     return filtered;
 }
 
 // The lengths in bits of a Huffman code for symbols that occur so often. Where one is longer than the 15 bits
-// that deflate allows, the counts are made more alike.
+// that deflate allows, the counts are halved, which makes them more alike, and the code is made anew.
 static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     std::vector<int> lengths;
     do {
@@ -1478,7 +1638,8 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
             if (counts[symbol]) trees.insert({counts[symbol], {symbol}});
 
         while (trees.size() > 1) {  // the two rarest are joined: their symbols lie a bit deeper
-            auto rarest = trees.extract(trees.begin()), next = trees.extract(trees.begin());
+            auto rarest = trees.extract(trees.begin());
+            auto next = trees.extract(trees.begin());
             std::vector<int> joined = rarest.mapped();
             joined.insert(joined.end(), next.mapped().begin(), next.mapped().end());
             for (int symbol : joined) lengths[symbol]++;
@@ -1489,10 +1650,30 @@ static std::vector<int> code_lengths(std::vector<uint32_t> counts) {
     return lengths;
 }
 
+// The lowest n bits of a code in the opposite order.
 static uint32_t reversed(uint32_t code, int n) {
     uint32_t turned = 0;
-    for (int bit = 0; bit < n; bit++) turned |= (code >> bit & 1) << (n - 1 - bit);
+    for (int bit = 0; bit < n; bit++) {
+        turned = turned << 1 | (code & 1);
+        code >>= 1;
+    }
     return turned;
+}
+
+// Deflate's code for symbols of these lengths (RFC 1951, section 3.2.2): consecutive numbers, first for the shortest
+// codes, and among those of one length first for the lowest symbol. Reversed, as DeflateStream writes them.
+static std::vector<uint32_t> deflate_codes(const std::vector<int>& lengths) {
+    std::vector<uint32_t> codes(lengths.size(), 0);
+    uint32_t code = 0;
+    for (int length = 1; length <= 15; length++) {
+        for (size_t symbol = 0; symbol < lengths.size(); symbol++) {
+            if (lengths[symbol] != length) continue;
+            codes[symbol] = reversed(code, length);
+            code++;
+        }
+        code *= 2;
+    }
+    return codes;
 }
 
 // What a block holds: a byte, the end of a block, or a match, whose length is told by a symbol and some bits more.
@@ -1503,12 +1684,13 @@ struct DeflateSymbol {
 };
 enum { END_OF_BLOCK = 256, FIRST_MATCH = 257, DEFLATE_SYMBOLS = 286 };
 
-// Bytes that repeat the one before them are a match at distance 1; in what a network drew longer distances find
-// nothing.
+// A block's bytes as symbols. Bytes that repeat the one before them are a match at distance 1. Longer distances are not
+// tried, because they find nothing in what a network drew.
 static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
     const size_t shortest = 4, longest = 257;
     std::vector<DeflateSymbol> found;
-    for (size_t i = 0; i < block.size();) {
+    size_t i = 0;
+    while (i < block.size()) {
         size_t n = 0;
         while (i && n < longest && i + n < block.size() && block[i + n] == block[i - 1]) n++;
         if (n < shortest) {
@@ -1517,31 +1699,35 @@ static std::vector<DeflateSymbol> find_matches(std::span<const uint8_t> block) {
             continue;
         }
 
+        // a symbol stands for the three highest bits of the length and for how many more bits follow
         uint32_t length = (uint32_t)n - 3;
         int more = std::max(0, (int)std::bit_width(length) - 3);
-        found.push_back({FIRST_MATCH + 4 * more + (int)(length >> more), more, length & ((1u << more) - 1)});
+        int symbol = FIRST_MATCH + 4 * more + (int)(length >> more);
+        found.push_back({symbol, more, length & ((1u << more) - 1)});
         i += n;
     }
     found.push_back({END_OF_BLOCK});
     return found;
 }
 
-// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest
-// bit.
+// What deflate writes (RFC 1951). The first bit is in the lowest place of a byte; a code begins with its highest bit.
 struct DeflateStream {
     std::string bytes;
-    uint64_t waiting = 0;
-    int count = 0;  // of those that wait until their byte is full
+    uint64_t waiting = 0;  // the bits that wait until their byte is full
+    int count = 0;         // how many wait
+
     void put(uint32_t bits, int n) {
         waiting |= (uint64_t)bits << count;
-        for (count += n; count >= 8; count -= 8) {
+        count += n;
+        while (count >= 8) {
             bytes += (char)waiting;
             waiting >>= 8;
+            count -= 8;
         }
     }
 
-    // Writes a block with a Huffman code of its own, or stores it where that is shorter. It copies what `bytes` holds before:
-    // write_png takes that away after every block.
+    // Writes a block with a Huffman code of its own, or stores it where that is shorter. This copies `bytes`, which is
+    // cheap because write_png takes them away after every block.
     void add(std::span<const uint8_t> block, bool is_last) {
         DeflateStream coded = *this;
         coded.put(is_last, 1);
@@ -1561,23 +1747,21 @@ struct DeflateStream {
 
     void put_coded(std::span<const uint8_t> block) {
         std::vector<DeflateSymbol> found = find_matches(block);
-        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0), codes = counts;
+        std::vector<uint32_t> counts(DEFLATE_SYMBOLS, 0);
         for (const DeflateSymbol& s : found) counts[s.symbol]++;
         std::vector<int> lengths = code_lengths(counts);
-
-        uint32_t code = 0;  // the shortest come first, and of one length the lowest symbol
-        for (int length = 1; length <= 15; length++, code *= 2)
-            for (int symbol = 0; symbol < DEFLATE_SYMBOLS; symbol++)
-                if (lengths[symbol] == length) codes[symbol] = reversed(code++, length);
+        std::vector<uint32_t> codes = deflate_codes(lengths);
 
         put(2, 2);  // a code of its own
         put(DEFLATE_SYMBOLS - 257, 5);
-        put(0, 5);  // a single distance
-        put(15, 4);
-        // the code of the lengths has 4 bits for each; deflate's three ways to repeat a length are not used
-        for (int i = 0; i < 19; i++) put(i < 3 ? 0 : 4, 3);
+        put(0, 5);   // a single distance
+        put(15, 4);  // all 19 lengths of the code in which the lengths are written
+
+        // Each length is written in 4 bits. Deflate's three ways to repeat a length, which come first, are not used.
+        for (int i = 0; i < 3; i++) put(0, 3);
+        for (int i = 3; i < 19; i++) put(4, 3);
         for (int length : lengths) put(reversed(length, 4), 4);
-        put(reversed(1, 4), 4);
+        put(reversed(1, 4), 4);  // of the single distance
 
         for (const DeflateSymbol& s : found) {
             put(codes[s.symbol], lengths[s.symbol]);
@@ -1587,47 +1771,57 @@ struct DeflateStream {
     }
 };
 
+// RFC 1950, section 8.2.
+static uint32_t adler32(const std::vector<uint8_t>& bytes) {
+    uint32_t a = 1, b = 0;
+    for (uint8_t byte : bytes) {
+        a = (a + byte) % 65521;
+        b = (b + a) % 65521;
+    }
+    return b << 16 | a;
+}
+
+static void write_png_chunk(Writer* out, const std::string& type, const std::string& data) {
+    std::string named = type + data;
+    uint32_t crc = crc32(named.data(), named.size());
+    out->write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
+}
+
 // PNG's specification, and RFC 1950 for the stream within; no library is needed. Each block is a chunk of its own,
 // so that a chunk's length does not limit the picture.
 static void write_png(const std::string& path, const Raster& picture) {
     std::string size = big_endian((uint32_t)picture.width) + big_endian((uint32_t)picture.height);
     char colours = "\x00\x04\x02\x06"[picture.channels - 1];
     std::vector<uint8_t> lines = filter_lines(picture);
-    size_t most = 65535;  // bytes of a block that can be stored
     Writer out(path);
-    auto write_chunk = [&](const std::string& type, const std::string& data) {
-        std::string named = type + data;
-        uint32_t crc = crc32(named.data(), named.size());
-        out.write(big_endian((uint32_t)data.size()) + named + big_endian(crc));
-    };
     out.write("\x89PNG\r\n\x1A\n");
-    write_chunk("IHDR", size + std::string{8, colours, 0, 0, 0});
-    write_chunk("IDAT", "\x78\x01");
+    write_png_chunk(&out, "IHDR", size + std::string{8, colours, 0, 0, 0});
+    write_png_chunk(&out, "IDAT", "\x78\x01");
+
     DeflateStream stream;
+    const size_t most = 65535;  // bytes of a block that can be stored
     for (size_t start = 0; start < lines.size(); start += most) {
         std::span<const uint8_t> block(&lines[start], std::min(most, lines.size() - start));
-        stream.add(block, start + block.size() == lines.size());
-        write_chunk("IDAT", std::exchange(stream.bytes, ""));
+        bool is_last = start + block.size() == lines.size();
+        stream.add(block, is_last);
+        write_png_chunk(&out, "IDAT", std::exchange(stream.bytes, ""));
     }
     stream.put(0, 7);  // fills the last byte
-    uint32_t a = 1, b = 0;  // Adler-32
-    for (uint8_t byte : lines) {
-        a = (a + byte) % 65521;
-        b = (b + a) % 65521;
-    }
-    write_chunk("IDAT", stream.bytes + big_endian(b << 16 | a));
-    write_chunk("IEND", "");
+    write_png_chunk(&out, "IDAT", stream.bytes + big_endian(adler32(lines)));
+    write_png_chunk(&out, "IEND", "");
     out.commit();
 }
 
 // pictures (N, H, W, PIXEL) as a file of NumPy's, .npy (its format's version 1.0): floats (N, C, H, W).
 static void write_array(const std::string& path, const std::vector<float>& pictures, const Config& c) {
-    size_t pixels = c.image_size * c.image_size, count = pictures.size() / pixels / PIXEL;
+    size_t pixels = c.image_size * c.image_size;
+    size_t count = pictures.size() / pixels / PIXEL;
     std::string header = text("{'descr': '<f4', 'fortran_order': False, 'shape': (%zu, %d, %d, %d), }", count,
                               c.in_channels, c.image_size, c.image_size);
     header.resize(117, ' ');
     Writer out(path);
     out.write("\x93NUMPY\x01" + std::string{0, 118, 0} + header + "\n");
+
     std::vector<float> channel(pixels);
     for (size_t n = 0; n < count; n++)
         for (int k = 0; k < c.in_channels; k++) {
@@ -1648,12 +1842,14 @@ static std::string environment(const char* name) {
 
 // What standard output can show, by the environment alone: a terminal that is asked may never answer.
 static Display terminal_display() {
-    std::string term = environment("TERM"), program = environment("TERM_PROGRAM");
+    std::string term = environment("TERM");
+    std::string program = environment("TERM_PROGRAM");
     if (!isatty(1) || term.empty() || term == "dumb") return DISPLAY_NOTHING;
 
     // tmux and its like draw the screen themselves, and pass no pictures on
     bool is_inside = term.starts_with("tmux") || term.starts_with("screen");
     for (const char* name : {"TMUX", "STY", "ZELLIJ"}) is_inside |= !environment(name).empty();
+
     // a program that kitty starts, such as another terminal, inherits its KITTY_WINDOW_ID
     bool is_kitty = term == "xterm-kitty" || (program.empty() && !environment("KITTY_WINDOW_ID").empty());
     bool is_ghostty = term == "xterm-ghostty" || program == "ghostty";
@@ -1666,12 +1862,14 @@ static Display terminal_display() {
     for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"})  // the first that is set counts
         if (locale.empty()) locale = environment(name);
     bool has_half_blocks = strcasestr(locale.c_str(), "utf-8") || strcasestr(locale.c_str(), "utf8");
-    return has_half_blocks && environment("NO_COLOR").empty() ? DISPLAY_HALF_BLOCKS : DISPLAY_NOTHING;
+    if (has_half_blocks && environment("NO_COLOR").empty()) return DISPLAY_HALF_BLOCKS;
+    return DISPLAY_NOTHING;
 }
 
 static int terminal_columns() {
     struct winsize size = {};
-    return !ioctl(1, TIOCGWINSZ, &size) && size.ws_col ? size.ws_col : 80;
+    bool is_known = ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+    return is_known ? size.ws_col : 80;
 }
 
 // RFC 4648, section 4.
@@ -1689,11 +1887,14 @@ static std::string base64(const std::string& bytes) {
 // A PNG so many cells wide, in chunks of 4,096 characters; q=2: the terminal is not to answer.
 // https://sw.kovidgoyal.net/kitty/graphics-protocol/
 static std::string kitty_picture(const std::string& png, int cells) {
-    std::string encoded = base64(png), shown, keys = text("a=T,f=100,q=2,c=%d,", cells);
-    for (size_t at = 0, chunk = 4096; at < encoded.size(); at += chunk) {
+    const size_t chunk = 4096;
+    std::string encoded = base64(png);
+    std::string keys = text("a=T,f=100,q=2,c=%d,", cells);
+    std::string shown;
+    for (size_t at = 0; at < encoded.size(); at += chunk) {
         bool has_more = at + chunk < encoded.size();
         shown += "\x1B_G" + keys + text("m=%d;", has_more) + encoded.substr(at, chunk) + "\x1B\\";
-        keys = "";
+        keys = "";  // only the first chunk has them
     }
     return shown + "\n";
 }
@@ -1706,10 +1907,14 @@ static std::string iterm_picture(const std::string& png, int cells) {
 // The mean colour, "R;G;B", of the pixels that pixel (x, y) covers where the picture is scaled down to w x h. What is
 // transparent lies over white.
 static std::string mean_colour(const Raster& picture, int x, int y, int w, int h) {
-    int left = x * picture.width / w, right = (x + 1) * picture.width / w;
-    int top = y * picture.height / h, bottom = (y + 1) * picture.height / h;
-    bool has_alpha = picture.channels % 2 == 0, is_grey = picture.channels < 3;
-    int64_t sums[3] = {0}, whole = 255 * (int64_t)(right - left) * (bottom - top);
+    int left = x * picture.width / w;
+    int right = (x + 1) * picture.width / w;
+    int top = y * picture.height / h;
+    int bottom = (y + 1) * picture.height / h;
+
+    bool has_alpha = picture.channels % 2 == 0;
+    bool is_grey = picture.channels < 3;
+    int64_t sums[3] = {0};  // of 255 times the colour, since opacity goes up to 255
     for (int v = top; v < bottom; v++)
         for (int u = left; u < right; u++) {
             const uint8_t* pixel = &picture.bytes[picture.place(u, v)];
@@ -1717,12 +1922,13 @@ static std::string mean_colour(const Raster& picture, int x, int y, int w, int h
             for (int k = 0; k < 3; k++) sums[k] += pixel[is_grey ? 0 : k] * alpha + 255 * (255 - alpha);
         }
 
-    auto mean = [&](int k) { return (int)((sums[k] + whole / 2) / whole); };
-    return text("%d;%d;%d", mean(0), mean(1), mean(2));
+    int64_t count = 255 * (int64_t)(right - left) * (bottom - top);
+    auto rounded_mean = [&](int k) { return (int)((sums[k] + count / 2) / count); };
+    return text("%d;%d;%d", rounded_mean(0), rounded_mean(1), rounded_mean(2));
 }
 
-// Scaled down to as many columns. Each cell shows two pixels: the colour of its sign, the upper half block, and below it
-// the colour of its background.
+// A picture as coloured text, scaled down to as many columns. Each cell shows two pixels, one above the other: its
+// sign is the upper half block, which shows the upper pixel's colour over a background of the lower pixel's.
 static std::string half_blocks(const Raster& picture, int columns) {
     int w = std::min(picture.width, columns);
     int rows = std::max(1, (int)((int64_t)picture.height * w / picture.width / 2));
@@ -1753,44 +1959,56 @@ static void show_grid(const std::string& path, const Raster& grid) {
 }
 
 // ---- the model of a file, and lists -----------------------------------------------------------------------
-// Takes a file's settings over: those of its model, or on resuming all that a run keeps. Given flags must not contradict them;
-// only a run that starts from a file's weights may have other classes.
+// What a file's settings are taken over for.
 enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
+
+// Whether a flag's value comes from the file: where it describes the model, and on resuming also where a run keeps it.
+static bool is_taken(const Flag& flag, Taking taking) {
+    if (flag.group == MODEL || flag.group == DIFFUSION) return true;
+    if (taking == TO_RESUME) return flag.on_resume == FIXED;
+    bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
+    return taking == TO_SAMPLE && of_timesteps;  // which the model has learned
+}
+
+// Takes a file's settings over. Given flags must not contradict them; only a run that starts from a file's weights may
+// have other classes.
 static void take_from_file(Config* config, const GivenFlags& given, const WeightsFile& file, Taking taking) {
     for (const Flag& flag : FLAGS) {
-        bool of_model = flag.group == MODEL || flag.group == DIFFUSION;
-        bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
-        if (taking == TO_SAMPLE) of_model |= of_timesteps;  // that the model has learned
-        if (taking == TO_RESUME) of_model |= flag.on_resume == FIXED;
-        if (!of_model) continue;
+        if (!is_taken(flag, taking)) continue;
         const GivenFlag* g = was_given(given, flag.name);
         bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
-        std::string asked = flag_text(*config, flag), stored = flag_text(file.config, flag);
-        if (g && asked != stored)
+
+        std::string asked = flag_text(*config, flag);
+        std::string stored = flag_text(file.config, flag);
+        if (g && asked != stored) {
+            std::string origin;
+            if (!g->origin.empty()) origin = " (" + g->origin + ")";
             fail("--%s %s%s contradicts %s, which was made with %s; leave the flag out, or start a new run",
-                 flag.name, asked, g->origin.empty() ? "" : (" (" + g->origin + ")"),
-                 file.path, stored.empty() ? "none" : stored);
+                 flag.name, asked, origin, file.path, stored.empty() ? "none" : stored);
+        }
         set_flag(config, flag, stored);
     }
 }
 
 // A run that starts from a file's weights draws timesteps as the file's run did, where the flags say nothing else. If
-// --timestep_sampling is given, the file's mean and deviation are not taken either, because they belong to its own sampling.
+// --timestep_sampling is given, the file's mean and deviation are not taken either, because they belong to its own way.
 static void take_timestep_sampling(Config* config, const GivenFlags& given, const Config& run) {
     if (was_given(given, "timestep_sampling")) return;
     for (const char* name : {"timestep_sampling", "timestep_mean", "timestep_std"})
         if (!was_given(given, name)) set_flag(config, flag_named(name), flag_text(run, flag_named(name)));
 }
 
-// Pictures are drawn as the run drew its grids, where the flags say nothing else. A given --sampler takes none of the run's
-// steps, spacing and eta, which were for another. Returns what was taken and is not the default, as it would be typed.
+// Pictures are drawn as the run drew its grids, where the flags say nothing else. Where --sampler is given, the run's
+// steps, spacing and eta are not taken either, because they were for another sampler. Returns what was taken and is not
+// the default, as it would be typed.
 static std::string take_sampling(Config* config, const GivenFlags& given, const Config& run) {
     std::string taken;
     for (const Flag& flag : FLAGS) {
+        if (flag.group != SAMPLING || was_given(given, flag.name)) continue;
         bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
-        bool is_told = was_given(given, flag.name) || (of_sampler && was_given(given, "sampler"));
-        if (flag.group != SAMPLING || is_told) continue;
+        if (of_sampler && was_given(given, "sampler")) continue;
+
         std::string value = flag_text(run, flag);
         set_flag(config, flag, value);
         if (value != flag.standard) taken += text(" --%s %s", flag.name, value);
@@ -1817,10 +2035,12 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     std::vector<uint32_t> numbers;
     for (const std::string& range : split(list, ',')) {
         unsigned long first = 0, last = 0;
-        int read = 0, ends = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &read, &last, &read);
-        if (ends == 1) last = first;
-        bool is_number = range.find_first_not_of("0123456789-") == range.npos;
-        if (!is_number || ends < 1 || range[read] || first > last || last > most)
+        int end = 0;  // of what was understood
+        int count = sscanf(range.c_str(), "%10lu%n-%10lu%n", &first, &end, &last, &end);
+        if (count == 1) last = first;
+        bool has_other_characters = range.find_first_not_of("0123456789-") != range.npos;
+        bool is_range = !has_other_characters && count >= 1 && range[end] == 0;
+        if (!is_range || first > last || last > most)
             fail_usage("--%s %s is no list of numbers up to %u such as 3,7,10-12", flag, list, most);
         if (numbers.size() + (last - first) >= 1000000)
             fail_usage("--%s %s are more than a million; draw them in parts", flag, list);
@@ -1829,20 +2049,46 @@ static std::vector<uint32_t> parse_list(const char* flag, const std::string& lis
     return numbers;
 }
 
-// The class whose name is a number, or that number with zeros before it; -1: there is none. Refused if there are several.
+// The class whose name is a number, or that number with zeros before it; -1 where there is none. Where there are
+// several, the number is refused.
 static int class_called(uint32_t number, const Strings& names, const std::string& list) {
     std::string digits = text("%u", number);
     std::vector<int> exact, padded;
     for (int i = 0; i < (int)names.size(); i++) {
         const std::string& name = names[i];
-        if (!name.ends_with(digits) || name.find_first_not_of('0') < name.size() - digits.size()) continue;
-        if (name == digits) exact.push_back(i);
-        else padded.push_back(i);
+        if (!name.ends_with(digits)) continue;
+        size_t zeros = name.size() - digits.size();
+        if (name.find_first_not_of('0') < zeros) continue;
+        if (zeros) padded.push_back(i);
+        else exact.push_back(i);
     }
+
     const std::vector<int>& found = exact.empty() ? padded : exact;
+    if (found.empty()) return -1;
     if (found.size() > 1)
         fail_usage("--class %s: %u could be %s or %s", list, number, names[found[0]], names[found[1]]);
-    return found.empty() ? -1 : found[0];
+    return found[0];
+}
+
+// The classes that a word such as 0-4 names by numbers. One that the model does not have is refused.
+static std::vector<uint32_t> numbered_classes(const std::string& word, const Strings& names, const std::string& list) {
+    std::vector<uint32_t> numbers, classes;
+    failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
+    for (uint32_t number : numbers) {
+        int found = class_called(number, names, list);
+        if (found < 0) break;
+        classes.push_back((uint32_t)found);
+    }
+
+    bool are_all_known = !numbers.empty() && classes.size() == numbers.size();
+    bool has_loose_accent = word.find('\xCC') != word.npos;  // the first byte of a combining accent in UTF-8
+    const char* remedy = "";
+    if (has_loose_accent)
+        remedy = "; an accent was typed as a character of its own: copy the name as the model has it";
+    if (!are_all_known)
+        fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
+                   remedy);
+    return classes;
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.
@@ -1861,26 +2107,15 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
         }
         std::string word = trimmed(rest.substr(0, length));
         rest.erase(0, length + 1);
+
         if (found < 0) found = index_of(names, word);  // blanks may stand before a comma
-        if (found >= 0) {
-            if (std::ranges::count(names, names[found]) > 1)
-                fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart",
-                           list, word);
-            classes.push_back((uint32_t)found);
+        if (found < 0) {
+            for (uint32_t number : numbered_classes(word, names, list)) classes.push_back(number);
             continue;
         }
-
-        std::vector<uint32_t> numbers;
-        failure_of([&] { numbers = parse_list("class", word, UINT32_MAX); });
-        for (uint32_t number : numbers) {
-            found = class_called(number, names, list);
-            if (found < 0) break;
-            classes.push_back((uint32_t)found);
-        }
-        if (found < 0)
-            fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
-                       word.find('\xCC') == word.npos ? "" : "; an accent was typed as a character of its own: copy the name "
-                                                            "as the model has it");
+        if (std::ranges::count(names, names[found]) > 1)
+            fail_usage("--class %s: several classes are called '%s'; --class_names FILE can tell them apart", list, word);
+        classes.push_back((uint32_t)found);
     }
     return classes;
 }
@@ -1888,9 +2123,11 @@ static std::vector<uint32_t> parse_classes(const std::string& list, const String
 // What the user calls the classes of a model: the lines of --class_names, or the names that it has.
 static Strings shown_names(const Config& c, const Strings& own, size_t classes) {
     if (!*c.class_names || !c.class_cond) return own;
+
     Strings names = split(read_typed_text(c.class_names), '\n');
     if (names.back().empty()) names.pop_back();
     for (std::string& name : names) name = trimmed(name);
+
     if (!own.empty()) classes = own.size();
     if (names.size() != classes)
         fail("--class_names %s has %zu lines and the model has %zu classes; write one line for each", c.class_names,
@@ -1898,26 +2135,33 @@ static Strings shown_names(const Config& c, const Strings& own, size_t classes) 
     return names;
 }
 
-// The classes that pictures are drawn of, by default all that have names, or all where none has; none where
-// the network is told none. Classes without names are called by their numbers.
+// The classes that pictures are drawn of: by default all that have names, or all where none has a name. There are none
+// where the network is told no classes. Classes without names are called by their numbers.
 static std::vector<uint32_t> wanted_classes(const Config& c, Strings names) {
     const char* flag = nullptr;
     if (*c.class_names) flag = "class_names";
     if (*c.classes) flag = "class";
     if (flag && !c.class_cond) fail("--%s needs a model that was trained with --class_cond 1", flag);
     if (!c.class_cond) return {};
+
     if (names.empty())
         for (int i = 0; i < c.num_classes; i++) names.push_back(text("%d", i));
     if (!*c.classes) return consecutive(0, (int)names.size());
     return parse_classes(c.classes, names);
 }
 
-// What the rows of a grid show, where classes have rows or share them, with `each` pictures: " (rows: cat, dog)".
+// What the rows of a grid show, such as " (rows: cat, dog)", where each class has `each` pictures, and a row of its own
+// or a share of one.
 static std::string rows_text(const Strings& names, const std::vector<uint32_t>& classes, int each, int columns) {
     if (names.empty() || columns % each) return "";
-    std::string kind = "rows", joined;
+    std::string kind = "rows";
     if (columns > each) kind = text("%d in a row", columns / each);
-    for (uint32_t number : classes) joined += (joined.empty() ? "" : ", ") + names[number];
+
+    std::string joined;
+    for (uint32_t number : classes) {
+        if (!joined.empty()) joined += ", ";
+        joined += names[number];
+    }
     return " (" + kind + ": " + joined + ")";
 }
 
@@ -1929,7 +2173,8 @@ struct Metrics {
     int file = -1;
     bool warned = false;
 
-    // Keeps what steps up to resumed_step logged in the text that is there, and their validation losses.
+    // Opens the log, in which the text `there` stands. Of that it keeps what steps up to resumed_step logged. It enters
+    // their validation losses into `validated`.
     void open(const std::string& name, const std::string& there, long resumed_step,
               std::map<long, double>* validated) {
         path = name;
@@ -1938,12 +2183,13 @@ struct Metrics {
         lines.pop_back();  // what follows the last line feed was cut short
         for (const std::string& line : lines) {
             long step;
-            int validates = 0;
-            double loss = NAN;  // of weights that are no numbers it says null
-            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &validates, &loss);
+            int value_at = 0;   // 0 where the line tells no validation loss
+            double loss = NAN;  // which a line tells as null
+            int read = sscanf(line.c_str(), "{\"step\": %ld, \"val_loss\": %n%lf", &step, &value_at, &loss);
             if (read < 1 || step > resumed_step) continue;
+
             kept += line + "\n";
-            if (validates) (*validated)[step] = loss;
+            if (value_at) (*validated)[step] = loss;
         }
         if (kept != there) write_text(path, kept);
         file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
@@ -1959,10 +2205,13 @@ struct Metrics {
             if (n <= 0) break;
             written += (size_t)n;
         }
+
         if (written < waiting.size()) {
-            if (!std::exchange(warned, true))
-                note("could not write " + path + ": " + strerror(errno) + "; what is missing there follows later");
-            // half a line is taken back, or else the next attempt continues it
+            std::string why = strerror(errno);
+            if (!warned) note("could not write " + path + ": " + why + "; what is missing there follows later");
+            warned = true;
+
+            // the part that was written is taken back; where that fails too, the next attempt continues it
             off_t before = lseek(file, 0, SEEK_END) - (off_t)written;
             if (!ftruncate(file, before)) written = 0;
         }
@@ -1973,8 +2222,8 @@ struct Metrics {
     ~Metrics() {
         if (file < 0) return;
         add("");
-        if (long lost = std::count(waiting.begin(), waiting.end(), '\n'))
-            note(path + " lacks " + counted(lost, "line"));
+        long lost = std::ranges::count(waiting, '\n');
+        if (lost) note(path + " lacks " + counted(lost, "line"));
         close(file);
     }
 };
