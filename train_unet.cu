@@ -3098,12 +3098,20 @@ static const floatX* orthogonalise(const Muon& muon) {
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// The number of this rank's micro-batches in a batch: see share_batch.
+// The number of micro-batches of a batch that this rank computes: see share_batch.
 static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-// The buffers in which their gradients are added up in pairs: one, and one more for each level of tree_gradient.
+
+// The images that a step takes, on this rank and on all. The last micro-batches may be short of a few.
+static size_t images_of_rank(const Model* m) { return (size_t)microbatch_count(m) * m->plan.batch; }
+static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(m); }
+
+// The buffers in which the micro-batches' gradients are added up in pairs: one, and another for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
+
+// The points that are kept of a path: where each consistency step begins, and the end.
+static int points_a_path(const Config& c) { return c.consistency_steps + 1; }
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
@@ -3115,72 +3123,98 @@ static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) |
 static void shard_parameters(Model* m) {
     m->shard = m->plan.num_floats;
     if (!m->plan.training || world.size == 1) return;
+
     m->ranks = world.size;
     m->rank = world.rank;
     m->shard = round_up(m->shard, (size_t)NORM_CHUNK * m->ranks) / m->ranks;
     m->plan.num_floats = m->ranks * m->shard;
 }
 
-// Every buffer of a run. Returns the bytes of all; with memory null it only counts. place(count, p, q) points p and q to
-// `count` elements each.
-static size_t lay_out_model(Model* m, char* memory) {
-    const Plan& plan = m->plan;
+// Points each of `arrays` to `count` elements of the arena.
+template <typename... T> static void place(Arena* arena, size_t count, T*&... arrays) {
+    ((arrays = take<T>(arena, count)), ...);
+}
+
+// The weights: this rank's shard as it is trained, and what the layers read.
+static void place_weights(Model* m, Arena* arena) {
+    size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
+    place(arena, m->shard, m->master);
+    if (is_copied(m)) place(arena, P, m->weights);
+    if (!is_sharded(m)) return;
+
+    place(arena, P, m->received);
+    place(arena, P - matrices, m->fp32_params);
+    m->fp32_params -= matrices;  // the parameters that are no matrices keep their offset among all
+}
+
+static void place_optimiser(Model* m, Arena* arena) {
+    size_t P = m->plan.num_floats;
+    for (int k = 0; k < ema_count(m->config); k++) place(arena, m->shard, m->ema[k]);
+    place(arena, m->shard, m->adam_m, m->adam_v);
+    place(arena, P * gradient_buffers(m), m->gradients);
+    place(arena, ceil_div(P, NORM_CHUNK), m->grad_norm_sums);
+    if (m->config.hyper.optimizer != OPTIMIZER_MUON) return;
+
+    Muon* muon = &m->muon;
+    place(arena, P, muon->x, muon->next_x, muon->A, muon->B);
+    muon->count = (int)muon_matrices(m->plan, muon->x).size();
+    place(arena, P / CHANNEL_MULTIPLE, muon->scales);
+    place(arena, (size_t)MUON_STEPS * 3 * muon->count, muon->products);
+}
+
+static void place_paths(Model* m, Arena* arena) {
+    place(arena, m->shard, m->teacher);
+    size_t values = images_of_rank(m) * pixels_of(m->config) * PIXEL;
+    place(arena, PATHS_KEPT * points_a_path(m->config) * values, m->points);
+}
+
+static void place_pairs(Model* m, Arena* arena) {
+    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
+    place(arena, m->plan.batch * pixels_of(m->config) * PIXEL, m->pairs.errors);
+}
+
+static void place_matching(Model* m, Arena* arena) {
     const Config& c = m->config;
-    size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // a step's images, of this rank and of all
+    DistributionMatching* matching = &m->matching;
+    place(arena, m->shard, matching->fake.master, matching->fake.adam_m, matching->fake.adam_v);
+    place(arena, 1, matching->state);
+    place(arena, images_of_step(m), matching->timesteps);
+
+    size_t values = images_of_rank(m) * pixels_of(c) * c.in_channels;
+    place(arena, values, matching->pictures, matching->fake_x0, matching->teacher_x0);
+    if (c.consistency_steps == 2) place(arena, values, matching->drafts);
+}
+
+// The activations, and what a step knows of its images.
+static void place_batch(Model* m, Arena* arena) {
+    const Config& c = m->config;
+    size_t batch = images_of_step(m), B = m->plan.batch, pixels = pixels_of(c);
+    place(arena, m->plan.arena_bytes, m->arena);
+    place(arena, B * pixels * PIXEL, m->input, m->target, m->images);
+    place(arena, batch, m->timesteps, m->sources);
+    if (label_rows(c)) place(arena, batch, m->labels);
+    place(arena, B, m->specs);
+
     size_t losses = batch * loss_chunks((int)pixels);
+    place(arena, losses, m->losses);
+    if (m->plan.training && c.learn_sigma) place(arena, losses, m->variance_losses);
+}
+
+// Gives every buffer of a run its place in `memory`, and returns the bytes of all. Where memory is null it only counts.
+static size_t lay_out_model(Model* m, char* memory) {
+    const Config& c = m->config;
     Arena arena = {memory};
-    auto place = [&](size_t count, auto*&... pieces) {
-        ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
-    };
-
-    place(m->shard, m->master);
-    if (is_copied(m)) place(P, m->weights);
-    if (is_sharded(m)) {
-        place(P, m->received);
-        place(P - plan.num_decayed, m->fp32_params);
-        m->fp32_params -= plan.num_decayed;  // what is no matrix keeps its offset among all parameters
+    place_weights(m, &arena);
+    if (m->plan.training) {
+        place_optimiser(m, &arena);
+        if (c.path_steps) place_paths(m, &arena);
+        if (has_pairs(c)) place_pairs(m, &arena);
+        if (c.matching_fraction > 0) place_matching(m, &arena);
     }
-
-    if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
-        place(m->shard, m->adam_m, m->adam_v);
-        place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->grad_norm_sums);
-        if (c.hyper.optimizer == OPTIMIZER_MUON) {
-            place(P, m->muon.x, m->muon.next_x, m->muon.A, m->muon.B);
-            m->muon.count = (int)muon_matrices(plan, m->muon.x).size();
-            place(P / CHANNEL_MULTIPLE, m->muon.scales);
-            place((size_t)MUON_STEPS * 3 * m->muon.count, m->muon.products);
-        }
-        if (c.learn_sigma) place(losses, m->variance_losses);
-
-        if (c.path_steps) {
-            place(m->shard, m->teacher);
-            place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
-        }
-        if (has_pairs(c)) {
-            place(batch, m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
-            place(B * pixels * PIXEL, m->pairs.errors);
-        }
-        if (c.matching_fraction > 0) {
-            place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
-            place(1, m->matching.state);
-            place(batch, m->matching.timesteps);
-            place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
-            if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->matching.drafts);
-        }
-    }
-
-    place(plan.arena_bytes, m->arena);
-    place(B * pixels * PIXEL, m->input, m->target, m->images);
-    place(batch, m->timesteps, m->sources);
-    if (label_rows(c)) place(batch, m->labels);
-    place(1, m->state);
-    place(world.size, m->stops);
-    place(c.diffusion_steps, m->schedule, m->last_words);
-    place(losses, m->losses);
-    place(B, m->specs);
+    place_batch(m, &arena);
+    place(&arena, 1, m->state);
+    place(&arena, world.size, m->stops);
+    place(&arena, c.diffusion_steps, m->schedule, m->last_words);
     return arena.used;
 }
 
@@ -3194,14 +3228,14 @@ static Model plan_model(const Config& config, int batch, bool training) {
     return m;
 }
 
-// Bytes that a run of this model allocates, without its images.
+// The bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// The most images that the network can take at a time. GRID_ROWS: CUDA's limit of a grid's height. PIXELS: kernels count pixels
-// in an int. BIAS_SUMS: a weight gradient makes a sum for its bias of each channel and image, and these must fit into half a
-// stream's workspace.
+// The most images that the network can take at a time.
 static int most_images(const Config& c) {
-    const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
+    const int GRID_ROWS = 65535;    // CUDA's limit of a grid's height
+    const int PIXELS = 1 << 30;     // kernels count pixels in an int
+    const int BIAS_SUMS = 7000000;  // half a stream's workspace holds a bias's gradients, one for each image and channel
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
     return std::min({GRID_ROWS, PIXELS / (int)pixels_of(c), BIAS_SUMS / widest});
 }
@@ -3211,49 +3245,71 @@ static bool fits_memory(const Model& m) {
     return !available || memory_of(m) <= available;
 }
 
-// Refuses a model that a file's header can't count, or whose run the memory can't hold, and names a batch size
-// that would fit.
+// Whether this run would fit with another batch size, of which `at_a_time` images go through the network at a time. It plans
+// the whole run, because more micro-batches also need more gradient_buffers.
+static bool would_fit(const Model& m, int batch_size, int at_a_time) {
+    Config other = m.config;
+    other.batch_size = batch_size;
+    return fits_memory(plan_model(other, at_a_time, m.plan.training));
+}
+
+// Why the run is too large, or nothing where it is not.
+static std::string why_too_large(const Model& m) {
+    int batch = m.plan.batch, size = m.config.image_size;
+    if (!fits_memory(m))
+        return text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
+                    human_bytes(backend_memory_available()));
+    if (batch > most_images(m.config)) return text("%d images of %d x %d at a time are too many", batch, size, size);
+    return "";
+}
+
+// Refuses a model that a file's header can't count, or whose run is too large, and names a batch size that would fit.
 static void check_memory(const Model& m) {
     const Config& c = m.config;
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
 
-    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
-    std::string why;
-    if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
-    if (!fits_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
-                   human_bytes(backend_memory_available()));
+    std::string why = why_too_large(m);
     if (why.empty()) return;
 
-    auto would_fit = [&](int batch_size, int at_a_time) {  // more micro-batches need more gradient_buffers
-        Config other = c;
-        other.batch_size = batch_size;
-        return fits_memory(plan_model(other, at_a_time, m.plan.training));
-    };
-    while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
+    int fits = std::min(m.plan.batch, most_images(c));  // images at a time
+    while (fits > 0 && !would_fit(m, fits * m.ranks, fits)) fits /= 2;
     if (!fits) fail("%s; no batch size would fit: use a smaller model", why);
 
     std::string in_parts;
     bool is_shared = ceil_div(c.batch_size, fits) % m.ranks == 0;
-    if (m.plan.training && is_shared && would_fit(c.batch_size, fits))
+    if (m.plan.training && is_shared && would_fit(m, c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
     if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
     fail("%s; %s--batch_size %d would fit", why, in_parts, fits * m.ranks);
 }
 
-// Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
+// Refuses more samples than one PNG can hold, or than the host's memory can, in which a CPU's model lies too.
 static void check_samples(const Model& m, int samples, const char* remedy) {
     int H = m.config.image_size;
-    double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
+    double pixels = (double)samples * H * H;
+    double grid_pixels = (double)samples * (H + 2) * (H + 2);  // with the gaps between the samples
     std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
-    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
+    if (grid_pixels > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
 
-    double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
+    double bytes = PIXEL * sizeof(float) * pixels;
+    bytes += 2.0 * m.config.in_channels * grid_pixels;  // the grid, and the file that it becomes
     if (!ON_GPU) bytes += (double)memory_of(m);
     check_host_memory(bytes, "the model and " + what, remedy);
+}
+
+// An orthogonal matrix times 0.2 sqrt(columns) has a root mean square of 0.2, as AdamW's updates do: Liu et al. (2025).
+static void upload_muon(Muon* muon, const Plan& plan) {
+    std::vector<Tensor> matrices = muon_matrices(plan, muon->x);
+    std::vector<float> scales(plan.num_floats / CHANNEL_MULTIPLE);
+    for (const Tensor& X : matrices) {
+        size_t first = (X.data - muon->x) / CHANNEL_MULTIPLE;
+        std::fill_n(&scales[first], X.count() / CHANNEL_MULTIPLE, 0.2f * sqrtf((float)X.C));
+    }
+    upload(muon->scales, scales);
+    upload(muon->products, muon_products(muon, matrices));
 }
 
 static void allocate_model(Model* m) {
@@ -3263,14 +3319,7 @@ static void allocate_model(Model* m) {
     lay_out_model(m, m->memory.get());
     upload(m->schedule, make_schedule_rows(m->config));
     upload(m->last_words, make_last_words(m->config));
-    if (!m->muon.count) return;
-
-    std::vector<Tensor> matrices = muon_matrices(m->plan, m->muon.x);
-    std::vector<float> scales(m->plan.num_floats / CHANNEL_MULTIPLE);
-    for (const Tensor& X : matrices)
-        std::fill_n(&scales[(X.data - m->muon.x) / CHANNEL_MULTIPLE], X.count() / CHANNEL_MULTIPLE, 0.2f * sqrtf((float)X.C));
-    upload(m->muon.scales, scales);
-    upload(m->muon.products, muon_products(&m->muon, matrices));
+    if (m->muon.count) upload_muon(&m->muon, m->plan);
 }
 
 // to = from, (n), rounded.
