@@ -3107,7 +3107,7 @@ static int microbatch_count(const Model* m) {
 static size_t images_of_rank(const Model* m) { return (size_t)microbatch_count(m) * m->plan.batch; }
 static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(m); }
 
-// The buffers in which the micro-batches' gradients are added up in pairs: one, and another for each level of tree_gradient.
+// The buffers in which micro-batches' gradients are added up in pairs: one, and another for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // The points that are kept of a path: where each consistency step begins, and the end.
@@ -3235,7 +3235,7 @@ static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 static int most_images(const Config& c) {
     const int GRID_ROWS = 65535;    // CUDA's limit of a grid's height
     const int PIXELS = 1 << 30;     // kernels count pixels in an int
-    const int BIAS_SUMS = 7000000;  // half a stream's workspace holds a bias's gradients, one for each image and channel
+    const int BIAS_SUMS = 7000000;  // half a stream's workspace holds a bias's gradient of each image and channel
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
     return std::min({GRID_ROWS, PIXELS / (int)pixels_of(c), BIAS_SUMS / widest});
 }
@@ -3245,8 +3245,8 @@ static bool fits_memory(const Model& m) {
     return !available || memory_of(m) <= available;
 }
 
-// Whether this run would fit with another batch size, of which `at_a_time` images go through the network at a time. It plans
-// the whole run, because more micro-batches also need more gradient_buffers.
+// Whether this run would fit with another batch size, of which `at_a_time` images go through the network at a time. It
+// plans the whole run, because more micro-batches also need more gradient_buffers.
 static bool would_fit(const Model& m, int batch_size, int at_a_time) {
     Config other = m.config;
     other.batch_size = batch_size;
@@ -3332,10 +3332,11 @@ struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
-// Returns the whole array of which `parameters` is this rank's shard. With several ranks it is put together in the gradients'
-// memory, and lasts until the next step.
+// Returns the whole array of which `parameters` is this rank's shard. With several ranks it is put together in the
+// gradients' memory, and lasts until the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
+
     backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
     return m->gradients;
@@ -3345,45 +3346,57 @@ static float* gather_parameters(Model* m, float* parameters) {
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
+
     if (is_copied(m)) run(RoundWeights{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
+
     if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
-// Copies `master`, once it is filled, to all that starts the same: the layers' weights, the averages, the teacher, the fake.
+// Copies `master`, once it is filled, to all that starts the same.
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    for (float* copy : {m->teacher, m->matching.fake.master})
-        if (copy) backend_copy(copy, m->master, m->shard * sizeof(float));
+    for (float* network : {m->teacher, m->matching.fake.master})
+        if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
-// Writes a tensor's values, which are in a file's order, to an array of parameters: as many as this rank's shard has.
+// Writes those of a tensor's values that are in this rank's shard to an array of parameters. `values` has a file's order.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
-    std::vector<float> held = reordered(values, t, true);
-    size_t shard = first_of_shard(&m), first = std::max(t.offset, shard);
-    size_t end = std::min(t.offset + t.size, shard + m.shard);
-    if (first >= end) return;
-    backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
+    std::vector<float> in_memory = reordered(values, t, true);
+    size_t shard_begin = first_of_shard(&m);
+    size_t shard_end = shard_begin + m.shard;
+    size_t begin = std::max(t.offset, shard_begin);
+    size_t end = std::min(t.offset + t.size, shard_end);
+    if (begin >= end) return;
+
+    backend_upload(parameters + (begin - shard_begin), &in_memory[begin - t.offset], (end - begin) * sizeof(float));
 }
 
-// Initial values of parameter number `index`, as PyTorch has them: uniform within 1 / sqrt(fan_in), and in a table normal;
-// with guided-diffusion's zeros.
+// The initial values of parameter number `index`: PyTorch's, which are uniform within 1 / sqrt(fan_in) and in a table
+// normal, except where guided-diffusion begins with zeros.
 static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t seed) {
     const Parameter& t = plan.tensors[index];
-    const Parameter& weight = plan.tensors[index - !is_matrix(t)];  // that of a bias comes before it
-    float bound = (float)(1.0 / sqrt((double)weight.count / weight.shape[0]));
+    const Parameter& weight = plan.tensors[is_matrix(t) ? index : index - 1];  // a bias comes after its layer's weight
+    double fan_in = (double)weight.count / weight.shape[0];
+    float bound = (float)(1.0 / sqrt(fan_in));
 
-    std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-    if (t.init == INIT_UNIFORM)
-        for (size_t e = 0; e < t.count; e++) {
-            uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
-            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
-        }
-    if (t.init == INIT_NORMAL)
-        for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+    std::vector<float> values(t.count);
+    switch (t.init) {
+        case INIT_ZEROS: break;
+        case INIT_ONES: std::ranges::fill(values, 1.0f); break;
+        case INIT_NORMAL:
+            for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+            break;
+        case INIT_UNIFORM:
+            for (size_t e = 0; e < t.count; e++) {
+                uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
+                values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
+            }
+            break;
+    }
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3395,8 +3408,8 @@ static void initialise_weights(Model* m, uint32_t seed) {
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
-// All images, (count, C, size, size), where the device can read them: as bytes or as floats; the other is null. And all that
-// decides which of them a step takes. The order of epoch n is row n mod slots.
+// All images, (count, C, size, size), where the device can read them, as bytes or as floats; the other is null. And all
+// that decides which of them a step takes. The order of epoch n is row n mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
@@ -3413,25 +3426,32 @@ struct BatchSource {
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
-        return (word >> 8) * 0x1p-24f < drop ? no_class : labels[image];
+        float uniform = (word >> 8) * 0x1p-24f;
+        return uniform < drop ? no_class : labels[image];
     }
 };
 
-// The seed and the class of a path of sample b, numbered from 0. The class is that of a random image.
+// What a word of STREAM_PATH decides. The first three are drawn once for each path, the last in each step.
+enum PathDraw { PATH_SEED, PATH_IMAGE, PATH_DROP, PATH_CHOICE };
+
+// The seed and the class of path `number`, from 0, of sample b. The class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t number) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, number); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, number);
-    return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
+    uint32_t seed = random_word(s.seed, STREAM_PATH, PATH_SEED, b, number);
+    if (!s.labels) return {seed, 0};
+
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, PATH_IMAGE, b, number);
+    return {seed, s.label_of(image, random_word(s.seed, STREAM_PATH, PATH_DROP, b, number))};
 }
 
-// Which of its paths sample b takes in a step: one of the newest PATHS_KEPT, of which the newest is number step / path_steps.
+// Which of its paths sample b takes in a step: a random one of the newest PATHS_KEPT.
 HOST_DEVICE static inline int64_t path_of(const BatchSource& s, size_t b, int64_t step) {
-    int64_t newest = step / s.path_steps, older = newest < PATHS_KEPT ? newest : PATHS_KEPT - 1;
-    return newest - random_below((int)older + 1, s.seed, STREAM_PATH, 3, b, step);
+    int64_t newest = step / s.path_steps;
+    int64_t older = newest < PATHS_KEPT ? newest : PATHS_KEPT - 1;
+    return newest - random_below((int)older + 1, s.seed, STREAM_PATH, PATH_CHOICE, b, step);
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
-// path instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
+// Begins a step: chooses the timestep, the source and the label of every sample of the batch, and computes the state's
+// update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3440,35 +3460,40 @@ struct BeginStep {
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     ConsistencyPairs pairs = {};
 
-    size_t items() const { return source.batch; }
-    HOST_DEVICE void operator()(size_t b) const {
-        const BatchSource& s = source;
-        int64_t step = state->step;
-        if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
-
-        uint64_t n = (uint64_t)step * s.batch + b;
-        int image = s.order[n / s.count % s.slots * s.count + n % s.count];
+    // The source is an image, or -1 - image: mirrored. Images follow each other in the epochs' orders.
+    HOST_DEVICE void choose_image(const BatchSource& s, size_t b, int64_t step) const {
+        uint64_t n = (uint64_t)step * s.batch + b;  // the sample's number in the run
+        uint64_t epoch = n / s.count;
+        int image = s.order[epoch % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
         timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
+        if (s.labels) labels[b] = s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
+    }
 
-        int64_t path = 0;
-        if (s.path_steps) {
-            path = path_of(s, b, step);
-            int point = (int)((b + step) % s.consistency_steps);
-            sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
-            timesteps[b] = s.starts[point];
-        }
+    // The source is a point of those of all the sample's paths. Samples take turns at the points where steps begin.
+    HOST_DEVICE void choose_point(const BatchSource& s, size_t b, int64_t step) const {
+        int64_t path = path_of(s, b, step);
+        int point = (int)((b + step) % s.consistency_steps);
+        sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+        timesteps[b] = s.starts[point];
+        if (s.labels) labels[b] = path_start(s, b, path).label;
+    }
+
+    size_t items() const { return source.batch; }
+    HOST_DEVICE void operator()(size_t b) const {
+        int64_t step = state->step;
+        if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
+
+        if (source.path_steps) choose_point(source, b, step);
+        else choose_image(source, b, step);
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
-        if (!s.labels) return;
-        labels[b] = s.path_steps ? path_start(s, b, path).label
-                                 : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
 
-// Begins a step that matches distributions. The student draws from noise alone, at the last of the timesteps. `noised` are
-// those to which its pictures are noised then, not among the first or last fiftieth, as in Yin et al. It also computes the
-// fake's update. An item is a sample.
+// Begins a step that matches distributions. The student draws from noise alone, at the last of the timesteps. `noised`
+// are those to which its pictures are noised then, not among the first or last fiftieth, as in Yin et al. It also
+// computes the fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake_state;
     int *timesteps, *noised;  // (batch)
@@ -3538,8 +3563,9 @@ struct FinishStep {
 
         int chunks = loss_chunks(loss.pixels);
         for (int i = team.thread; i < loss.B * chunks; i += team.threads) {
-            int quartile = 4 * loss.timestep(i / chunks) / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.weight_of(i / chunks) * loss.chunk_sums[i];
+            int b = i / chunks;
+            int quartile = 4 * loss.timestep(b) / loss.diffusion_steps;
+            sums[WEIGHTED] += loss.weight_of(b) * loss.chunk_sums[i];
             if (loss.variance_chunk_sums) sums[WEIGHTED] += loss.variance_chunk_sums[i];
             UNROLLED_FOR (int q = 0; q < 4; q++) {
                 if (q != quartile) continue;
@@ -3552,19 +3578,20 @@ struct FinishStep {
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
 
-        float mean = (float)((double)sums[WEIGHTED] / loss.elements());
+        float mean_loss = (float)((double)sums[WEIGHTED] / loss.elements());
         UNROLLED_FOR (int q = 0; q < 4; q++) {
             state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
             state->quartile_counts[q] = (float)sums[COUNTS + q];
         }
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
-        conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
+        conclude_step(state, mean_loss, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
 
-// Whether the run ends after this step, as all ranks know. stop_asked (section 2) says only that this process, or one forked
-// with it, has received a signal. Several ranks first tell each other: in a step by FinishStep, between steps by agree_to_stop.
+// Whether the run ends after this step, as all ranks know. stop_asked (section 2) says only that this process, or one
+// forked with it, has received a signal. Several ranks first tell each other: in a step by FinishStep, between steps by
+// agree_to_stop.
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
