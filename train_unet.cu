@@ -3595,9 +3595,13 @@ struct FinishStep {
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
-// What a network learns from: images; points of paths; or, in distribution matching, the student's pictures (the fake), and
-// the difference between what the fake and the teacher predict from these (the student).
-enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
+// What a network learns from.
+enum Objective {
+    OBJECTIVE_IMAGES,   // training images
+    OBJECTIVE_PATHS,    // points of paths
+    OBJECTIVE_FAKE,     // in distribution matching, the fake: pictures that the student drew
+    OBJECTIVE_STUDENT,  // in distribution matching, the student: what the fake and the teacher predict from these
+};
 
 // What the network that is trained, or tuned, learns from in this step of the run.
 static Objective objective_of(const Config& c, int64_t step) {
@@ -3609,12 +3613,13 @@ static Objective objective_of(const Config& c, int64_t step) {
 // Parts of --lr; docs/experiments.md compares them with others.
 static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
 
-// The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
-// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is 0. No step
-// is skipped as an outlier, because History has the losses of paths; nor does --grad_clip apply to the fake.
+// The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to
+// step, and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is
+// 0. No step is skipped as an outlier, because History has the losses of paths; nor does --grad_clip apply to the fake.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.hyper;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
+
     hyper.lr *= objective == OBJECTIVE_FAKE ? FAKE_RATE : STUDENT_RATE;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
@@ -3628,23 +3633,23 @@ struct Trainer {
     Dataset images, validation;
 
     // what the run starts from, and what the log says of it
-    std::vector<long> checkpoints;     // the steps of those in the run's folder when the run was configured
-    WeightsFile start = {};            // without a path: the run starts from fresh weights
-    std::vector<int> kept_rows = {};   // for each row of the label embedding the row of `start` that it keeps; -1: a fresh one
-    Strings changes;                   // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    Strings notes;                     // such as what was assumed of the classes
+    std::vector<long> checkpoints;    // the steps of those in the run's folder when the run was configured
+    WeightsFile start = {};           // without a path: the run starts from fresh weights
+    std::vector<int> kept_rows = {};  // for each row of the label embedding the row of `start` that it keeps; -1: fresh
+    Strings changes;                  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    Strings notes;                    // such as what was assumed of the classes
 
-    // what the device reads and writes in a step
+    // what the device reads and writes in a step; the first three arrays are in the host's memory
+    std::shared_ptr<int[]> order;          // (slots, count)
+    std::shared_ptr<int[]> stop;           // (1): stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;  // (STEPS_IN_FLIGHT): step n's is number n mod STEPS_IN_FLIGHT
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
-    std::shared_ptr<int[]> order;                 // (slots, count), in the host's memory, which the device reads
-    std::shared_ptr<int[]> stop;                  // (1), in the host's memory: stop_asked, for the step's graph
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), in the host's memory: step n's in n mod STEPS_IN_FLIGHT
     long epochs;                                  // how many epochs have their order in `order`
     std::map<Objective, Graph> graphs;            // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t paths_drawn = 0;                      // for each sample: see path_start
+    int64_t paths_drawn = 0;  // for each sample: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -3658,29 +3663,36 @@ struct Trainer {
     std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
-// Prepares all that steps need besides the model, its weights and t->step. Images that do not fit a GPU stay on the host, in
-// memory that the device can read; t->images gives its own up.
+// Returns where the device can read these values; null where there are none. A GPU reads a copy, which stays in the host's
+// memory if it would take more than nine tenths of what is free on the GPU.
+template <typename T> static const T* for_device(Trainer* t, const std::vector<T>& values) {
+    size_t bytes = values.size() * sizeof(T);
+    if (!bytes) return nullptr;
+    if (!ON_GPU) return values.data();
+
+    bool on_host = bytes > backend_memory_available() / 10 * 9;
+    t->copies.push_back(allocate<char>(bytes, on_host));
+    char* copy = t->copies.back().get();
+    backend_upload(copy, values.data(), bytes);
+    return (const T*)copy;
+}
+
+// Prepares all that steps need besides the model, its weights and t->step. On a GPU t->images gives up its own memory.
 static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
     const Dataset& data = t->images;
-    auto for_device = [&]<typename T>(const std::vector<T>& values) -> const T* {
-        size_t bytes = values.size() * sizeof(T);
-        if (!bytes) return nullptr;
-        if (!ON_GPU) return values.data();
-        t->copies.push_back(allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9));
-        backend_upload(t->copies.back().get(), values.data(), bytes);
-        return (const T*)t->copies.back().get();
-    };
-    // The steps in flight and the next one draw from at most (STEPS_IN_FLIGHT + 1) * batch_size / count + 2 epochs. There are
-    // twice as many slots, so that a new order never overwrites one in use.
+
+    // The steps in flight and the next one draw from at most (STEPS_IN_FLIGHT + 1) * batch_size / count + 2 epochs. There
+    // are twice as many slots, so that a new order never overwrites one in use.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
     t->order = allocate<int>((size_t)slots * data.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
     t->stop = allocate<int>(1, true);
     if (c.path_steps) t->path = make_path(c);
-    t->source = {.bytes = for_device(data.bytes),
-                 .floats = for_device(data.floats),
+
+    t->source = {.bytes = for_device(t, data.bytes),
+                 .floats = for_device(t, data.floats),
                  .order = t->order.get(),
                  .count = data.count,
                  .slots = slots,
@@ -3696,7 +3708,7 @@ static void prepare_steps(Trainer* t) {
                  .path_steps = c.path_steps,
                  .consistency_steps = c.consistency_steps};
     if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
-    if (m->labels) t->source.labels = for_device(data.labels);
+    if (m->labels) t->source.labels = for_device(t, data.labels);
     if (ON_GPU) {
         t->images.bytes = std::vector<uint8_t>();
         t->images.floats = std::vector<float>();
@@ -3726,13 +3738,15 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .width = c.image_size};
 }
 
-// Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
+// Samples of a batch that go through the network at a time: B of them, from number `first` of the batch on, which is number
 // `own` of this rank's samples.
 struct MicroBatch : BatchLoss {
     int own;
 };
+
 static std::vector<MicroBatch> own_microbatches(const Model* m, Objective objective) {
-    int size = m->plan.batch, samples = microbatch_count(m) * size;
+    int size = m->plan.batch;
+    int samples = (int)images_of_rank(m);
     std::vector<MicroBatch> parts;
     for (int own = 0; own < samples; own += size) {
         MicroBatch part = {batch_loss(m, objective), own};
@@ -3743,12 +3757,13 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
     return parts;
 }
 
-// A micro-batch's part of an array of all this rank's samples: its points of paths, as LoadPathPoints has them, and its images
-// (B, C, H, W) in an array of DistributionMatching.
+// A micro-batch's points of paths, as LoadPathPoints has them.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
-    return m->points + part.own * PATHS_KEPT * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
+    return m->points + part.own * PATHS_KEPT * points_a_path(c) * pixels_of(c) * PIXEL;
 }
+
+// A micro-batch's images (B, C, H, W) in one of DistributionMatching's arrays, which hold those of all this rank's samples.
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
@@ -3772,20 +3787,22 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
 static void predict_earlier(Model* m, const MicroBatch& part) {
-    std::swap(m->timesteps, m->pairs.timesteps);  // which the network reads; `part` keeps the samples' own
+    std::swap(m->timesteps, m->pairs.timesteps);  // the network reads m->timesteps; `part` keeps the samples' own
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// Make the network's input and m->target: from training images, noised; or from points of paths.
+// Makes the network's input and m->target from training images, noised.
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
     run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
     if (has_pairs(m->config)) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
+
+// Makes the network's input and m->target from points of paths.
 static void load_path_points(Model* m, const MicroBatch& part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
@@ -3795,23 +3812,35 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .consistency_steps = m->config.consistency_steps});
 }
 
-// Makes the input of the student's first step of drawing, which is noise alone, and returns the images in it, which are 0.
+// The next three functions make the network's input in a step that matches distributions, and return the images
+// (B, C, H, W) that they have noised.
+
+// The student's first step of drawing: it sees noise alone, and the images are 0.
 static const float* load_first_step(Model* m, const MicroBatch& part) {
-    backend_zero(m->images, (size_t)part.B * m->config.in_channels * pixels_of(m->config) * sizeof(float));
+    size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
+    backend_zero(m->images, values * sizeof(float));
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     return m->images;
 }
 
-// Makes the input of the student's last step of drawing, and returns the images in it, (B, C, H, W): drafts, if it makes any.
+// The student's last step of drawing, from its drafts. Where it draws in one step, this is also the first.
 static const float* load_last_step(Model* m, const MicroBatch& part) {
     if (!m->matching.drafts) return load_first_step(m, part);
+
     const float* drafts = images_of(m->matching.drafts, m, part);
     add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
     return drafts;
 }
 
-// Writes the x0 that the network has predicted from a micro-batch's images (B, C, H, W), noised, to `predicted`, an array of
-// DistributionMatching.
+// What the fake and the teacher see: the pictures that the student drew.
+static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
+    const float* pictures = images_of(m->matching.pictures, m, part);
+    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
+    return pictures;
+}
+
+// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W) to `predicted`, one of
+// DistributionMatching's arrays.
 static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = part,
@@ -3819,13 +3848,6 @@ static void predict_x0(Model* m, float* predicted, const float* images, const Mi
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
-}
-
-// Makes the input of the fake and of the teacher, and returns the images in it: the pictures that the student drew.
-static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-    return pictures;
 }
 
 // Makes m->target the student's, from its prediction.
@@ -3838,8 +3860,8 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
                                .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
-// Makes m->target the x0 that the network predicted at the earlier timesteps, and then the samples' weights. A weight depends
-// on the sample's squared error, which PredictionLoss adds up here without a gradient.
+// Makes m->target the x0 that the network predicted at the earlier timesteps, and then the samples' weights. A weight
+// depends on the sample's squared error, which PredictionLoss adds up here without a gradient.
 static void load_pair_target(Model* m, const MicroBatch& part) {
     run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     run(PredictionLoss<floatX>{part, unet_output(m), m->target});
@@ -3858,10 +3880,12 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
         case OBJECTIVE_STUDENT: load_last_step(m, part); break;
     }
     unet_forward(m, part.B, part.first);
+
     if (has_pairs(c)) load_pair_target(m, part);
-    if (objective == OBJECTIVE_FAKE)
-        predict_x0(m, m->matching.fake_x0, images_of(m->matching.pictures, m, part), part, clamps_x0(c));
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
+    if (objective == OBJECTIVE_FAKE)  // load_matching_target will need it
+        predict_x0(m, m->matching.fake_x0, images_of(m->matching.pictures, m, part), part, clamps_x0(c));
+
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
@@ -3869,12 +3893,13 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number alone
-// decides in which order gradients are added. The others' gradient is made in the buffer after dw.
+// dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number
+// alone decides in which order gradients are added. The others' gradient is made in the buffer after dw.
 static void tree_gradient(Trainer* t, Objective objective, std::span<const MicroBatch> parts, float* dw) {
     if (parts.size() == 1) return microbatch_gradient(t, objective, parts[0], dw);
 
-    size_t P = t->model.plan.num_floats, half = parts.size() / 2;
+    size_t P = t->model.plan.num_floats;
+    size_t half = parts.size() / 2;
     float* other = dw + P;
     tree_gradient(t, objective, parts.first(half), dw);
     tree_gradient(t, objective, parts.subspan(half), other);
@@ -3889,16 +3914,19 @@ static void reduce_gradient(Model* m) {
     auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
     exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
                       [&](int peer) { return bytes_of(from(peer)); });
-    for (int stride = 1; stride < m->ranks; stride *= 2)
+
+    for (int stride = 1; stride < m->ranks; stride *= 2) {
+        bool is_last = 2 * stride == m->ranks;
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
-            float* sum = 2 * stride < m->ranks ? from(rank) : mine;
+            float* sum = is_last ? mine : from(rank);
             run(AddFloats{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
+    }
 }
 
 // Gathers what else every rank needs for FinishStep: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = microbatch_count(m) * m->plan.batch;
+    size_t images = images_of_rank(m);
     int chunks = loss_chunks((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
@@ -3910,12 +3938,14 @@ static void gather_results(Model* m, const int* stop) {
     });
 }
 
-// Gathers every rank's shard of the updated weights on all ranks.
+// Gathers every rank's shard of the updated weights on all ranks. Those that are no matrices are in fp32_params too.
 static void gather_weights(Model* m) {
-    size_t shard = first_of_shard(m), end = shard + m->shard, matrices = m->plan.num_decayed;
-    size_t first = std::clamp(matrices, shard, end);
+    size_t begin = first_of_shard(m);
+    size_t end = begin + m->shard;
+    size_t matrices = m->plan.num_decayed;
+    size_t first = std::clamp(matrices, begin, end);  // of the shard's parameters that are no matrices
     if (first < end)
-        backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
+        backend_copy(m->fp32_params + first, m->master + (first - begin), (end - first) * sizeof(float));
     backend_together([&] {
         gather(m->weights, m->shard);
         gather(m->fp32_params, m->shard, matrices);
@@ -3931,30 +3961,31 @@ static void batch_gradient(Trainer* t, Objective objective) {
 
 // Muon's directions of all matrices, on every rank. memory: this rank's shard.
 static const floatX* muon_directions(Model* m, const OptimiserMemory& memory, const StepState* state) {
-    size_t shard = first_of_shard(m);
-    run(MuonMomentum<floatX>{m->muon.x + shard, memory.adam_m, m->gradients + shard, m->shard, state});
+    size_t first = first_of_shard(m);
+    run(MuonMomentum<floatX>{m->muon.x + first, memory.adam_m, m->gradients + first, m->shard, state});
     if (is_sharded(m)) gather(m->muon.x, m->shard);
     return orthogonalise(m->muon);
 }
 
 // Updates this rank's shard of the weights. working: the weights as the layers read them, or null.
 static void update_weights(Model* m, const OptimiserMemory& memory, floatX* working, const StepState* state) {
-    size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
-    if (working) working += shard;
-    const floatX* directions = m->muon.count ? muon_directions(m, memory, state) + shard : nullptr;
-    const float* scales = m->muon.count ? m->muon.scales + shard / CHANNEL_MULTIPLE : nullptr;
-    run(UpdateWeights<floatX>{.memory = memory,
-                              .gradient = m->gradients + shard,
-                              .working = working,
-                              .n = m->shard,
-                              .decayed = decayed - std::min(decayed, shard),
-                              .state = state,
-                              .directions = directions,
-                              .scales = scales});
+    size_t first = first_of_shard(m);
+    size_t decayed = m->plan.num_decayed;
+    UpdateWeights<floatX> update = {.memory = memory,
+                                    .gradient = m->gradients + first,
+                                    .working = working ? working + first : nullptr,
+                                    .n = m->shard,
+                                    .decayed = decayed - std::min(decayed, first),
+                                    .state = state};
+    if (m->muon.count) {
+        update.directions = muon_directions(m, memory, state) + first;
+        update.scales = m->muon.scales + first / CHANNEL_MULTIPLE;
+    }
+    run(update);
 }
 
-// The x0 that the network predicts for all this rank's samples, from the input that `load` makes, goes to `predicted`, an array
-// of DistributionMatching.
+// Writes the x0 that the network predicts for all this rank's samples, from the input that `load` makes, to `predicted`,
+// one of DistributionMatching's arrays.
 static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         const float* images = load(m, part);
@@ -3977,12 +4008,14 @@ static void match_distributions(Trainer* t) {
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
                       .seed = c.seed});
+
     if (matching.drafts) {
         predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
         run(SetTimesteps{m->timesteps, c.batch_size, t->source.starts[1]});
     }
     predict_all(m, matching.pictures, load_last_step, false);
-    std::swap(m->timesteps, matching.timesteps);  // which the network and the losses read
+
+    std::swap(m->timesteps, matching.timesteps);  // the network and the losses read m->timesteps
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
@@ -3993,12 +4026,10 @@ static void match_distributions(Trainer* t) {
     use_weights(m, m->master);
 }
 
-// Launches an optimiser step. Its launches are the same in every step with this objective, so that they can be captured.
+// Launches an optimiser step. Its launches are the same in all steps with this objective, so that they can be captured.
 static void enqueue_step(Trainer* t, Objective objective) {
     Model* m = &t->model;
-    size_t shard = first_of_shard(m);
     Hyper hyper = hyper_of(m->config, objective);
-
     BatchSource source = t->source;
     if (objective != OBJECTIVE_PATHS) source.path_steps = 0;
     run(BeginStep{.state = m->state,
@@ -4009,10 +4040,12 @@ static void enqueue_step(Trainer* t, Objective objective) {
                   .hyper = hyper,
                   .schedule = m->schedule,
                   .pairs = m->pairs});
+
     if (objective == OBJECTIVE_STUDENT) match_distributions(t);
     batch_gradient(t, objective);
 
-    run(SquaredNorm{m->grad_norm_sums + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    size_t first = first_of_shard(m);
+    run(SquaredNorm{m->grad_norm_sums + first / NORM_CHUNK, m->gradients + first, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
     run(FinishStep{.state = m->state,
                    .loss = batch_loss(m, objective),
@@ -4040,25 +4073,28 @@ struct StartPaths {
 // Draws path `number` of every sample of this rank, with the weights that the run started from.
 static void draw_paths(Trainer* t, int64_t number) {
     Model* m = &t->model;
-    const int steps = m->config.path_steps, second = steps - second_start(steps);
+    const Config& c = m->config;
+    int end = c.path_steps;
+    int second = c.consistency_steps == 2 ? end - second_start(end) : 0;  // where the second consistency step begins
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        float* point = points_of(m, part) + number % PATHS_KEPT * (m->config.consistency_steps + 1) * batch.input.count();
-        for (int i = 0; i <= steps; i++) {
+
+        size_t values = batch.input.count();
+        float* point = points_of(m, part) + number % PATHS_KEPT * points_a_path(c) * values;
+        for (int i = 0; i <= end; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
-            bool is_start = i == 0 || (i == second && m->config.consistency_steps == 2);
-            if (!is_start && i < steps) continue;
-            backend_copy(point, batch.x, batch.input.count() * sizeof(float));
-            point += batch.input.count();
+            if (i != 0 && i != second && i != end) continue;
+            backend_copy(point, batch.x, values * sizeof(float));
+            point += values;
         }
     }
     use_weights(m, m->master);
 }
 
-// Draws the paths that the next step is the first to choose from. A resumed run draws the newest again, and no older ones.
+// Draws the paths that the next step is the first to choose from. A resumed run draws its PATHS_KEPT newest again.
 static void draw_due_paths(Trainer* t) {
     int64_t newest = t->begun / t->source.path_steps;
     t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);
@@ -4093,9 +4129,13 @@ static StepState await_step(Trainer* t) {
     const StepState& result = t->results[slot];
 
     if (result.stop) stop_agreed = stop_asked = 1;
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    if (result.accepted) {
+        bool is_first = t->step == 0;
+        t->smoothed = is_first ? result.loss : 0.98f * t->smoothed + 0.02f * result.loss;
+    }
     t->history = result.history;
     if (!result.finite) return result;
+
     t->step++;
     for (int q = 0; q < 4; q++) {
         t->quartile_sums[q] += result.quartile_sums[q];
