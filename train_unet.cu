@@ -4144,33 +4144,55 @@ static StepState await_step(Trainer* t) {
     return result;
 }
 
-// The weights that sampling and validation use, and what the log calls them.
+// The weights that sampling and validation use: the average that --use_ema numbers, from 1, if there is one.
 static float* chosen_weights(const Model* m) {
-    float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
-    return ema ? ema : m->master;
+    int number = m->config.use_ema;
+    if (number && m->ema[number - 1]) return m->ema[number - 1];
+    return m->master;
 }
+
+// What the log calls them.
 static std::string chosen_name(const Config& c) {
-    bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.hyper.ema_rate[c.use_ema - 1]);
+    if (!c.use_ema || c.use_ema > ema_count(c)) return "raw weights";
+    return "EMA " + float_text(c.hyper.ema_rate[c.use_ema - 1]);
 }
 
 // Every rank's number, on every rank. All of them have to call this.
 static std::vector<int> gather_numbers(Model* m, int number) {
     std::vector<int> numbers(world.size, number);
     if (world.size == 1) return numbers;
+
     upload(m->stops, numbers);
     gather(m->stops, 1);
     backend_download(numbers.data(), m->stops, world.size * sizeof(int));
     return numbers;
 }
+
 static bool agree_to_stop(Model* m) {
     if (std::ranges::max(gather_numbers(m, stop_asked))) stop_agreed = stop_asked = 1;
     return stop_agreed;
 }
 
+// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through m->target, which is free while nothing is
+// trained. These two ranks call it.
+template <typename T> static void send_share(Model* m, std::vector<T>* values, size_t unit, int rank) {
+    auto [begin, end] = share_of(values->size(), rank, unit);
+    for (size_t first = begin; first < end; first += unit) {
+        T* piece = &(*values)[first];
+        size_t bytes = std::min(unit, end - first) * sizeof(T);
+        std::span buffer((std::byte*)m->target, bytes);
+        if (world.rank == 0) {
+            backend_exchange(rank, {}, buffer);
+            backend_download(piece, m->target, bytes);
+        } else {
+            backend_upload(m->target, piece, bytes);
+            backend_exchange(0, buffer, {});
+        }
+    }
+}
+
 // Computes `values` with the chosen weights: each rank its share of them, by work(first, count) for `unit` of them at a
-// time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
-// the ranks were asked to stop.
+// time. Rank 0 gets those of the others. Returns false if the ranks were asked to stop.
 template <typename T> static bool share_among_ranks(Model* m, std::vector<T>* values, size_t unit, auto work) {
     use_weights(m, chosen_weights(m));
     auto [begin, end] = share_of(values->size(), world.rank, unit);
@@ -4178,54 +4200,53 @@ template <typename T> static bool share_among_ranks(Model* m, std::vector<T>* va
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
 
-    for (int rank = 1; rank < world.size; rank++) {
-        if (world.rank != 0 && world.rank != rank) continue;
-        auto [begin, end] = share_of(values->size(), rank, unit);
-        for (size_t first = begin; first < end; first += unit) {
-            T* piece = &(*values)[first];
-            std::span buffer((std::byte*)m->target, std::min(unit, end - first) * sizeof(T));
-            if (world.rank == 0) {
-                backend_exchange(rank, {}, buffer);
-                backend_download(piece, m->target, buffer.size());
-            } else {
-                backend_upload(m->target, piece, buffer.size());
-                backend_exchange(0, buffer, {});
-            }
-        }
-    }
+    for (int rank = 1; rank < world.size; rank++)
+        if (world.rank == 0 || world.rank == rank) send_share(m, values, unit, rank);
     return true;
 }
 
-// The sum of the losses of B validation images, from `first` on. Their noise and timesteps never change.
-static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
+// Uploads B validation images, from `first` on, with their timesteps and labels.
+static void load_validation_images(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = c.in_channels * pixels_of(c);
     std::vector<float> images(B * elements);
-    std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
-    for (int b = 0; b < B; b++)
-        timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps,
-                                     random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0));
+
+    std::vector<int> timesteps(B);
+    for (int b = 0; b < B; b++) {
+        uint32_t word = random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
+        timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps, word);
+    }
+
     upload(m->images, images);
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+}
+
+// The sum of the losses of B validation images, from `first` on, without the timesteps' weights. An image always has the
+// same noise and the same timestep.
+static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
+    Model* m = &t->model;
+    load_validation_images(t, last_words, first, B);
 
     BatchLoss loss = batch_loss(m, OBJECTIVE_IMAGES);
-    loss.batch_size = loss.B = B;
+    loss.batch_size = B;
+    loss.B = B;
     BatchLoss numbered = loss;
-    numbered.first = first;  // by which the noise is drawn
+    numbered.first = first;  // the noise goes by an image's number among all validation images
     add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
-    std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));  // without the timesteps' weights
+    std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));
     backend_download(sums.data(), m->losses, sums.size() * sizeof(float));
     return std::accumulate(sums.begin(), sums.end(), 0.0) / loss.elements() * B;
 }
 
-// Computes the mean loss over the validation images, which is complete on rank 0 alone. Returns false if the run was stopped
-// meanwhile. Each rank has some of the batches; their losses are added up in the order in which a single rank adds them.
+// Computes the mean loss over the validation images, which only rank 0 has completely. Returns false if the run was
+// stopped meanwhile. Each rank has some of the batches; their losses are added up in the order in which a single rank
+// adds them.
 static bool validation_loss(Trainer* t, double* loss) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
