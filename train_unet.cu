@@ -4261,78 +4261,91 @@ static bool validation_loss(Trainer* t, double* loss) {
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
-// The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
+// The samples of a grid.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
-    int columns;
-    std::string rows;
-    size_t num_classes;  // of which samples are wanted; 0 where the network knows none
+    size_t num_classes;     // of which samples are wanted; 0 where the network knows none
+    int columns;            // how many samples stand in a row
+    std::string rows = "";  // what the log says of the classes of its rows; empty: they are not grouped by class
 };
 
-// Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally many
-// samples, the grid groups them by class. names: the names of the classes.
+// Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally
+// many samples, the grid groups them by class. names: the names of the classes.
 static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
     size_t count = seeds.size(), num_classes = classes.size();
     std::vector<SampleSpec> specs;
-    for (uint32_t seed : seeds)
-        specs.push_back({seed, num_classes ? (int)classes[specs.size() * num_classes / count] : 0});
+    for (size_t n = 0; n < count; n++) {
+        int label = num_classes ? (int)classes[n * num_classes / count] : 0;
+        specs.push_back({seeds[n], label});
+    }
 
-    int groups = 0;
-    if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
+    bool is_grouped = num_classes > 1 && count % num_classes == 0;
+    int groups = is_grouped ? (int)num_classes : 0;
     int columns = grid_columns((int)count, groups, c.image_size);
-    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : "", num_classes};
+    SampleGrid grid = {specs, num_classes, columns};
+    if (is_grouped) grid.rows = rows_text(names, classes, (int)count / groups, columns);
+    return grid;
 }
 
 // How many of the samples hold a NaN or an infinity.
 static long count_broken(const std::vector<float>& samples, size_t count) {
+    size_t values = samples.size() / count;  // of a sample
     long broken = 0;
-    for (size_t n = 0, size = samples.size() / count; n < count; n++)
-        broken += !all_finite(samples.data() + n * size, size);
+    for (size_t n = 0; n < count; n++) broken += !all_finite(samples.data() + n * values, values);
     return broken;
 }
 
-// Prints how many of the network's calls are done: every half second on a terminal, otherwise every ten, and at the end.
+// Prints how many of the network's calls are done: every half second on a terminal, else every ten seconds, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
     double start = seconds_now(), last = start;
+
     void count() {
+        done++;
+        if (!shown) return;
         double now = seconds_now();
-        bool ends = ++done == all, terminal = isatty(1);
-        if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
-        print("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
-              human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
+        bool is_last = done == all;
+        bool is_terminal = isatty(1);
+        double pause = is_terminal ? 0.5 : 10;
+        if (!is_last && now - last < pause) return;
+
+        double left = (now - start) / done * (all - done);
+        const char* line_begin = is_terminal ? "\r" : "";
+        const char* line_end = is_terminal && !is_last ? "" : "\n";
+        print("%snetwork call %ld of %ld, %s to go   %s", line_begin, done, all, human_time(left), line_end);
         fflush(stdout);
         last = now;
     }
 };
 
-// Makes B samples, which are then in batch.x, unless the run was stopped.
+// Makes the samples of a batch, which are then in batch.x, unless the run was stopped.
 static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
                          CallGraphs* graphs, Progress* progress) {
-    int begun = 0;
     begin_samples(m, batch);
+    int begun = 0;
     for (const SamplerStep& step : steps) {
-        wait_for_step(begun % STEPS_IN_FLIGHT);  // so that Ctrl-C and the progress do not run far ahead of the device
+        int slot = begun++ % STEPS_IN_FLIGHT;
+        wait_for_step(slot);  // so that the host, which sees Ctrl-C and counts, does not run far ahead of the device
         if (stop_asked) return;
         take_sampler_step(m, batch, step, graphs);
-        mark_step_end(begun++ % STEPS_IN_FLIGHT);
+        mark_step_end(slot);
         if (step.timestep >= 0) progress->count();
     }
 }
 
 // Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false if the run was stopped.
-static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
-                   bool show_progress) {
+static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs, bool show_progress) {
     const Config& c = m->config;
-    size_t elements = PIXEL * pixels_of(c);
-    size_t most = m->plan.batch / rows_a_sample(c);
+    size_t elements = PIXEL * pixels_of(c);            // of a sample
+    size_t most = m->plan.batch / rows_a_sample(c);  // samples at a time
     std::vector<SamplerStep> steps = make_sampler(c);
     samples->resize(specs.size() * elements);
 
     auto [begin, end] = share_of(specs.size(), world.rank, most);
-    Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
+    long calls = network_calls(steps) * ceil_div(end - begin, most);
+    Progress progress = {show_progress, calls};
     CallGraphs graphs;
     return share_among_ranks(m, samples, most * elements, [&](size_t first, size_t count) {
         int B = (int)(count / elements);
