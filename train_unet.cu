@@ -4363,14 +4363,16 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     const OptimiserMemory& fake = m.matching.fake;
     float* parameters[] = {m.master, m.ema[0],  m.ema[1],    m.ema[2],    m.ema[3],   m.adam_m,
-                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};
+                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};  // as ARRAY_SECTIONS names them
+    static_assert(std::size(parameters) == std::size(ARRAY_SECTIONS));
     std::vector<std::pair<const char*, float*>> arrays;
     for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
 
-// The table of classes, where the model's classes are not the file's. kept: for each row the file's row; -1: a fresh one.
+// The table of classes, where the model's classes are not the file's. `kept` has the file's row for each row of the
+// model's; -1: the row is fresh.
 static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::vector<float>& stored,
                                        const std::vector<int>& kept) {
     const Parameter& t = m.plan.tensors[index];
@@ -4381,8 +4383,8 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
     return values;
 }
 
-// Reads one section of parameters to `to`, this rank's shard of them, on the device. kept: as in kept_rows_of; empty: the
-// file's classes are the model's.
+// Reads one section of parameters to `to`, this rank's shard of them, on the device. kept: as in kept_rows_of; empty
+// where the file's classes are the model's.
 static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
                             const std::vector<int>& kept = {}) {
     Reader in(file.path);
@@ -4393,8 +4395,10 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
         size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
-            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; delete it, and use the one before",
+            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; "
+                 "delete it, and use the one before",
                  file.path, t.name, section);
+
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, stored);
     }
@@ -4402,22 +4406,44 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     for (const Parameter& t : plan.tensors) {
-        std::vector<float> held(t.size);
-        backend_download(held.data(), from + t.offset, t.size * sizeof(float));
-        if (!all_finite(held.data(), t.size))
-            fail("%s became NaN or infinite and %s was not written; go on from the one before with --resume and a lower --lr",
+        std::vector<float> in_memory(t.size);
+        backend_download(in_memory.data(), from + t.offset, t.size * sizeof(float));
+        if (!all_finite(in_memory.data(), t.size))
+            fail("%s became NaN or infinite and %s was not written; "
+                 "go on from the one before with --resume and a lower --lr",
                  t.name, out->path);
-        out->write(reordered(held, t, false).data(), t.count * sizeof(float));
+
+        std::vector<float> in_file = reordered(in_memory, t, false);
+        out->write(in_file.data(), t.count * sizeof(float));
     }
 }
 
+// Enters a section, which comes after those before it, in the header's table.
+static void enter_section(int32_t* header, const char* name, uint64_t bytes) {
+    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
+    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+    memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
+    header[FIELD_SECTIONS]++;
+}
+
+// The sections after the parameters, each with its name. Those that would be empty are left out of the file.
+static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
+    std::string state, names;
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    for (const std::string& name : m.class_names) names += name + "\n";
+    return {{"state", state},
+            {"config", stored_config(m.config)},
+            {"class_names", names},
+            {"data_checksum", m.data_checksum}};
+}
+
 // Writes all that sampling or resuming needs to `path`, whole or not at all. Rank 0 writes what all ranks have.
-static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
-                             const History& history) {
+static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed, const History& history) {
     if (world.rank) {
         for (auto [section, parameters] : arrays_of(m)) gather_parameters(&m, parameters);
         return;
     }
+
     int32_t header[HEADER_INTS] = {network.magic, WEIGHTS_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters;
@@ -4426,28 +4452,16 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     header[FIELD_LR_STEPS] = m.config.hyper.lr_steps;
 
     Writer out(path);
-    out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
-    auto begin_section = [&](const char* name, uint64_t bytes) {  // enters it in the header's table
-        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
-        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-        memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
-    };
-    auto write_section = [&](const char* name, const std::string& contents) {
-        if (contents.empty()) return;
-        begin_section(name, contents.size());
-        out.write(contents);
-    };
+    out.rewind_to_header(header, sizeof header);  // keeps its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
-        begin_section(section, m.plan.num_parameters * sizeof(float));
+        enter_section(header, section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    std::string state, names;
-    if (m.adam_m) state.assign((const char*)&history, sizeof history);
-    for (const std::string& name : m.class_names) names += name + "\n";
-    write_section("state", state);
-    write_section("config", stored_config(m.config));
-    write_section("class_names", names);
-    write_section("data_checksum", m.data_checksum);
+    for (const auto& [section, contents] : small_sections(m, history)) {
+        if (contents.empty()) continue;
+        enter_section(header, section, contents.size());
+        out.write(contents);
+    }
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
