@@ -3107,7 +3107,7 @@ static int microbatch_count(const Model* m) {
 static size_t images_of_rank(const Model* m) { return (size_t)microbatch_count(m) * m->plan.batch; }
 static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(m); }
 
-// The buffers in which micro-batches' gradients are added up in pairs: one, and another for each level of tree_gradient.
+// The buffers in which micro-batches' gradients are added up in pairs: one, and one more for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // The points that are kept of a path: where each consistency step begins, and the end.
@@ -3363,7 +3363,8 @@ static void start_from_master(Model* m) {
         if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
-// Writes those of a tensor's values that are in this rank's shard to an array of parameters. `values` has a file's order.
+// Writes those of a tensor's values that are in this rank's shard to an array of parameters. The values come in a file's
+// order.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
     std::vector<float> in_memory = reordered(values, t, true);
     size_t shard_begin = first_of_shard(&m);
@@ -3460,19 +3461,23 @@ struct BeginStep {
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     ConsistencyPairs pairs = {};
 
-    // The source is an image, or -1 - image: mirrored. Images follow each other in the epochs' orders.
-    HOST_DEVICE void choose_image(const BatchSource& s, size_t b, int64_t step) const {
+    // The source is an image, or -1 - image: mirrored.
+    HOST_DEVICE void choose_image(size_t b, int64_t step) const {
+        const BatchSource& s = source;
         uint64_t n = (uint64_t)step * s.batch + b;  // the sample's number in the run
         uint64_t epoch = n / s.count;
         int image = s.order[epoch % s.slots * s.count + n % s.count];
         bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
         sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
+
+        uint32_t word = random_word(s.seed, STREAM_TIMESTEP, 0, b, step);
+        timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, word);
         if (s.labels) labels[b] = s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 
-    // The source is a point of those of all the sample's paths. Samples take turns at the points where steps begin.
-    HOST_DEVICE void choose_point(const BatchSource& s, size_t b, int64_t step) const {
+    // The source is one of the points of all the sample's paths. Samples take turns at the points where steps begin.
+    HOST_DEVICE void choose_point(size_t b, int64_t step) const {
+        const BatchSource& s = source;
         int64_t path = path_of(s, b, step);
         int point = (int)((b + step) % s.consistency_steps);
         sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
@@ -3485,8 +3490,8 @@ struct BeginStep {
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
 
-        if (source.path_steps) choose_point(source, b, step);
-        else choose_image(source, b, step);
+        if (source.path_steps) choose_point(b, step);
+        else choose_image(b, step);
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
     }
 };
@@ -3558,15 +3563,15 @@ struct FinishStep {
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
+        enum { WEIGHTED_LOSS, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
 
         int chunks = loss_chunks(loss.pixels);
         for (int i = team.thread; i < loss.B * chunks; i += team.threads) {
             int b = i / chunks;
             int quartile = 4 * loss.timestep(b) / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.weight_of(b) * loss.chunk_sums[i];
-            if (loss.variance_chunk_sums) sums[WEIGHTED] += loss.variance_chunk_sums[i];
+            sums[WEIGHTED_LOSS] += loss.weight_of(b) * loss.chunk_sums[i];
+            if (loss.variance_chunk_sums) sums[WEIGHTED_LOSS] += loss.variance_chunk_sums[i];
             UNROLLED_FOR (int q = 0; q < 4; q++) {
                 if (q != quartile) continue;
                 sums[QUARTILES + q] += loss.chunk_sums[i];
@@ -3578,7 +3583,7 @@ struct FinishStep {
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
 
-        float mean_loss = (float)((double)sums[WEIGHTED] / loss.elements());
+        float mean_loss = (float)((double)sums[WEIGHTED_LOSS] / loss.elements());
         UNROLLED_FOR (int q = 0; q < 4; q++) {
             state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
             state->quartile_counts[q] = (float)sums[COUNTS + q];
@@ -3614,8 +3619,9 @@ static Objective objective_of(const Config& c, int64_t step) {
 static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
 
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to
-// step, and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is
-// 0. No step is skipped as an outlier, because History has the losses of paths; nor does --grad_clip apply to the fake.
+// step, and the fake has to follow the student. So rates are constant and small, the fake's is the larger one, and beta1
+// is 0. No step is skipped as an outlier, because History has the losses of paths. Nor does --grad_clip apply to the fake,
+// because FinishStep, which computes how much is clipped, sees only the student's gradient.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.hyper;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
@@ -3663,8 +3669,8 @@ struct Trainer {
     std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
-// Returns where the device can read these values; null where there are none. A GPU reads a copy, which stays in the host's
-// memory if it would take more than nine tenths of what is free on the GPU.
+// Returns where the device can read these values; null where there are none. A GPU reads a copy, which stays in the
+// host's memory if it would take more than nine tenths of what is free on the GPU.
 template <typename T> static const T* for_device(Trainer* t, const std::vector<T>& values) {
     size_t bytes = values.size() * sizeof(T);
     if (!bytes) return nullptr;
@@ -3677,49 +3683,55 @@ template <typename T> static const T* for_device(Trainer* t, const std::vector<T
     return (const T*)copy;
 }
 
-// Prepares all that steps need besides the model, its weights and t->step. On a GPU t->images gives up its own memory.
-static void prepare_steps(Trainer* t) {
-    Model* m = &t->model;
-    const Config& c = m->config;
-    const Dataset& data = t->images;
+// The source of all steps, from t->order, which has `slots` rows. On a GPU t->images gives up its own memory.
+static BatchSource make_source(Trainer* t, int slots) {
+    const Config& c = t->model.config;
+    BatchSource source = {.bytes = for_device(t, t->images.bytes),
+                          .floats = for_device(t, t->images.floats),
+                          .order = t->order.get(),
+                          .count = t->images.count,
+                          .slots = slots,
+                          .batch = c.batch_size,
+                          .size = c.image_size,
+                          .channels = c.in_channels,
+                          .flip = c.flip,
+                          .diffusion_steps = c.diffusion_steps,
+                          .seed = c.seed,
+                          .no_class = c.num_classes,
+                          .drop = c.cond_drop_prob,
+                          .last_words = t->model.last_words,
+                          .path_steps = c.path_steps,
+                          .consistency_steps = c.consistency_steps};
+    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), source.starts);
+    if (t->model.labels) source.labels = for_device(t, t->images.labels);
 
-    // The steps in flight and the next one draw from at most (STEPS_IN_FLIGHT + 1) * batch_size / count + 2 epochs. There
-    // are twice as many slots, so that a new order never overwrites one in use.
-    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    t->order = allocate<int>((size_t)slots * data.count, true);
-    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
-    t->stop = allocate<int>(1, true);
-    if (c.path_steps) t->path = make_path(c);
-
-    t->source = {.bytes = for_device(t, data.bytes),
-                 .floats = for_device(t, data.floats),
-                 .order = t->order.get(),
-                 .count = data.count,
-                 .slots = slots,
-                 .batch = c.batch_size,
-                 .size = c.image_size,
-                 .channels = c.in_channels,
-                 .flip = c.flip,
-                 .diffusion_steps = c.diffusion_steps,
-                 .seed = c.seed,
-                 .no_class = c.num_classes,
-                 .drop = c.cond_drop_prob,
-                 .last_words = m->last_words,
-                 .path_steps = c.path_steps,
-                 .consistency_steps = c.consistency_steps};
-    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
-    if (m->labels) t->source.labels = for_device(t, data.labels);
     if (ON_GPU) {
         t->images.bytes = std::vector<uint8_t>();
         t->images.floats = std::vector<float>();
     }
+    return source;
+}
+
+// Prepares all that steps need besides the model, its weights and t->step.
+static void prepare_steps(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+
+    // The steps in flight and the next one draw from at most batch_size * (STEPS_IN_FLIGHT + 1) / count + 2 epochs. There
+    // are twice as many slots, so that a new order never overwrites one in use.
+    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / t->images.count + 2);
+    t->order = allocate<int>((size_t)slots * t->images.count, true);
+    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
+    t->stop = allocate<int>(1, true);
+    t->source = make_source(t, slots);
+    if (c.path_steps) t->path = make_path(c);
 
     StepState state = StepState();
     state.step = t->step;
     state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
     t->begun = t->step;
-    t->epochs = t->step * c.batch_size / data.count;
+    t->epochs = t->step * c.batch_size / t->images.count;
 }
 
 // The loss of a batch. Only pairs have weights other than the schedule's.
@@ -3738,8 +3750,8 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .width = c.image_size};
 }
 
-// Samples of a batch that go through the network at a time: B of them, from number `first` of the batch on, which is number
-// `own` of this rank's samples.
+// Samples of a batch that go through the network at a time: B of them, from number `first` of the batch on, which is
+// number `own` of this rank's samples.
 struct MicroBatch : BatchLoss {
     int own;
 };
@@ -3763,7 +3775,7 @@ static float* points_of(const Model* m, const MicroBatch& part) {
     return m->points + part.own * PATHS_KEPT * points_a_path(c) * pixels_of(c) * PIXEL;
 }
 
-// A micro-batch's images (B, C, H, W) in one of DistributionMatching's arrays, which hold those of all this rank's samples.
+// A micro-batch's images (B, C, H, W) in one of DistributionMatching's arrays, which hold those of the whole rank.
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
@@ -3893,21 +3905,20 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number
-// alone decides in which order gradients are added. The others' gradient is made in the buffer after dw.
+// dw = the gradient of these micro-batches: that of the first half plus that of the others, so that their number alone
+// decides in which order gradients are added. The others' gradient is made in the buffer after dw.
 static void tree_gradient(Trainer* t, Objective objective, std::span<const MicroBatch> parts, float* dw) {
     if (parts.size() == 1) return microbatch_gradient(t, objective, parts[0], dw);
 
-    size_t P = t->model.plan.num_floats;
-    size_t half = parts.size() / 2;
+    size_t half = parts.size() / 2, P = t->model.plan.num_floats;
     float* other = dw + P;
     tree_gradient(t, objective, parts.first(half), dw);
     tree_gradient(t, objective, parts.subspan(half), other);
     run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
-// Every rank has the gradient of its own images. Adds up all ranks' gradients of this rank's shard, in the order in which
-// tree_gradient would go on: in pairs of neighbours, pairs of these, and so on.
+// Every rank has the gradient of its own images. Adds up all ranks' gradients of this rank's shard, in the order in
+// which tree_gradient would go on: in pairs of neighbours, pairs of these, and so on.
 static void reduce_gradient(Model* m) {
     float* mine = m->gradients + first_of_shard(m);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
@@ -3984,8 +3995,7 @@ static void update_weights(Model* m, const OptimiserMemory& memory, floatX* work
     run(update);
 }
 
-// Writes the x0 that the network predicts for all this rank's samples, from the input that `load` makes, to `predicted`,
-// one of DistributionMatching's arrays.
+// Calls predict_x0 for all this rank's samples: of the images that `load` returns, with the input that it makes.
 static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         const float* images = load(m, part);
@@ -4031,7 +4041,7 @@ static void enqueue_step(Trainer* t, Objective objective) {
     Model* m = &t->model;
     Hyper hyper = hyper_of(m->config, objective);
     BatchSource source = t->source;
-    if (objective != OBJECTIVE_PATHS) source.path_steps = 0;
+    if (objective == OBJECTIVE_STUDENT) source.path_steps = 0;  // it takes the classes of images
     run(BeginStep{.state = m->state,
                   .timesteps = m->timesteps,
                   .sources = m->sources,
@@ -4075,7 +4085,9 @@ static void draw_paths(Trainer* t, int64_t number) {
     Model* m = &t->model;
     const Config& c = m->config;
     int end = c.path_steps;
-    int second = c.consistency_steps == 2 ? end - second_start(end) : 0;  // where the second consistency step begins
+    int second = 0;  // where the second consistency step begins, if there is one
+    if (c.consistency_steps == 2) second = end - second_start(end);
+
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, number});
@@ -4128,7 +4140,10 @@ static StepState await_step(Trainer* t) {
     wait_for_step(slot);
     const StepState& result = t->results[slot];
 
-    if (result.stop) stop_agreed = stop_asked = 1;
+    if (result.stop) {
+        stop_asked = 1;
+        stop_agreed = 1;
+    }
     if (result.accepted) {
         bool is_first = t->step == 0;
         t->smoothed = is_first ? result.loss : 0.98f * t->smoothed + 0.02f * result.loss;
@@ -4169,7 +4184,11 @@ static std::vector<int> gather_numbers(Model* m, int number) {
 }
 
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_agreed = stop_asked = 1;
+    bool is_asked = std::ranges::max(gather_numbers(m, stop_asked));
+    if (is_asked) {
+        stop_asked = 1;
+        stop_agreed = 1;
+    }
     return stop_agreed;
 }
 
@@ -4224,8 +4243,8 @@ static void load_validation_images(Trainer* t, const std::vector<uint32_t>& last
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
 }
 
-// The sum of the losses of B validation images, from `first` on, without the timesteps' weights. An image always has the
-// same noise and the same timestep.
+// The sum of the losses of B validation images, from `first` on, without the timesteps' weights. An image has the same
+// noise and the same timestep every time.
 static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     load_validation_images(t, last_words, first, B);
@@ -4296,7 +4315,7 @@ static long count_broken(const std::vector<float>& samples, size_t count) {
     return broken;
 }
 
-// Prints how many of the network's calls are done: every half second on a terminal, else every ten seconds, and at the end.
+// Prints how many of the network's calls are done: every half second on a terminal, otherwise every ten, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
@@ -4338,7 +4357,7 @@ static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::
 // Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false if the run was stopped.
 static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs, bool show_progress) {
     const Config& c = m->config;
-    size_t elements = PIXEL * pixels_of(c);            // of a sample
+    size_t elements = PIXEL * pixels_of(c);          // of a sample
     size_t most = m->plan.batch / rows_a_sample(c);  // samples at a time
     std::vector<SamplerStep> steps = make_sampler(c);
     samples->resize(specs.size() * elements);
