@@ -3809,7 +3809,10 @@ static void predict_earlier(Model* m, const MicroBatch& part) {
 // Makes the network's input and m->target from training images, noised.
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
-    run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
+    run(LoadImages{.images = m->images,
+                   .sources = m->sources + part.first,
+                   .source = t->source,
+                   .B = part.B});
     if (has_pairs(m->config)) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
@@ -3895,8 +3898,10 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
 
     if (has_pairs(c)) load_pair_target(m, part);
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
-    if (objective == OBJECTIVE_FAKE)  // load_matching_target will need it
-        predict_x0(m, m->matching.fake_x0, images_of(m->matching.pictures, m, part), part, clamps_x0(c));
+    if (objective == OBJECTIVE_FAKE) {
+        const float* pictures = images_of(m->matching.pictures, m, part);
+        predict_x0(m, m->matching.fake_x0, pictures, part, clamps_x0(c));  // load_matching_target will need it
+    }
 
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
@@ -4116,8 +4121,10 @@ static void draw_due_paths(Trainer* t) {
 // Shuffles the epochs that the next step is the first to draw from.
 static void shuffle_due_epochs(Trainer* t) {
     const BatchSource& s = t->source;
-    for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
-        random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
+    for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++) {
+        int* order = t->order.get() + t->epochs % s.slots * s.count;
+        random_permutation(order, s.count, s.seed, t->epochs);
+    }
 }
 
 // Gives the device its next step.
@@ -4215,7 +4222,10 @@ template <typename T> static void send_share(Model* m, std::vector<T>* values, s
 template <typename T> static bool share_among_ranks(Model* m, std::vector<T>* values, size_t unit, auto work) {
     use_weights(m, chosen_weights(m));
     auto [begin, end] = share_of(values->size(), world.rank, unit);
-    for (size_t first = begin; first < end && !stop_asked; first += unit) work(first, std::min(unit, end - first));
+    for (size_t first = begin; first < end && !stop_asked; first += unit) {
+        size_t count = std::min(unit, end - first);
+        work(first, count);
+    }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
 
@@ -4260,7 +4270,8 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
 
     std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));
     backend_download(sums.data(), m->losses, sums.size() * sizeof(float));
-    return std::accumulate(sums.begin(), sums.end(), 0.0) / loss.elements() * B;
+    double sum = std::accumulate(sums.begin(), sums.end(), 0.0);
+    return sum / loss.elements() * B;
 }
 
 // Computes the mean loss over the validation images, which only rank 0 has completely. Returns false if the run was
@@ -4397,8 +4408,11 @@ static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::
     const Parameter& t = m.plan.tensors[index];
     size_t width = t.count / t.shape[0];
     std::vector<float> values = fresh_values(m.plan, index, m.config.seed);
-    for (size_t row = 0; row < kept.size(); row++)
-        if (kept[row] >= 0) std::copy_n(&stored[kept[row] * width], width, &values[row * width]);
+    for (size_t row = 0; row < kept.size(); row++) {
+        if (kept[row] < 0) continue;
+        const float* from = &stored[kept[row] * width];
+        std::copy_n(from, width, &values[row * width]);
+    }
     return values;
 }
 
@@ -4411,7 +4425,8 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
     for (size_t index = 0; index < m.plan.tensors.size(); index++) {
         const Parameter& t = m.plan.tensors[index];
         bool other_rows = !kept.empty() && t.name == network.label_table;
-        size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
+        size_t count = t.count;
+        if (other_rows) count = t.count / t.shape[0] * label_rows(file.config);
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
             fail("%s holds NaN or infinity in %s, section %s: its training went wrong; "
