@@ -3107,7 +3107,7 @@ static int microbatch_count(const Model* m) {
 static size_t images_of_rank(const Model* m) { return (size_t)microbatch_count(m) * m->plan.batch; }
 static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(m); }
 
-// The buffers in which micro-batches' gradients are added up in pairs: one, and one more for each level of tree_gradient.
+// The buffers in which micro-batches' gradients are added up in pairs: one, and one for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
 // The points that are kept of a path: where each consistency step begins, and the end.
@@ -3363,8 +3363,8 @@ static void start_from_master(Model* m) {
         if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
-// Writes those of a tensor's values that are in this rank's shard to an array of parameters. The values come in a file's
-// order.
+// Writes those of a tensor's values that are in this rank's shard to an array of parameters. The values come in the
+// order of a file.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
     std::vector<float> in_memory = reordered(values, t, true);
     size_t shard_begin = first_of_shard(&m);
@@ -3619,9 +3619,9 @@ static Objective objective_of(const Config& c, int64_t step) {
 static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
 
 // The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to
-// step, and the fake has to follow the student. So rates are constant and small, the fake's is the larger one, and beta1
-// is 0. No step is skipped as an outlier, because History has the losses of paths. Nor does --grad_clip apply to the fake,
-// because FinishStep, which computes how much is clipped, sees only the student's gradient.
+// step, and the fake has to follow the student. So rates are constant and small, the fake's is the larger one, and
+// beta1 is 0. No step is skipped as an outlier, because History has the losses of paths. Nor does --grad_clip apply to
+// the fake, because FinishStep, which computes how much is clipped, sees only the student's gradient.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.hyper;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
@@ -3717,8 +3717,8 @@ static void prepare_steps(Trainer* t) {
     Model* m = &t->model;
     const Config& c = m->config;
 
-    // The steps in flight and the next one draw from at most batch_size * (STEPS_IN_FLIGHT + 1) / count + 2 epochs. There
-    // are twice as many slots, so that a new order never overwrites one in use.
+    // The steps in flight and the next one draw from at most batch_size * (STEPS_IN_FLIGHT + 1) / count + 2 epochs.
+    // There are twice as many slots, so that a new order never overwrites one in use.
     int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / t->images.count + 2);
     t->order = allocate<int>((size_t)slots * t->images.count, true);
     t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
@@ -4326,7 +4326,7 @@ static long count_broken(const std::vector<float>& samples, size_t count) {
     return broken;
 }
 
-// Prints how many of the network's calls are done: every half second on a terminal, otherwise every ten, and at the end.
+// Prints how many of the network's calls are done: on a terminal every half second, else every ten, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
