@@ -3549,12 +3549,20 @@ static const floatX* orthogonalise(const Muon& muon) {
 
 // ==== 8  TRAINING ==========================================================================================
 // ---- memory of a run --------------------------------------------------------------------------------------
-// The number of this rank's micro-batches in a batch: see share_batch.
+// The number of micro-batches of a batch that this rank computes: see share_batch.
 static int microbatch_count(const Model* m) {
     return std::max(1, ceil_div(m->config.batch_size, m->plan.batch) / world.size);
 }
-// The buffers in which their gradients are added up in pairs: one, and one more for each level of tree_gradient.
+
+// The images that a step takes, on this rank and on all. The last micro-batches may be short of a few.
+static size_t images_of_rank(const Model* m) { return (size_t)microbatch_count(m) * m->plan.batch; }
+static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(m); }
+
+// The buffers in which micro-batches' gradients are added up in pairs: one, and one for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
+
+// The points that are kept of a path: where each consistency step begins, and the end.
+static int points_a_path(const Config& c) { return c.consistency_steps + 1; }
 
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
@@ -3566,72 +3574,98 @@ static bool is_copied(const Model* m) { return sizeof(floatX) != sizeof(float) |
 static void shard_parameters(Model* m) {
     m->shard = m->plan.num_floats;
     if (!m->plan.training || world.size == 1) return;
+
     m->ranks = world.size;
     m->rank = world.rank;
     m->shard = round_up(m->shard, (size_t)NORM_CHUNK * m->ranks) / m->ranks;
     m->plan.num_floats = m->ranks * m->shard;
 }
 
-// Every buffer of a run. Returns the bytes of all; with memory null it only counts. place(count, p, q) points p and q to
-// `count` elements each.
-static size_t lay_out_model(Model* m, char* memory) {
-    const Plan& plan = m->plan;
+// Points each of `arrays` to `count` elements of the arena.
+template <typename... T> static void place(Arena* arena, size_t count, T*&... arrays) {
+    ((arrays = take<T>(arena, count)), ...);
+}
+
+// The weights: this rank's shard as it is trained, and what the layers read.
+static void place_weights(Model* m, Arena* arena) {
+    size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
+    place(arena, m->shard, m->master);
+    if (is_copied(m)) place(arena, P, m->weights);
+    if (!is_sharded(m)) return;
+
+    place(arena, P, m->received);
+    place(arena, P - matrices, m->fp32_params);
+    m->fp32_params -= matrices;  // the parameters that are no matrices keep their offset among all
+}
+
+static void place_optimiser(Model* m, Arena* arena) {
+    size_t P = m->plan.num_floats;
+    for (int k = 0; k < ema_count(m->config); k++) place(arena, m->shard, m->ema[k]);
+    place(arena, m->shard, m->adam_m, m->adam_v);
+    place(arena, P * gradient_buffers(m), m->gradients);
+    place(arena, ceil_div(P, NORM_CHUNK), m->grad_norm_sums);
+    if (m->config.hyper.optimizer != OPTIMIZER_MUON) return;
+
+    Muon* muon = &m->muon;
+    place(arena, P, muon->x, muon->next_x, muon->A, muon->B);
+    muon->count = (int)muon_matrices(m->plan, muon->x).size();
+    place(arena, P / CHANNEL_MULTIPLE, muon->scales);
+    place(arena, (size_t)MUON_STEPS * 3 * muon->count, muon->products);
+}
+
+static void place_paths(Model* m, Arena* arena) {
+    place(arena, m->shard, m->teacher);
+    size_t values = images_of_rank(m) * pixels_of(m->config) * PIXEL;
+    place(arena, PATHS_KEPT * points_a_path(m->config) * values, m->points);
+}
+
+static void place_pairs(Model* m, Arena* arena) {
+    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
+    place(arena, m->plan.batch * pixels_of(m->config) * PIXEL, m->pairs.errors);
+}
+
+static void place_matching(Model* m, Arena* arena) {
     const Config& c = m->config;
-    size_t P = plan.num_floats, B = plan.batch, pixels = pixels_of(c);
-    size_t own = microbatch_count(m) * B, batch = m->ranks * own;  // a step's images, of this rank and of all
+    DistributionMatching* matching = &m->matching;
+    place(arena, m->shard, matching->fake.master, matching->fake.adam_m, matching->fake.adam_v);
+    place(arena, 1, matching->state);
+    place(arena, images_of_step(m), matching->timesteps);
+
+    size_t values = images_of_rank(m) * pixels_of(c) * c.in_channels;
+    place(arena, values, matching->pictures, matching->fake_x0, matching->teacher_x0);
+    if (c.consistency_steps == 2) place(arena, values, matching->drafts);
+}
+
+// The activations, and what a step knows of its images.
+static void place_batch(Model* m, Arena* arena) {
+    const Config& c = m->config;
+    size_t batch = images_of_step(m), B = m->plan.batch, pixels = pixels_of(c);
+    place(arena, m->plan.arena_bytes, m->arena);
+    place(arena, B * pixels * PIXEL, m->input, m->target, m->images);
+    place(arena, batch, m->timesteps, m->sources);
+    if (label_rows(c)) place(arena, batch, m->labels);
+    place(arena, B, m->specs);
+
     size_t losses = batch * loss_chunks((int)pixels);
+    place(arena, losses, m->losses);
+    if (m->plan.training && c.learn_sigma) place(arena, losses, m->variance_losses);
+}
+
+// Gives every buffer of a run its place in `memory`, and returns the bytes of all. Where memory is null it only counts.
+static size_t lay_out_model(Model* m, char* memory) {
+    const Config& c = m->config;
     Arena arena = {memory};
-    auto place = [&](size_t count, auto*&... pieces) {
-        ((pieces = take<std::remove_reference_t<decltype(*pieces)>>(&arena, count)), ...);
-    };
-
-    place(m->shard, m->master);
-    if (is_copied(m)) place(P, m->weights);
-    if (is_sharded(m)) {
-        place(P, m->received);
-        place(P - plan.num_decayed, m->fp32_params);
-        m->fp32_params -= plan.num_decayed;  // what is no matrix keeps its offset among all parameters
+    place_weights(m, &arena);
+    if (m->plan.training) {
+        place_optimiser(m, &arena);
+        if (c.path_steps) place_paths(m, &arena);
+        if (has_pairs(c)) place_pairs(m, &arena);
+        if (c.matching_fraction > 0) place_matching(m, &arena);
     }
-
-    if (plan.training) {
-        for (int k = 0; k < ema_count(c); k++) place(m->shard, m->ema[k]);
-        place(m->shard, m->adam_m, m->adam_v);
-        place(P * gradient_buffers(m), m->gradients);
-        place(ceil_div(P, NORM_CHUNK), m->grad_norm_sums);
-        if (c.hyper.optimizer == OPTIMIZER_MUON) {
-            place(P, m->muon.x, m->muon.next_x, m->muon.A, m->muon.B);
-            m->muon.count = (int)muon_matrices(plan, m->muon.x).size();
-            place(P / CHANNEL_MULTIPLE, m->muon.scales);
-            place((size_t)MUON_STEPS * 3 * m->muon.count, m->muon.products);
-        }
-        if (c.learn_sigma) place(losses, m->variance_losses);
-
-        if (c.path_steps) {
-            place(m->shard, m->teacher);
-            place(PATHS_KEPT * (c.consistency_steps + 1) * own * pixels * PIXEL, m->points);
-        }
-        if (has_pairs(c)) {
-            place(batch, m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
-            place(B * pixels * PIXEL, m->pairs.errors);
-        }
-        if (c.matching_fraction > 0) {
-            place(m->shard, m->matching.fake.master, m->matching.fake.adam_m, m->matching.fake.adam_v);
-            place(1, m->matching.state);
-            place(batch, m->matching.timesteps);
-            place(own * pixels * c.in_channels, m->matching.pictures, m->matching.fake_x0, m->matching.teacher_x0);
-            if (c.consistency_steps == 2) place(own * pixels * c.in_channels, m->matching.drafts);
-        }
-    }
-
-    place(plan.arena_bytes, m->arena);
-    place(B * pixels * PIXEL, m->input, m->target, m->images);
-    place(batch, m->timesteps, m->sources);
-    if (label_rows(c)) place(batch, m->labels);
-    place(1, m->state);
-    place(world.size, m->stops);
-    place(c.diffusion_steps, m->schedule, m->last_words);
-    place(losses, m->losses);
-    place(B, m->specs);
+    place_batch(m, &arena);
+    place(&arena, 1, m->state);
+    place(&arena, world.size, m->stops);
+    place(&arena, c.diffusion_steps, m->schedule, m->last_words);
     return arena.used;
 }
 
@@ -3645,14 +3679,14 @@ static Model plan_model(const Config& config, int batch, bool training) {
     return m;
 }
 
-// Bytes that a run of this model allocates, without its images.
+// The bytes that a run of this model allocates, without its images.
 static size_t memory_of(const Model& m) { return m.bytes + workspace_bytes(); }
 
-// The most images that the network can take at a time. GRID_ROWS: CUDA's limit of a grid's height. PIXELS: kernels count pixels
-// in an int. BIAS_SUMS: a weight gradient makes a sum for its bias of each channel and image, and these must fit into half a
-// stream's workspace.
+// The most images that the network can take at a time.
 static int most_images(const Config& c) {
-    const int GRID_ROWS = 65535, PIXELS = 1 << 30, BIAS_SUMS = 7000000;
+    const int GRID_ROWS = 65535;    // CUDA's limit of a grid's height
+    const int PIXELS = 1 << 30;     // kernels count pixels in an int
+    const int BIAS_SUMS = 7000000;  // half a stream's workspace holds a bias's gradient of each image and channel
     int widest = std::max(1, (int)((float)c.num_channels * std::ranges::max(c.channel_mult)));
     return std::min({GRID_ROWS, PIXELS / (int)pixels_of(c), BIAS_SUMS / widest});
 }
@@ -3662,49 +3696,71 @@ static bool fits_memory(const Model& m) {
     return !available || memory_of(m) <= available;
 }
 
-// Refuses a model that a file's header can't count, or whose run the memory can't hold, and names a batch size
-// that would fit.
+// Whether this run would fit with another batch size, of which `at_a_time` images go through the network at a time. It
+// plans the whole run, because more micro-batches also need more gradient_buffers.
+static bool would_fit(const Model& m, int batch_size, int at_a_time) {
+    Config other = m.config;
+    other.batch_size = batch_size;
+    return fits_memory(plan_model(other, at_a_time, m.plan.training));
+}
+
+// Why the run is too large, or nothing where it is not.
+static std::string why_too_large(const Model& m) {
+    int batch = m.plan.batch, size = m.config.image_size;
+    if (!fits_memory(m))
+        return text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
+                    human_bytes(backend_memory_available()));
+    if (batch > most_images(m.config)) return text("%d images of %d x %d at a time are too many", batch, size, size);
+    return "";
+}
+
+// Refuses a model that a file's header can't count, or whose run is too large, and names a batch size that would fit.
 static void check_memory(const Model& m) {
     const Config& c = m.config;
     if (m.plan.num_parameters > INT32_MAX)
         fail("this model has %zu parameters and %d are the most; use a smaller --channel_mult",
              m.plan.num_parameters, INT32_MAX);
 
-    int batch = m.plan.batch, fits = std::min(batch, most_images(c));
-    std::string why;
-    if (fits < batch) why = text("%d images of %d x %d at a time are too many", batch, c.image_size, c.image_size);
-    if (!fits_memory(m))
-        why = text("this run needs %s of memory and %s are free", human_bytes(memory_of(m)),
-                   human_bytes(backend_memory_available()));
+    std::string why = why_too_large(m);
     if (why.empty()) return;
 
-    auto would_fit = [&](int batch_size, int at_a_time) {  // more micro-batches need more gradient_buffers
-        Config other = c;
-        other.batch_size = batch_size;
-        return fits_memory(plan_model(other, at_a_time, m.plan.training));
-    };
-    while (fits > 0 && !would_fit(fits * m.ranks, fits)) fits /= 2;
+    int fits = std::min(m.plan.batch, most_images(c));  // images at a time
+    while (fits > 0 && !would_fit(m, fits * m.ranks, fits)) fits /= 2;
     if (!fits) fail("%s; no batch size would fit: use a smaller model", why);
 
     std::string in_parts;
     bool is_shared = ceil_div(c.batch_size, fits) % m.ranks == 0;
-    if (m.plan.training && is_shared && would_fit(c.batch_size, fits))
+    if (m.plan.training && is_shared && would_fit(m, c.batch_size, fits))
         in_parts = text("--microbatch %d, the same batch in parts, or ", fits);
     if (!m.plan.training) fits = std::max(1, fits / rows_a_sample(c));
     fail("%s; %s--batch_size %d would fit", why, in_parts, fits * m.ranks);
 }
 
-// Refuses more samples than one PNG, or the host's memory beside a model that lies there, can hold.
+// Refuses more samples than one PNG can hold, or than the host's memory can, in which a CPU's model lies too.
 static void check_samples(const Model& m, int samples, const char* remedy) {
     int H = m.config.image_size;
-    double pixels = (double)samples * H * H, with_gaps = (double)samples * (H + 2) * (H + 2);
+    double pixels = (double)samples * H * H;
+    double grid_pixels = (double)samples * (H + 2) * (H + 2);  // with the gaps between the samples
     std::string what = text("%d pictures of %d x %d", samples, H, H);
     bool as_array = !m.plan.training && has_ending(m.config.output_name, ".npy");
-    if (with_gaps > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
+    if (grid_pixels > 5e8 && !as_array) fail("%s are too many for one PNG; %s", what, remedy);
 
-    double bytes = PIXEL * sizeof(float) * pixels + 2.0 * m.config.in_channels * with_gaps;  // a file's beside them
+    double bytes = PIXEL * sizeof(float) * pixels;
+    bytes += 2.0 * m.config.in_channels * grid_pixels;  // the grid, and the file that it becomes
     if (!ON_GPU) bytes += (double)memory_of(m);
     check_host_memory(bytes, "the model and " + what, remedy);
+}
+
+// An orthogonal matrix times 0.2 sqrt(columns) has a root mean square of 0.2, as AdamW's updates do: Liu et al. (2025).
+static void upload_muon(Muon* muon, const Plan& plan) {
+    std::vector<Tensor> matrices = muon_matrices(plan, muon->x);
+    std::vector<float> scales(plan.num_floats / CHANNEL_MULTIPLE);
+    for (const Tensor& X : matrices) {
+        size_t first = (X.data - muon->x) / CHANNEL_MULTIPLE;
+        std::fill_n(&scales[first], X.count() / CHANNEL_MULTIPLE, 0.2f * sqrtf((float)X.C));
+    }
+    upload(muon->scales, scales);
+    upload(muon->products, muon_products(muon, matrices));
 }
 
 static void allocate_model(Model* m) {
@@ -3714,14 +3770,7 @@ static void allocate_model(Model* m) {
     lay_out_model(m, m->memory.get());
     upload(m->schedule, make_schedule_rows(m->config));
     upload(m->last_words, make_last_words(m->config));
-    if (!m->muon.count) return;
-
-    std::vector<Tensor> matrices = muon_matrices(m->plan, m->muon.x);
-    std::vector<float> scales(m->plan.num_floats / CHANNEL_MULTIPLE);
-    for (const Tensor& X : matrices)
-        std::fill_n(&scales[(X.data - m->muon.x) / CHANNEL_MULTIPLE], X.count() / CHANNEL_MULTIPLE, 0.2f * sqrtf((float)X.C));
-    upload(m->muon.scales, scales);
-    upload(m->muon.products, muon_products(&m->muon, matrices));
+    if (m->muon.count) upload_muon(&m->muon, m->plan);
 }
 
 // to = from, (n), rounded.
@@ -3734,10 +3783,11 @@ struct RoundWeights {
     HOST_DEVICE void operator()(size_t i) const { to[i] = (floatX)from[i]; }
 };
 
-// Returns the whole array of which `parameters` is this rank's shard. With several ranks it is put together in the gradients'
-// memory, and lasts until the next step.
+// Returns the whole array of which `parameters` is this rank's shard. With several ranks it is put together in the
+// gradients' memory, and lasts until the next step.
 static float* gather_parameters(Model* m, float* parameters) {
     if (!is_sharded(m)) return parameters;
+
     backend_copy(m->gradients + first_of_shard(m), parameters, m->shard * sizeof(float));
     gather(m->gradients, m->shard);
     return m->gradients;
@@ -3747,45 +3797,58 @@ static float* gather_parameters(Model* m, float* parameters) {
 static void use_weights(Model* m, float* parameters) {
     size_t P = m->plan.num_floats, matrices = m->plan.num_decayed;
     parameters = gather_parameters(m, parameters);
+
     if (is_copied(m)) run(RoundWeights{.to = m->weights, .from = parameters, .n = P});
     else m->weights = (floatX*)parameters;
+
     if (!is_sharded(m)) m->fp32_params = parameters;
     else backend_copy(m->fp32_params + matrices, parameters + matrices, (P - matrices) * sizeof(float));
 }
 
-// Copies `master`, once it is filled, to all that starts the same: the layers' weights, the averages, the teacher, the fake.
+// Copies `master`, once it is filled, to all that starts the same.
 static void start_from_master(Model* m) {
     use_weights(m, m->master);
     for (float* ema : m->ema)
         if (ema) backend_copy(ema, m->master, m->shard * sizeof(float));
-    for (float* copy : {m->teacher, m->matching.fake.master})
-        if (copy) backend_copy(copy, m->master, m->shard * sizeof(float));
+    for (float* network : {m->teacher, m->matching.fake.master})
+        if (network) backend_copy(network, m->master, m->shard * sizeof(float));
 }
 
-// Writes a tensor's values, which are in a file's order, to an array of parameters: as many as this rank's shard has.
+// Writes those of a tensor's values that are in this rank's shard to an array of parameters. The values come in the
+// order of a file.
 static void upload_tensor(const Model& m, float* parameters, const Parameter& t, std::span<const float> values) {
-    std::vector<float> held = reordered(values, t, true);
-    size_t shard = first_of_shard(&m), first = std::max(t.offset, shard);
-    size_t end = std::min(t.offset + t.size, shard + m.shard);
-    if (first >= end) return;
-    backend_upload(parameters + (first - shard), &held[first - t.offset], (end - first) * sizeof(float));
+    std::vector<float> in_memory = reordered(values, t, true);
+    size_t shard_begin = first_of_shard(&m);
+    size_t shard_end = shard_begin + m.shard;
+    size_t begin = std::max(t.offset, shard_begin);
+    size_t end = std::min(t.offset + t.size, shard_end);
+    if (begin >= end) return;
+
+    backend_upload(parameters + (begin - shard_begin), &in_memory[begin - t.offset], (end - begin) * sizeof(float));
 }
 
-// Initial values of parameter number `index`, as PyTorch has them: uniform within 1 / sqrt(fan_in), and in a table normal;
-// with guided-diffusion's zeros.
+// The initial values of parameter number `index`: PyTorch's, which are uniform within 1 / sqrt(fan_in) and in a table
+// normal, except where guided-diffusion begins with zeros.
 static std::vector<float> fresh_values(const Plan& plan, size_t index, uint32_t seed) {
     const Parameter& t = plan.tensors[index];
-    const Parameter& weight = plan.tensors[index - !is_matrix(t)];  // that of a bias comes before it
-    float bound = (float)(1.0 / sqrt((double)weight.count / weight.shape[0]));
+    const Parameter& weight = plan.tensors[is_matrix(t) ? index : index - 1];  // a bias comes after its layer's weight
+    double fan_in = (double)weight.count / weight.shape[0];
+    float bound = (float)(1.0 / sqrt(fan_in));
 
-    std::vector<float> values(t.count, t.init == INIT_ONES ? 1.0f : 0.0f);
-    if (t.init == INIT_UNIFORM)
-        for (size_t e = 0; e < t.count; e++) {
-            uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
-            values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
-        }
-    if (t.init == INIT_NORMAL)
-        for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+    std::vector<float> values(t.count);
+    switch (t.init) {
+        case INIT_ZEROS: break;
+        case INIT_ONES: std::ranges::fill(values, 1.0f); break;
+        case INIT_NORMAL:
+            for (size_t e = 0; e < t.count; e += 4) random_normals(&values[e], seed, STREAM_INIT, e / 4, index, 0);
+            break;
+        case INIT_UNIFORM:
+            for (size_t e = 0; e < t.count; e++) {
+                uint32_t word = random_word(seed, STREAM_INIT, e, index, 0);
+                values[e] = (float)(2.0 * ((word >> 8) * 0x1p-24) - 1.0) * bound;
+            }
+            break;
+    }
     for (float& value : values) value *= t.scale;
     return values;
 }
@@ -3797,8 +3860,8 @@ static void initialise_weights(Model* m, uint32_t seed) {
 }
 
 // ---- the first and the last launch of a step --------------------------------------------------------------
-// All images, (count, C, size, size), where the device can read them: as bytes or as floats; the other is null. And all that
-// decides which of them a step takes. The order of epoch n is row n mod slots.
+// All images, (count, C, size, size), where the device can read them, as bytes or as floats; the other is null. And all
+// that decides which of them a step takes. The order of epoch n is row n mod slots.
 struct BatchSource {
     const uint8_t* bytes;
     const float* floats;
@@ -3815,25 +3878,32 @@ struct BatchSource {
 
     // The class of a sample of an image, unless the random word drops it.
     HOST_DEVICE int label_of(int image, uint32_t word) const {
-        return (word >> 8) * 0x1p-24f < drop ? no_class : labels[image];
+        float uniform = (word >> 8) * 0x1p-24f;
+        return uniform < drop ? no_class : labels[image];
     }
 };
 
-// The seed and the class of a path of sample b, numbered from 0. The class is that of a random image.
+// What a word of STREAM_PATH decides. The first three are drawn once for each path, the last in each step.
+enum PathDraw { PATH_SEED, PATH_IMAGE, PATH_DROP, PATH_CHOICE };
+
+// The seed and the class of path `number`, from 0, of sample b. The class is that of a random image.
 HOST_DEVICE static inline SampleSpec path_start(const BatchSource& s, size_t b, int64_t number) {
-    auto word = [&](int element) { return random_word(s.seed, STREAM_PATH, element, b, number); };
-    int image = (int)random_below(s.count, s.seed, STREAM_PATH, 1, b, number);
-    return {word(0), s.labels ? s.label_of(image, word(2)) : 0};
+    uint32_t seed = random_word(s.seed, STREAM_PATH, PATH_SEED, b, number);
+    if (!s.labels) return {seed, 0};
+
+    int image = (int)random_below(s.count, s.seed, STREAM_PATH, PATH_IMAGE, b, number);
+    return {seed, s.label_of(image, random_word(s.seed, STREAM_PATH, PATH_DROP, b, number))};
 }
 
-// Which of its paths sample b takes in a step: one of the newest PATHS_KEPT, of which the newest is number step / path_steps.
+// Which of its paths sample b takes in a step: a random one of the newest PATHS_KEPT.
 HOST_DEVICE static inline int64_t path_of(const BatchSource& s, size_t b, int64_t step) {
-    int64_t newest = step / s.path_steps, older = newest < PATHS_KEPT ? newest : PATHS_KEPT - 1;
-    return newest - random_below((int)older + 1, s.seed, STREAM_PATH, 3, b, step);
+    int64_t newest = step / s.path_steps;
+    int64_t older = newest < PATHS_KEPT ? newest : PATHS_KEPT - 1;
+    return newest - random_below((int)older + 1, s.seed, STREAM_PATH, PATH_CHOICE, b, step);
 }
 
-// Begins a step: draws timestep, image (-1 - image: mirrored) and label of every sample of the batch. On paths it chooses a
-// path instead, and samples take turns at the points. It also computes the state's update. An item is a sample.
+// Begins a step: chooses the timestep, the source and the label of every sample of the batch, and computes the state's
+// update. An item is a sample.
 struct BeginStep {
     StepState* state;
     int *timesteps, *sources, *labels;  // (batch)
@@ -3842,35 +3912,44 @@ struct BeginStep {
     const ScheduleRow* schedule = nullptr;  // (diffusion_steps)
     ConsistencyPairs pairs = {};
 
+    // The source is an image, or -1 - image: mirrored.
+    HOST_DEVICE void choose_image(size_t b, int64_t step) const {
+        const BatchSource& s = source;
+        uint64_t n = (uint64_t)step * s.batch + b;  // the sample's number in the run
+        uint64_t epoch = n / s.count;
+        int image = s.order[epoch % s.slots * s.count + n % s.count];
+        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
+        sources[b] = mirrored ? -1 - image : image;
+
+        uint32_t word = random_word(s.seed, STREAM_TIMESTEP, 0, b, step);
+        timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, word);
+        if (s.labels) labels[b] = s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
+    }
+
+    // The source is one of the points of all the sample's paths. Samples take turns at the points where steps begin.
+    HOST_DEVICE void choose_point(size_t b, int64_t step) const {
+        const BatchSource& s = source;
+        int64_t path = path_of(s, b, step);
+        int point = (int)((b + step) % s.consistency_steps);
+        sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+        timesteps[b] = s.starts[point];
+        if (s.labels) labels[b] = path_start(s, b, path).label;
+    }
+
     size_t items() const { return source.batch; }
     HOST_DEVICE void operator()(size_t b) const {
-        const BatchSource& s = source;
         int64_t step = state->step;
         if (b == 0) state->update = adamw_at(hyper, step, step - state->history.skipped);
 
-        uint64_t n = (uint64_t)step * s.batch + b;
-        int image = s.order[n / s.count % s.slots * s.count + n % s.count];
-        bool mirrored = s.flip && random_word(s.seed, STREAM_FLIP, 0, b, step) >> 31;
-        sources[b] = mirrored ? -1 - image : image;
-        timesteps[b] = draw_timestep(s.last_words, s.diffusion_steps, random_word(s.seed, STREAM_TIMESTEP, 0, b, step));
-
-        int64_t path = 0;
-        if (s.path_steps) {
-            path = path_of(s, b, step);
-            int point = (int)((b + step) % s.consistency_steps);
-            sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
-            timesteps[b] = s.starts[point];
-        }
+        if (source.path_steps) choose_point(b, step);
+        else choose_image(b, step);
         if (pairs.gaps) choose_earlier(pairs, schedule, b, timesteps[b], pair_ratio(step, hyper.lr_steps));
-        if (!s.labels) return;
-        labels[b] = s.path_steps ? path_start(s, b, path).label
-                                 : s.label_of(image, random_word(s.seed, STREAM_LABEL, 0, b, step));
     }
 };
 
-// Begins a step that matches distributions. The student draws from noise alone, at the last of the timesteps. `noised` are
-// those to which its pictures are noised then, not among the first or last fiftieth, as in Yin et al. It also computes the
-// fake's update. An item is a sample.
+// Begins a step that matches distributions. The student draws from noise alone, at the last of the timesteps. `noised`
+// are those to which its pictures are noised then, not among the first or last fiftieth, as in Yin et al. It also
+// computes the fake's update. An item is a sample.
 struct BeginMatching {
     StepState* fake_state;
     int *timesteps, *noised;  // (batch)
@@ -3935,14 +4014,15 @@ struct FinishStep {
     enum { THREADS = 256, BLOCKS = 1 };
     size_t items() const { return 1; }
     HOST_DEVICE void operator()(Team team) const {
-        enum { WEIGHTED, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
+        enum { WEIGHTED_LOSS, SQUARED_NORM, QUARTILES, COUNTS = QUARTILES + 4, SUMS = COUNTS + 4 };
         Sum sums[SUMS] = {};
 
         int chunks = loss_chunks(loss.pixels);
         for (int i = team.thread; i < loss.B * chunks; i += team.threads) {
-            int quartile = 4 * loss.timestep(i / chunks) / loss.diffusion_steps;
-            sums[WEIGHTED] += loss.weight_of(i / chunks) * loss.chunk_sums[i];
-            if (loss.variance_chunk_sums) sums[WEIGHTED] += loss.variance_chunk_sums[i];
+            int b = i / chunks;
+            int quartile = 4 * loss.timestep(b) / loss.diffusion_steps;
+            sums[WEIGHTED_LOSS] += loss.weight_of(b) * loss.chunk_sums[i];
+            if (loss.variance_chunk_sums) sums[WEIGHTED_LOSS] += loss.variance_chunk_sums[i];
             UNROLLED_FOR (int q = 0; q < 4; q++) {
                 if (q != quartile) continue;
                 sums[QUARTILES + q] += loss.chunk_sums[i];
@@ -3954,25 +4034,30 @@ struct FinishStep {
         UNROLLED_FOR (int i = 0; i < SUMS; i++) sums[i] = team_sum(sums[i]);
         if (team.thread > 0) return;
 
-        float mean = (float)((double)sums[WEIGHTED] / loss.elements());
+        float mean_loss = (float)((double)sums[WEIGHTED_LOSS] / loss.elements());
         UNROLLED_FOR (int q = 0; q < 4; q++) {
             state->quartile_sums[q] = (float)(sums[QUARTILES + q] / (loss.pixels * loss.channels));
             state->quartile_counts[q] = (float)sums[COUNTS + q];
         }
         state->stop = 0;
         for (int rank = 0; rank < ranks; rank++) state->stop |= stops[rank];
-        conclude_step(state, mean, (float)sqrt(sums[SQUARED_NORM]), hyper);
+        conclude_step(state, mean_loss, (float)sqrt(sums[SQUARED_NORM]), hyper);
     }
 };
 
-// Whether the run ends after this step, as all ranks know. stop_asked (section 2) says only that this process, or one forked
-// with it, has received a signal. Several ranks first tell each other: in a step by FinishStep, between steps by agree_to_stop.
+// Whether the run ends after this step, as all ranks know. stop_asked (section 2) says only that this process, or one
+// forked with it, has received a signal. Several ranks first tell each other: in a step by FinishStep, between steps by
+// agree_to_stop.
 static std::atomic<int> stop_agreed = 0;
 
 // ---- a training step --------------------------------------------------------------------------------------
-// What a network learns from: images; points of paths; or, in distribution matching, the student's pictures (the fake), and
-// the difference between what the fake and the teacher predict from these (the student).
-enum Objective { OBJECTIVE_IMAGES, OBJECTIVE_PATHS, OBJECTIVE_FAKE, OBJECTIVE_STUDENT };
+// What a network learns from.
+enum Objective {
+    OBJECTIVE_IMAGES,   // training images
+    OBJECTIVE_PATHS,    // points of paths
+    OBJECTIVE_FAKE,     // in distribution matching, the fake: pictures that the student drew
+    OBJECTIVE_STUDENT,  // in distribution matching, the student: what the fake and the teacher predict from these
+};
 
 // What the network that is trained, or tuned, learns from in this step of the run.
 static Objective objective_of(const Config& c, int64_t step) {
@@ -3984,12 +4069,14 @@ static Objective objective_of(const Config& c, int64_t step) {
 // Parts of --lr; docs/experiments.md compares them with others.
 static const float STUDENT_RATE = 0.03f, FAKE_RATE = 0.1f;
 
-// The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to step,
-// and the fake has to follow the student: rates are constant and small, the fake's is the larger one, and beta1 is 0. No step
-// is skipped as an outlier, because History has the losses of paths; nor does --grad_clip apply to the fake.
+// The optimiser's settings for an objective. While distributions are matched, gradients change direction from step to
+// step, and the fake has to follow the student. So rates are constant and small, the fake's is the larger one, and
+// beta1 is 0. No step is skipped as an outlier, because History has the losses of paths. Nor does --grad_clip apply to
+// the fake, because FinishStep, which computes how much is clipped, sees only the student's gradient.
 static Hyper hyper_of(const Config& c, Objective objective) {
     Hyper hyper = c.hyper;
     if (objective == OBJECTIVE_IMAGES || objective == OBJECTIVE_PATHS) return hyper;
+
     hyper.lr *= objective == OBJECTIVE_FAKE ? FAKE_RATE : STUDENT_RATE;
     hyper.lr_schedule = LR_CONSTANT;
     hyper.warmup_steps = 0;
@@ -4003,23 +4090,23 @@ struct Trainer {
     Dataset images, validation;
 
     // what the run starts from, and what the log says of it
-    std::vector<long> checkpoints;     // the steps of those in the run's folder when the run was configured
-    WeightsFile start = {};            // without a path: the run starts from fresh weights
-    std::vector<int> kept_rows = {};   // for each row of the label embedding the row of `start` that it keeps; -1: a fresh one
-    Strings changes;                   // flags that --resume came with, such as --lr 0.001 (was 0.0001)
-    Strings notes;                     // such as what was assumed of the classes
+    std::vector<long> checkpoints;    // the steps of those in the run's folder when the run was configured
+    WeightsFile start = {};           // without a path: the run starts from fresh weights
+    std::vector<int> kept_rows = {};  // for each row of the label embedding the row of `start` that it keeps; -1: fresh
+    Strings changes;                  // flags that --resume came with, such as --lr 0.001 (was 0.0001)
+    Strings notes;                    // such as what was assumed of the classes
 
-    // what the device reads and writes in a step
+    // what the device reads and writes in a step; the first three arrays are in the host's memory
+    std::shared_ptr<int[]> order;          // (slots, count)
+    std::shared_ptr<int[]> stop;           // (1): stop_asked, for the step's graph
+    std::shared_ptr<StepState[]> results;  // (STEPS_IN_FLIGHT): step n's is number n mod STEPS_IN_FLIGHT
     BatchSource source;
     std::vector<std::shared_ptr<char[]>> copies;  // of images and labels, where the device needs any
-    std::shared_ptr<int[]> order;                 // (slots, count), in the host's memory, which the device reads
-    std::shared_ptr<int[]> stop;                  // (1), in the host's memory: stop_asked, for the step's graph
-    std::shared_ptr<StepState[]> results;         // (STEPS_IN_FLIGHT), in the host's memory: step n's in n mod STEPS_IN_FLIGHT
     long epochs;                                  // how many epochs have their order in `order`
     std::map<Objective, Graph> graphs;            // of a step
     std::vector<SamplerStep> path;                // the steps of a path
     CallGraphs path_graphs;
-    int64_t paths_drawn = 0;                      // for each sample: see path_start
+    int64_t paths_drawn = 0;  // for each sample: see path_start
 
     // where the run is
     long begun = 0;                // steps given to the device
@@ -4033,56 +4120,69 @@ struct Trainer {
     std::array<double, 4> quartile_sums = {}, quartile_counts = {};
 };
 
-// Prepares all that steps need besides the model, its weights and t->step. Images that do not fit a GPU stay on the host, in
-// memory that the device can read; t->images gives its own up.
-static void prepare_steps(Trainer* t) {
-    Model* m = &t->model;
-    const Config& c = m->config;
-    const Dataset& data = t->images;
-    auto for_device = [&]<typename T>(const std::vector<T>& values) -> const T* {
-        size_t bytes = values.size() * sizeof(T);
-        if (!bytes) return nullptr;
-        if (!ON_GPU) return values.data();
-        t->copies.push_back(allocate<char>(bytes, bytes > backend_memory_available() / 10 * 9));
-        backend_upload(t->copies.back().get(), values.data(), bytes);
-        return (const T*)t->copies.back().get();
-    };
-    // The steps in flight and the next one draw from at most (STEPS_IN_FLIGHT + 1) * batch_size / count + 2 epochs. There are
-    // twice as many slots, so that a new order never overwrites one in use.
-    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / data.count + 2);
-    t->order = allocate<int>((size_t)slots * data.count, true);
-    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
-    t->stop = allocate<int>(1, true);
-    if (c.path_steps) t->path = make_path(c);
-    t->source = {.bytes = for_device(data.bytes),
-                 .floats = for_device(data.floats),
-                 .order = t->order.get(),
-                 .count = data.count,
-                 .slots = slots,
-                 .batch = c.batch_size,
-                 .size = c.image_size,
-                 .channels = c.in_channels,
-                 .flip = c.flip,
-                 .diffusion_steps = c.diffusion_steps,
-                 .seed = c.seed,
-                 .no_class = c.num_classes,
-                 .drop = c.cond_drop_prob,
-                 .last_words = m->last_words,
-                 .path_steps = c.path_steps,
-                 .consistency_steps = c.consistency_steps};
-    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), t->source.starts);
-    if (m->labels) t->source.labels = for_device(data.labels);
+// Returns where the device can read these values; null where there are none. A GPU reads a copy, which stays in the
+// host's memory if it would take more than nine tenths of what is free on the GPU.
+template <typename T> static const T* for_device(Trainer* t, const std::vector<T>& values) {
+    size_t bytes = values.size() * sizeof(T);
+    if (!bytes) return nullptr;
+    if (!ON_GPU) return values.data();
+
+    bool on_host = bytes > backend_memory_available() / 10 * 9;
+    t->copies.push_back(allocate<char>(bytes, on_host));
+    char* copy = t->copies.back().get();
+    backend_upload(copy, values.data(), bytes);
+    return (const T*)copy;
+}
+
+// The source of all steps, from t->order, which has `slots` rows. On a GPU t->images gives up its own memory.
+static BatchSource make_source(Trainer* t, int slots) {
+    const Config& c = t->model.config;
+    BatchSource source = {.bytes = for_device(t, t->images.bytes),
+                          .floats = for_device(t, t->images.floats),
+                          .order = t->order.get(),
+                          .count = t->images.count,
+                          .slots = slots,
+                          .batch = c.batch_size,
+                          .size = c.image_size,
+                          .channels = c.in_channels,
+                          .flip = c.flip,
+                          .diffusion_steps = c.diffusion_steps,
+                          .seed = c.seed,
+                          .no_class = c.num_classes,
+                          .drop = c.cond_drop_prob,
+                          .last_words = t->model.last_words,
+                          .path_steps = c.path_steps,
+                          .consistency_steps = c.consistency_steps};
+    if (c.path_steps) std::ranges::reverse_copy(consistency_timesteps(c, c.consistency_steps), source.starts);
+    if (t->model.labels) source.labels = for_device(t, t->images.labels);
+
     if (ON_GPU) {
         t->images.bytes = std::vector<uint8_t>();
         t->images.floats = std::vector<float>();
     }
+    return source;
+}
+
+// Prepares all that steps need besides the model, its weights and t->step.
+static void prepare_steps(Trainer* t) {
+    Model* m = &t->model;
+    const Config& c = m->config;
+
+    // The steps in flight and the next one draw from at most batch_size * (STEPS_IN_FLIGHT + 1) / count + 2 epochs.
+    // There are twice as many slots, so that a new order never overwrites one in use.
+    int slots = 2 * (c.batch_size * (STEPS_IN_FLIGHT + 1) / t->images.count + 2);
+    t->order = allocate<int>((size_t)slots * t->images.count, true);
+    t->results = allocate<StepState>(STEPS_IN_FLIGHT, true);
+    t->stop = allocate<int>(1, true);
+    t->source = make_source(t, slots);
+    if (c.path_steps) t->path = make_path(c);
 
     StepState state = StepState();
     state.step = t->step;
     state.history = t->history;
     backend_upload(m->state, &state, sizeof state);
     t->begun = t->step;
-    t->epochs = t->step * c.batch_size / data.count;
+    t->epochs = t->step * c.batch_size / t->images.count;
 }
 
 // The loss of a batch. Only pairs have weights other than the schedule's.
@@ -4101,13 +4201,15 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .width = c.image_size};
 }
 
-// Samples of a batch that go through the network at a time: B of them from number `first` of the batch on, which is number
-// `own` of this rank's samples.
+// Samples of a batch that go through the network at a time: B of them, from number `first` of the batch on, which is
+// number `own` of this rank's samples.
 struct MicroBatch : BatchLoss {
     int own;
 };
+
 static std::vector<MicroBatch> own_microbatches(const Model* m, Objective objective) {
-    int size = m->plan.batch, samples = microbatch_count(m) * size;
+    int size = m->plan.batch;
+    int samples = (int)images_of_rank(m);
     std::vector<MicroBatch> parts;
     for (int own = 0; own < samples; own += size) {
         MicroBatch part = {batch_loss(m, objective), own};
@@ -4118,12 +4220,13 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
     return parts;
 }
 
-// A micro-batch's part of an array of all this rank's samples: its points of paths, as LoadPathPoints has them, and its images
-// (B, C, H, W) in an array of DistributionMatching.
+// A micro-batch's points of paths, as LoadPathPoints has them.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
-    return m->points + part.own * PATHS_KEPT * (c.consistency_steps + 1) * pixels_of(c) * PIXEL;
+    return m->points + part.own * PATHS_KEPT * points_a_path(c) * pixels_of(c) * PIXEL;
 }
+
+// A micro-batch's images (B, C, H, W) in one of DistributionMatching's arrays, which hold those of the whole rank.
 static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
@@ -4147,20 +4250,25 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
 static void predict_earlier(Model* m, const MicroBatch& part) {
-    std::swap(m->timesteps, m->pairs.timesteps);  // which the network reads; `part` keeps the samples' own
+    std::swap(m->timesteps, m->pairs.timesteps);  // the network reads m->timesteps; `part` keeps the samples' own
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     unet_forward(m, part.B, part.first);
     std::swap(m->timesteps, m->pairs.timesteps);
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
-// Make the network's input and m->target: from training images, noised; or from points of paths.
+// Makes the network's input and m->target from training images, noised.
 static void load_noised_images(Trainer* t, const MicroBatch& part) {
     Model* m = &t->model;
-    run(LoadImages{.images = m->images, .sources = m->sources + part.first, .source = t->source, .B = part.B});
+    run(LoadImages{.images = m->images,
+                   .sources = m->sources + part.first,
+                   .source = t->source,
+                   .B = part.B});
     if (has_pairs(m->config)) predict_earlier(m, part);
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
 }
+
+// Makes the network's input and m->target from points of paths.
 static void load_path_points(Model* m, const MicroBatch& part) {
     run(LoadPathPoints<floatX>{.x_t = unet_input(m, part.B),
                                .target = m->target,
@@ -4170,23 +4278,35 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .consistency_steps = m->config.consistency_steps});
 }
 
-// Makes the input of the student's first step of drawing, which is noise alone, and returns the images in it, which are 0.
+// The next three functions make the network's input in a step that matches distributions, and return the images
+// (B, C, H, W) that they have noised.
+
+// The student's first step of drawing: it sees noise alone, and the images are 0.
 static const float* load_first_step(Model* m, const MicroBatch& part) {
-    backend_zero(m->images, (size_t)part.B * m->config.in_channels * pixels_of(m->config) * sizeof(float));
+    size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
+    backend_zero(m->images, values * sizeof(float));
     add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
     return m->images;
 }
 
-// Makes the input of the student's last step of drawing, and returns the images in it, (B, C, H, W): drafts, if it makes any.
+// The student's last step of drawing, from its drafts. Where it draws in one step, this is also the first.
 static const float* load_last_step(Model* m, const MicroBatch& part) {
     if (!m->matching.drafts) return load_first_step(m, part);
+
     const float* drafts = images_of(m->matching.drafts, m, part);
     add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
     return drafts;
 }
 
-// Writes the x0 that the network has predicted from a micro-batch's images (B, C, H, W), noised, to `predicted`, an array of
-// DistributionMatching.
+// What the fake and the teacher see: the pictures that the student drew.
+static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
+    const float* pictures = images_of(m->matching.pictures, m, part);
+    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
+    return pictures;
+}
+
+// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W) to `predicted`, one of
+// DistributionMatching's arrays.
 static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
     run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
                           .loss = part,
@@ -4194,13 +4314,6 @@ static void predict_x0(Model* m, float* predicted, const float* images, const Mi
                           .out = unet_output(m),
                           .target = m->target,
                           .clamps = clamps});
-}
-
-// Makes the input of the fake and of the teacher, and returns the images in it: the pictures that the student drew.
-static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-    return pictures;
 }
 
 // Makes m->target the student's, from its prediction.
@@ -4213,8 +4326,8 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
                                .fake = images_of(m->matching.fake_x0, m, part)});
 }
 
-// Makes m->target the x0 that the network predicted at the earlier timesteps, and then the samples' weights. A weight depends
-// on the sample's squared error, which PredictionLoss adds up here without a gradient.
+// Makes m->target the x0 that the network predicted at the earlier timesteps, and then the samples' weights. A weight
+// depends on the sample's squared error, which PredictionLoss adds up here without a gradient.
 static void load_pair_target(Model* m, const MicroBatch& part) {
     run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     run(PredictionLoss<floatX>{part, unet_output(m), m->target});
@@ -4233,10 +4346,14 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
         case OBJECTIVE_STUDENT: load_last_step(m, part); break;
     }
     unet_forward(m, part.B, part.first);
+
     if (has_pairs(c)) load_pair_target(m, part);
-    if (objective == OBJECTIVE_FAKE)
-        predict_x0(m, m->matching.fake_x0, images_of(m->matching.pictures, m, part), part, clamps_x0(c));
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
+    if (objective == OBJECTIVE_FAKE) {
+        const float* pictures = images_of(m->matching.pictures, m, part);
+        predict_x0(m, m->matching.fake_x0, pictures, part, clamps_x0(c));  // load_matching_target will need it
+    }
+
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
@@ -4244,36 +4361,39 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     m->dropout_step = nullptr;
 }
 
-// dw = the gradient of these micro-batches: that of the first half of them plus that of the others, so that their number alone
+// dw = the gradient of these micro-batches: that of the first half plus that of the others, so that their number alone
 // decides in which order gradients are added. The others' gradient is made in the buffer after dw.
 static void tree_gradient(Trainer* t, Objective objective, std::span<const MicroBatch> parts, float* dw) {
     if (parts.size() == 1) return microbatch_gradient(t, objective, parts[0], dw);
 
-    size_t P = t->model.plan.num_floats, half = parts.size() / 2;
+    size_t half = parts.size() / 2, P = t->model.plan.num_floats;
     float* other = dw + P;
     tree_gradient(t, objective, parts.first(half), dw);
     tree_gradient(t, objective, parts.subspan(half), other);
     run(AddFloats{.sum = dw, .a = dw, .b = other, .n = P});
 }
 
-// Every rank has the gradient of its own images. Adds up all ranks' gradients of this rank's shard, in the order in which
-// tree_gradient would go on: in pairs of neighbours, pairs of these, and so on.
+// Every rank has the gradient of its own images. Adds up all ranks' gradients of this rank's shard, in the order in
+// which tree_gradient would go on: in pairs of neighbours, pairs of these, and so on.
 static void reduce_gradient(Model* m) {
     float* mine = m->gradients + first_of_shard(m);
     auto from = [&](int rank) { return rank == m->rank ? mine : m->received + rank * m->shard; };
     auto bytes_of = [&](float* shard) { return std::as_writable_bytes(std::span(shard, m->shard)); };
     exchange_with_all([&](int peer) { return bytes_of(m->gradients + peer * m->shard); },
                       [&](int peer) { return bytes_of(from(peer)); });
-    for (int stride = 1; stride < m->ranks; stride *= 2)
+
+    for (int stride = 1; stride < m->ranks; stride *= 2) {
+        bool is_last = 2 * stride == m->ranks;
         for (int rank = 0; rank < m->ranks; rank += 2 * stride) {
-            float* sum = 2 * stride < m->ranks ? from(rank) : mine;
+            float* sum = is_last ? mine : from(rank);
             run(AddFloats{.sum = sum, .a = from(rank), .b = from(rank + stride), .n = m->shard});
         }
+    }
 }
 
 // Gathers what else every rank needs for FinishStep: all ranks' losses, squares of gradients, and `stop`.
 static void gather_results(Model* m, const int* stop) {
-    size_t images = microbatch_count(m) * m->plan.batch;
+    size_t images = images_of_rank(m);
     int chunks = loss_chunks((int)pixels_of(m->config));
     backend_copy(m->stops + m->rank, stop, sizeof *stop);
     backend_together([&] {
@@ -4285,12 +4405,14 @@ static void gather_results(Model* m, const int* stop) {
     });
 }
 
-// Gathers every rank's shard of the updated weights on all ranks.
+// Gathers every rank's shard of the updated weights on all ranks. Those that are no matrices are in fp32_params too.
 static void gather_weights(Model* m) {
-    size_t shard = first_of_shard(m), end = shard + m->shard, matrices = m->plan.num_decayed;
-    size_t first = std::clamp(matrices, shard, end);
+    size_t begin = first_of_shard(m);
+    size_t end = begin + m->shard;
+    size_t matrices = m->plan.num_decayed;
+    size_t first = std::clamp(matrices, begin, end);  // of the shard's parameters that are no matrices
     if (first < end)
-        backend_copy(m->fp32_params + first, m->master + (first - shard), (end - first) * sizeof(float));
+        backend_copy(m->fp32_params + first, m->master + (first - begin), (end - first) * sizeof(float));
     backend_together([&] {
         gather(m->weights, m->shard);
         gather(m->fp32_params, m->shard, matrices);
@@ -4306,30 +4428,30 @@ static void batch_gradient(Trainer* t, Objective objective) {
 
 // Muon's directions of all matrices, on every rank. memory: this rank's shard.
 static const floatX* muon_directions(Model* m, const OptimiserMemory& memory, const StepState* state) {
-    size_t shard = first_of_shard(m);
-    run(MuonMomentum<floatX>{m->muon.x + shard, memory.adam_m, m->gradients + shard, m->shard, state});
+    size_t first = first_of_shard(m);
+    run(MuonMomentum<floatX>{m->muon.x + first, memory.adam_m, m->gradients + first, m->shard, state});
     if (is_sharded(m)) gather(m->muon.x, m->shard);
     return orthogonalise(m->muon);
 }
 
 // Updates this rank's shard of the weights. working: the weights as the layers read them, or null.
 static void update_weights(Model* m, const OptimiserMemory& memory, floatX* working, const StepState* state) {
-    size_t shard = first_of_shard(m), decayed = m->plan.num_decayed;
-    if (working) working += shard;
-    const floatX* directions = m->muon.count ? muon_directions(m, memory, state) + shard : nullptr;
-    const float* scales = m->muon.count ? m->muon.scales + shard / CHANNEL_MULTIPLE : nullptr;
-    run(UpdateWeights<floatX>{.memory = memory,
-                              .gradient = m->gradients + shard,
-                              .working = working,
-                              .n = m->shard,
-                              .decayed = decayed - std::min(decayed, shard),
-                              .state = state,
-                              .directions = directions,
-                              .scales = scales});
+    size_t first = first_of_shard(m);
+    size_t decayed = m->plan.num_decayed;
+    UpdateWeights<floatX> update = {.memory = memory,
+                                    .gradient = m->gradients + first,
+                                    .working = working ? working + first : nullptr,
+                                    .n = m->shard,
+                                    .decayed = decayed - std::min(decayed, first),
+                                    .state = state};
+    if (m->muon.count) {
+        update.directions = muon_directions(m, memory, state) + first;
+        update.scales = m->muon.scales + first / CHANNEL_MULTIPLE;
+    }
+    run(update);
 }
 
-// The x0 that the network predicts for all this rank's samples, from the input that `load` makes, goes to `predicted`, an array
-// of DistributionMatching.
+// Calls predict_x0 for all this rank's samples: of the images that `load` returns, with the input that it makes.
 static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
         const float* images = load(m, part);
@@ -4352,12 +4474,14 @@ static void match_distributions(Trainer* t) {
                       .batch = c.batch_size,
                       .diffusion_steps = c.diffusion_steps,
                       .seed = c.seed});
+
     if (matching.drafts) {
         predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
         run(SetTimesteps{m->timesteps, c.batch_size, t->source.starts[1]});
     }
     predict_all(m, matching.pictures, load_last_step, false);
-    std::swap(m->timesteps, matching.timesteps);  // which the network and the losses read
+
+    std::swap(m->timesteps, matching.timesteps);  // the network and the losses read m->timesteps
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
@@ -4368,14 +4492,12 @@ static void match_distributions(Trainer* t) {
     use_weights(m, m->master);
 }
 
-// Launches an optimiser step. Its launches are the same in every step with this objective, so that they can be captured.
+// Launches an optimiser step. Its launches are the same in all steps with this objective, so that they can be captured.
 static void enqueue_step(Trainer* t, Objective objective) {
     Model* m = &t->model;
-    size_t shard = first_of_shard(m);
     Hyper hyper = hyper_of(m->config, objective);
-
     BatchSource source = t->source;
-    if (objective != OBJECTIVE_PATHS) source.path_steps = 0;
+    if (objective == OBJECTIVE_STUDENT) source.path_steps = 0;  // it takes the classes of images
     run(BeginStep{.state = m->state,
                   .timesteps = m->timesteps,
                   .sources = m->sources,
@@ -4384,10 +4506,12 @@ static void enqueue_step(Trainer* t, Objective objective) {
                   .hyper = hyper,
                   .schedule = m->schedule,
                   .pairs = m->pairs});
+
     if (objective == OBJECTIVE_STUDENT) match_distributions(t);
     batch_gradient(t, objective);
 
-    run(SquaredNorm{m->grad_norm_sums + shard / NORM_CHUNK, m->gradients + shard, m->shard});
+    size_t first = first_of_shard(m);
+    run(SquaredNorm{m->grad_norm_sums + first / NORM_CHUNK, m->gradients + first, m->shard});
     if (is_sharded(m)) gather_results(m, t->stop.get());
     run(FinishStep{.state = m->state,
                    .loss = batch_loss(m, objective),
@@ -4415,25 +4539,30 @@ struct StartPaths {
 // Draws path `number` of every sample of this rank, with the weights that the run started from.
 static void draw_paths(Trainer* t, int64_t number) {
     Model* m = &t->model;
-    const int steps = m->config.path_steps, second = steps - second_start(steps);
+    const Config& c = m->config;
+    int end = c.path_steps;
+    int second = 0;  // where the second consistency step begins, if there is one
+    if (c.consistency_steps == 2) second = end - second_start(end);
+
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
         run(StartPaths{m->specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
-        float* point = points_of(m, part) + number % PATHS_KEPT * (m->config.consistency_steps + 1) * batch.input.count();
-        for (int i = 0; i <= steps; i++) {
+
+        size_t values = batch.input.count();
+        float* point = points_of(m, part) + number % PATHS_KEPT * points_a_path(c) * values;
+        for (int i = 0; i <= end; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
-            bool is_start = i == 0 || (i == second && m->config.consistency_steps == 2);
-            if (!is_start && i < steps) continue;
-            backend_copy(point, batch.x, batch.input.count() * sizeof(float));
-            point += batch.input.count();
+            if (i != 0 && i != second && i != end) continue;
+            backend_copy(point, batch.x, values * sizeof(float));
+            point += values;
         }
     }
     use_weights(m, m->master);
 }
 
-// Draws the paths that the next step is the first to choose from. A resumed run draws the newest again, and no older ones.
+// Draws the paths that the next step is the first to choose from. A resumed run draws its PATHS_KEPT newest again.
 static void draw_due_paths(Trainer* t) {
     int64_t newest = t->begun / t->source.path_steps;
     t->paths_drawn = std::max(t->paths_drawn, newest + 1 - PATHS_KEPT);
@@ -4443,8 +4572,10 @@ static void draw_due_paths(Trainer* t) {
 // Shuffles the epochs that the next step is the first to draw from.
 static void shuffle_due_epochs(Trainer* t) {
     const BatchSource& s = t->source;
-    for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++)
-        random_permutation(t->order.get() + t->epochs % s.slots * s.count, s.count, s.seed, t->epochs);
+    for (; t->epochs * s.count < (t->begun + 1) * s.batch; t->epochs++) {
+        int* order = t->order.get() + t->epochs % s.slots * s.count;
+        random_permutation(order, s.count, s.seed, t->epochs);
+    }
 }
 
 // Gives the device its next step.
@@ -4467,10 +4598,17 @@ static StepState await_step(Trainer* t) {
     wait_for_step(slot);
     const StepState& result = t->results[slot];
 
-    if (result.stop) stop_agreed = stop_asked = 1;
-    if (result.accepted) t->smoothed = t->step ? 0.98f * t->smoothed + 0.02f * result.loss : result.loss;
+    if (result.stop) {
+        stop_asked = 1;
+        stop_agreed = 1;
+    }
+    if (result.accepted) {
+        bool is_first = t->step == 0;
+        t->smoothed = is_first ? result.loss : 0.98f * t->smoothed + 0.02f * result.loss;
+    }
     t->history = result.history;
     if (!result.finite) return result;
+
     t->step++;
     for (int q = 0; q < 4; q++) {
         t->quartile_sums[q] += result.quartile_sums[q];
@@ -4479,88 +4617,117 @@ static StepState await_step(Trainer* t) {
     return result;
 }
 
-// The weights that sampling and validation use, and what the log calls them.
+// The weights that sampling and validation use: the average that --use_ema numbers, from 1, if there is one.
 static float* chosen_weights(const Model* m) {
-    float* ema = m->config.use_ema ? m->ema[m->config.use_ema - 1] : nullptr;
-    return ema ? ema : m->master;
+    int number = m->config.use_ema;
+    if (number && m->ema[number - 1]) return m->ema[number - 1];
+    return m->master;
 }
+
+// What the log calls them.
 static std::string chosen_name(const Config& c) {
-    bool raw = !c.use_ema || c.use_ema > ema_count(c);
-    return raw ? "raw weights" : "EMA " + float_text(c.hyper.ema_rate[c.use_ema - 1]);
+    if (!c.use_ema || c.use_ema > ema_count(c)) return "raw weights";
+    return "EMA " + float_text(c.hyper.ema_rate[c.use_ema - 1]);
 }
 
 // Every rank's number, on every rank. All of them have to call this.
 static std::vector<int> gather_numbers(Model* m, int number) {
     std::vector<int> numbers(world.size, number);
     if (world.size == 1) return numbers;
+
     upload(m->stops, numbers);
     gather(m->stops, 1);
     backend_download(numbers.data(), m->stops, world.size * sizeof(int));
     return numbers;
 }
+
 static bool agree_to_stop(Model* m) {
-    if (std::ranges::max(gather_numbers(m, stop_asked))) stop_agreed = stop_asked = 1;
+    bool is_asked = std::ranges::max(gather_numbers(m, stop_asked));
+    if (is_asked) {
+        stop_asked = 1;
+        stop_agreed = 1;
+    }
     return stop_agreed;
 }
 
+// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through m->target, which is free while nothing is
+// trained. These two ranks call it.
+template <typename T> static void send_share(Model* m, std::vector<T>* values, size_t unit, int rank) {
+    auto [begin, end] = share_of(values->size(), rank, unit);
+    for (size_t first = begin; first < end; first += unit) {
+        T* piece = &(*values)[first];
+        size_t bytes = std::min(unit, end - first) * sizeof(T);
+        std::span buffer((std::byte*)m->target, bytes);
+        if (world.rank == 0) {
+            backend_exchange(rank, {}, buffer);
+            backend_download(piece, m->target, bytes);
+        } else {
+            backend_upload(m->target, piece, bytes);
+            backend_exchange(0, buffer, {});
+        }
+    }
+}
+
 // Computes `values` with the chosen weights: each rank its share of them, by work(first, count) for `unit` of them at a
-// time. Rank 0 gets those of the others, through m->target, which is free while nothing is trained. Returns false if
-// the ranks were asked to stop.
+// time. Rank 0 gets those of the others. Returns false if the ranks were asked to stop.
 template <typename T> static bool share_among_ranks(Model* m, std::vector<T>* values, size_t unit, auto work) {
     use_weights(m, chosen_weights(m));
     auto [begin, end] = share_of(values->size(), world.rank, unit);
-    for (size_t first = begin; first < end && !stop_asked; first += unit) work(first, std::min(unit, end - first));
+    for (size_t first = begin; first < end && !stop_asked; first += unit) {
+        size_t count = std::min(unit, end - first);
+        work(first, count);
+    }
     use_weights(m, m->master);
     if (agree_to_stop(m)) return false;
 
-    for (int rank = 1; rank < world.size; rank++) {
-        if (world.rank != 0 && world.rank != rank) continue;
-        auto [begin, end] = share_of(values->size(), rank, unit);
-        for (size_t first = begin; first < end; first += unit) {
-            T* piece = &(*values)[first];
-            std::span buffer((std::byte*)m->target, std::min(unit, end - first) * sizeof(T));
-            if (world.rank == 0) {
-                backend_exchange(rank, {}, buffer);
-                backend_download(piece, m->target, buffer.size());
-            } else {
-                backend_upload(m->target, piece, buffer.size());
-                backend_exchange(0, buffer, {});
-            }
-        }
-    }
+    for (int rank = 1; rank < world.size; rank++)
+        if (world.rank == 0 || world.rank == rank) send_share(m, values, unit, rank);
     return true;
 }
 
-// The sum of the losses of B validation images, from `first` on. Their noise and timesteps never change.
-static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
+// Uploads B validation images, from `first` on, with their timesteps and labels.
+static void load_validation_images(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
     Model* m = &t->model;
     const Config& c = m->config;
     size_t elements = c.in_channels * pixels_of(c);
     std::vector<float> images(B * elements);
-    std::vector<int> timesteps(B);
     for (size_t e = 0; e < images.size(); e++) images[e] = t->validation.value(first * elements + e);
-    for (int b = 0; b < B; b++)
-        timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps,
-                                     random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0));
+
+    std::vector<int> timesteps(B);
+    for (int b = 0; b < B; b++) {
+        uint32_t word = random_word(c.seed, STREAM_VAL_TIMESTEP, 0, first + b, 0);
+        timesteps[b] = draw_timestep(last_words.data(), c.diffusion_steps, word);
+    }
+
     upload(m->images, images);
     upload(m->timesteps, timesteps);
     if (m->labels) backend_upload(m->labels, &t->validation.labels[first], B * sizeof(int));
+}
+
+// The sum of the losses of B validation images, from `first` on, without the timesteps' weights. An image has the same
+// noise and the same timestep every time.
+static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& last_words, int first, int B) {
+    Model* m = &t->model;
+    load_validation_images(t, last_words, first, B);
 
     BatchLoss loss = batch_loss(m, OBJECTIVE_IMAGES);
-    loss.batch_size = loss.B = B;
+    loss.batch_size = B;
+    loss.B = B;
     BatchLoss numbered = loss;
-    numbered.first = first;  // by which the noise is drawn
+    numbered.first = first;  // the noise goes by an image's number among all validation images
     add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
     unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
-    std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));  // without the timesteps' weights
+    std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));
     backend_download(sums.data(), m->losses, sums.size() * sizeof(float));
-    return std::accumulate(sums.begin(), sums.end(), 0.0) / loss.elements() * B;
+    double sum = std::accumulate(sums.begin(), sums.end(), 0.0);
+    return sum / loss.elements() * B;
 }
 
-// Computes the mean loss over the validation images, which is complete on rank 0 alone. Returns false if the run was stopped
-// meanwhile. Each rank has some of the batches; their losses are added up in the order in which a single rank adds them.
+// Computes the mean loss over the validation images, which only rank 0 has completely. Returns false if the run was
+// stopped meanwhile. Each rank has some of the batches; their losses are added up in the order in which a single rank
+// adds them.
 static bool validation_loss(Trainer* t, double* loss) {
     Model* m = &t->model;
     int count = t->validation.count, batch = m->plan.batch;
@@ -4575,78 +4742,91 @@ static bool validation_loss(Trainer* t, double* loss) {
 }
 
 // ---- sampling ---------------------------------------------------------------------------------------------
-// The samples of a grid, how many stand in a row, and what the log says of the classes of its rows.
+// The samples of a grid.
 struct SampleGrid {
     std::vector<SampleSpec> specs;
-    int columns;
-    std::string rows;
-    size_t num_classes;  // of which samples are wanted; 0 where the network knows none
+    size_t num_classes;     // of which samples are wanted; 0 where the network knows none
+    int columns;            // how many samples stand in a row
+    std::string rows = "";  // what the log says of the classes of its rows; empty: they are not grouped by class
 };
 
-// Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally many
-// samples, the grid groups them by class. names: the names of the classes.
+// Plans a grid with a sample for each seed. The classes of --class, or all, follow each other; where each gets equally
+// many samples, the grid groups them by class. names: the names of the classes.
 static SampleGrid plan_grid(const Config& c, const std::vector<uint32_t>& seeds, const Strings& names) {
     std::vector<uint32_t> classes = wanted_classes(c, names);
     size_t count = seeds.size(), num_classes = classes.size();
     std::vector<SampleSpec> specs;
-    for (uint32_t seed : seeds)
-        specs.push_back({seed, num_classes ? (int)classes[specs.size() * num_classes / count] : 0});
+    for (size_t n = 0; n < count; n++) {
+        int label = num_classes ? (int)classes[n * num_classes / count] : 0;
+        specs.push_back({seeds[n], label});
+    }
 
-    int groups = 0;
-    if (num_classes > 1 && count % num_classes == 0) groups = (int)num_classes;
+    bool is_grouped = num_classes > 1 && count % num_classes == 0;
+    int groups = is_grouped ? (int)num_classes : 0;
     int columns = grid_columns((int)count, groups, c.image_size);
-    return {specs, columns, groups ? rows_text(names, classes, (int)count / groups, columns) : "", num_classes};
+    SampleGrid grid = {specs, num_classes, columns};
+    if (is_grouped) grid.rows = rows_text(names, classes, (int)count / groups, columns);
+    return grid;
 }
 
 // How many of the samples hold a NaN or an infinity.
 static long count_broken(const std::vector<float>& samples, size_t count) {
+    size_t values = samples.size() / count;  // of a sample
     long broken = 0;
-    for (size_t n = 0, size = samples.size() / count; n < count; n++)
-        broken += !all_finite(samples.data() + n * size, size);
+    for (size_t n = 0; n < count; n++) broken += !all_finite(samples.data() + n * values, values);
     return broken;
 }
 
-// Prints how many of the network's calls are done: every half second on a terminal, otherwise every ten, and at the end.
+// Prints how many of the network's calls are done: on a terminal every half second, else every ten, and at the end.
 struct Progress {
     bool shown;
     long all, done = 0;
     double start = seconds_now(), last = start;
+
     void count() {
+        done++;
+        if (!shown) return;
         double now = seconds_now();
-        bool ends = ++done == all, terminal = isatty(1);
-        if (!shown || (!ends && now - last < (terminal ? 0.5 : 10))) return;
-        print("%snetwork call %ld of %ld, %s to go   %s", terminal ? "\r" : "", done, all,
-              human_time((now - start) / done * (all - done)), terminal && !ends ? "" : "\n");
+        bool is_last = done == all;
+        bool is_terminal = isatty(1);
+        double pause = is_terminal ? 0.5 : 10;
+        if (!is_last && now - last < pause) return;
+
+        double left = (now - start) / done * (all - done);
+        const char* line_begin = is_terminal ? "\r" : "";
+        const char* line_end = is_terminal && !is_last ? "" : "\n";
+        print("%snetwork call %ld of %ld, %s to go   %s", line_begin, done, all, human_time(left), line_end);
         fflush(stdout);
         last = now;
     }
 };
 
-// Makes B samples, which are then in batch.x, unless the run was stopped.
+// Makes the samples of a batch, which are then in batch.x, unless the run was stopped.
 static void sample_batch(Model* m, const SampleBatch<floatX>& batch, const std::vector<SamplerStep>& steps,
                          CallGraphs* graphs, Progress* progress) {
-    int begun = 0;
     begin_samples(m, batch);
+    int begun = 0;
     for (const SamplerStep& step : steps) {
-        wait_for_step(begun % STEPS_IN_FLIGHT);  // so that Ctrl-C and the progress do not run far ahead of the device
+        int slot = begun++ % STEPS_IN_FLIGHT;
+        wait_for_step(slot);  // so that the host, which sees Ctrl-C and counts, does not run far ahead of the device
         if (stop_asked) return;
         take_sampler_step(m, batch, step, graphs);
-        mark_step_end(begun++ % STEPS_IN_FLIGHT);
+        mark_step_end(slot);
         if (step.timestep >= 0) progress->count();
     }
 }
 
 // Draws samples (count, H, W, PIXEL), of which rank 0 gets all. Returns false if the run was stopped.
-static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs,
-                   bool show_progress) {
+static bool sample(Model* m, std::vector<float>* samples, const std::vector<SampleSpec>& specs, bool show_progress) {
     const Config& c = m->config;
-    size_t elements = PIXEL * pixels_of(c);
-    size_t most = m->plan.batch / rows_a_sample(c);
+    size_t elements = PIXEL * pixels_of(c);          // of a sample
+    size_t most = m->plan.batch / rows_a_sample(c);  // samples at a time
     std::vector<SamplerStep> steps = make_sampler(c);
     samples->resize(specs.size() * elements);
 
     auto [begin, end] = share_of(specs.size(), world.rank, most);
-    Progress progress = {show_progress, network_calls(steps) * ceil_div(end - begin, most)};
+    long calls = network_calls(steps) * ceil_div(end - begin, most);
+    Progress progress = {show_progress, calls};
     CallGraphs graphs;
     return share_among_ranks(m, samples, most * elements, [&](size_t first, size_t count) {
         int B = (int)(count / elements);
@@ -4664,26 +4844,31 @@ static size_t count_parameters(const Config& c) { return network.make_plan(c, 1,
 static std::vector<std::pair<const char*, float*>> arrays_of(const Model& m) {
     const OptimiserMemory& fake = m.matching.fake;
     float* parameters[] = {m.master, m.ema[0],  m.ema[1],    m.ema[2],    m.ema[3],   m.adam_m,
-                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};
+                           m.adam_v, m.teacher, fake.master, fake.adam_m, fake.adam_v};  // as ARRAY_SECTIONS names them
+    static_assert(std::size(parameters) == std::size(ARRAY_SECTIONS));
     std::vector<std::pair<const char*, float*>> arrays;
     for (size_t i = 0; i < std::size(parameters); i++)
         if (parameters[i]) arrays.push_back({ARRAY_SECTIONS[i], parameters[i]});
     return arrays;
 }
 
-// The table of classes, where the model's classes are not the file's. kept: for each row the file's row; -1: a fresh one.
+// The table of classes, where the model's classes are not the file's. `kept` has the file's row for each row of the
+// model's; -1: the row is fresh.
 static std::vector<float> kept_rows_of(const Model& m, size_t index, const std::vector<float>& stored,
                                        const std::vector<int>& kept) {
     const Parameter& t = m.plan.tensors[index];
     size_t width = t.count / t.shape[0];
     std::vector<float> values = fresh_values(m.plan, index, m.config.seed);
-    for (size_t row = 0; row < kept.size(); row++)
-        if (kept[row] >= 0) std::copy_n(&stored[kept[row] * width], width, &values[row * width]);
+    for (size_t row = 0; row < kept.size(); row++) {
+        if (kept[row] < 0) continue;
+        const float* from = &stored[kept[row] * width];
+        std::copy_n(from, width, &values[row * width]);
+    }
     return values;
 }
 
-// Reads one section of parameters to `to`, this rank's shard of them, on the device. kept: as in kept_rows_of; empty: the
-// file's classes are the model's.
+// Reads one section of parameters to `to`, this rank's shard of them, on the device. kept: as in kept_rows_of; empty
+// where the file's classes are the model's.
 static void read_parameters(const Model& m, float* to, const WeightsFile& file, const char* section,
                             const std::vector<int>& kept = {}) {
     Reader in(file.path);
@@ -4691,11 +4876,14 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
     for (size_t index = 0; index < m.plan.tensors.size(); index++) {
         const Parameter& t = m.plan.tensors[index];
         bool other_rows = !kept.empty() && t.name == network.label_table;
-        size_t count = other_rows ? label_rows(file.config) * (t.count / t.shape[0]) : t.count;
+        size_t count = t.count;
+        if (other_rows) count = t.count / t.shape[0] * label_rows(file.config);
         auto stored = in.take<std::vector<float>>(count);
         if (!all_finite(stored.data(), count))
-            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; delete it, and use the one before",
+            fail("%s holds NaN or infinity in %s, section %s: its training went wrong; "
+                 "delete it, and use the one before",
                  file.path, t.name, section);
+
         if (other_rows) stored = kept_rows_of(m, index, stored, kept);
         upload_tensor(m, to, t, stored);
     }
@@ -4703,22 +4891,44 @@ static void read_parameters(const Model& m, float* to, const WeightsFile& file, 
 
 static void write_parameters(Writer* out, const float* from, const Plan& plan) {
     for (const Parameter& t : plan.tensors) {
-        std::vector<float> held(t.size);
-        backend_download(held.data(), from + t.offset, t.size * sizeof(float));
-        if (!all_finite(held.data(), t.size))
-            fail("%s became NaN or infinite and %s was not written; go on from the one before with --resume and a lower --lr",
+        std::vector<float> in_memory(t.size);
+        backend_download(in_memory.data(), from + t.offset, t.size * sizeof(float));
+        if (!all_finite(in_memory.data(), t.size))
+            fail("%s became NaN or infinite and %s was not written; "
+                 "go on from the one before with --resume and a lower --lr",
                  t.name, out->path);
-        out->write(reordered(held, t, false).data(), t.count * sizeof(float));
+
+        std::vector<float> in_file = reordered(in_memory, t, false);
+        out->write(in_file.data(), t.count * sizeof(float));
     }
 }
 
+// Enters a section, which comes after those before it, in the header's table.
+static void enter_section(int32_t* header, const char* name, uint64_t bytes) {
+    int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS] * SECTION_INTS;
+    strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
+    memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
+    header[FIELD_SECTIONS]++;
+}
+
+// The sections after the parameters, each with its name. Those that would be empty are left out of the file.
+static std::vector<std::pair<const char*, std::string>> small_sections(const Model& m, const History& history) {
+    std::string state, names;
+    if (m.adam_m) state.assign((const char*)&history, sizeof history);
+    for (const std::string& name : m.class_names) names += name + "\n";
+    return {{"state", state},
+            {"config", stored_config(m.config)},
+            {"class_names", names},
+            {"data_checksum", m.data_checksum}};
+}
+
 // Writes all that sampling or resuming needs to `path`, whole or not at all. Rank 0 writes what all ranks have.
-static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed,
-                             const History& history) {
+static void write_checkpoint(const std::string& path, Model& m, long step, float smoothed, const History& history) {
     if (world.rank) {
         for (auto [section, parameters] : arrays_of(m)) gather_parameters(&m, parameters);
         return;
     }
+
     int32_t header[HEADER_INTS] = {network.magic, WEIGHTS_VERSION};
     header[FIELD_STEP] = (int32_t)step;
     header[FIELD_PARAMETERS] = (int32_t)m.plan.num_parameters;
@@ -4727,28 +4937,16 @@ static void write_checkpoint(const std::string& path, Model& m, long step, float
     header[FIELD_LR_STEPS] = m.config.hyper.lr_steps;
 
     Writer out(path);
-    out.rewind_to_header(header, sizeof header);  // its place, until all sections are known
-    auto begin_section = [&](const char* name, uint64_t bytes) {  // enters it in the header's table
-        int32_t* entry = header + FIELD_SECTION_TABLE + header[FIELD_SECTIONS]++ * SECTION_INTS;
-        strncpy((char*)entry, name, SECTION_NAME_BYTES - 1);
-        memcpy(entry + SECTION_NAME_BYTES / sizeof *entry, &bytes, sizeof bytes);
-    };
-    auto write_section = [&](const char* name, const std::string& contents) {
-        if (contents.empty()) return;
-        begin_section(name, contents.size());
-        out.write(contents);
-    };
+    out.rewind_to_header(header, sizeof header);  // keeps its place, until all sections are known
     for (auto [section, parameters] : arrays_of(m)) {
-        begin_section(section, m.plan.num_parameters * sizeof(float));
+        enter_section(header, section, m.plan.num_parameters * sizeof(float));
         write_parameters(&out, gather_parameters(&m, parameters), m.plan);
     }
-    std::string state, names;
-    if (m.adam_m) state.assign((const char*)&history, sizeof history);
-    for (const std::string& name : m.class_names) names += name + "\n";
-    write_section("state", state);
-    write_section("config", stored_config(m.config));
-    write_section("class_names", names);
-    write_section("data_checksum", m.data_checksum);
+    for (const auto& [section, contents] : small_sections(m, history)) {
+        if (contents.empty()) continue;
+        enter_section(header, section, contents.size());
+        out.write(contents);
+    }
     header[FIELD_CHECKSUM] = (int32_t)crc32(header, sizeof header, out.crc);
     out.rewind_to_header(header, sizeof header);
     out.commit();
