@@ -6603,8 +6603,8 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// Copies a thread's vectors to shared memory: one for each of N rows, SWEEP apart, but at most the first n. The vector for the
-// row that is i further down comes from pixel_of(i), and is zero if there is no such pixel: -1, or not below `pixels`.
+// Copies a thread's vectors to shared memory: one to each of n rows that lie SWEEP apart, where n is at most N. The vector for
+// the row that is i further down comes from pixel_of(i). It is zero where there is no such pixel: -1, or not below `pixels`.
 template <int N, int SWEEP, int ROW_BYTES = 128>
 __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
                                             unsigned pixels, auto pixel_of) {
@@ -6634,42 +6634,53 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     ...                              tap(t) is added to reach tap t: 0 1 2, 10 11 12, 20 21 22; so the
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Tiling {
-    int B, H, W;                // of the tensor
-    int images, height, width;  // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
+    int B, H, W;                  // of the tensor
+    int images, height, width;    // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
     int tiles_y, tiles_x, tiles;  // down and across an image, and in all
+
     // The images of a tile are a set. A set has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
+
     __device__ int row(int p) const {
-        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));  // p / width and p % width
-        return (y + 2 * (y / 8)) * (width + 2) + x;
+        int y = width == 16 ? p / 16 : p / 8;
+        int x = p % 8 + (p & 8 & (width - 1));  // p % width
+        int halo_lines = y / 8 * 2;             // between this image of the tile and the first
+        return (y + halo_lines) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
+
     // A row's column, line and image in the tile with its halo.
     __device__ uchar4 offset(int row) const {
-        int y = width == 16 ? row / 18 : row / 10, image = y / 10;
-        return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
+        int line = width == 16 ? row / 18 : row / 10;
+        int image = line / 10;
+        return make_uchar4(row - line * (width + 2), line - image * 10, image, 0);
     }
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
-        const int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
-        return {b * images, (line - b * tiles_y) * height, (tile - line * tiles_x) * width};
+        const int line = (unsigned)tile / tiles_x;
+        const int set = (unsigned)line / tiles_y;
+        return {set * images, (line - set * tiles_y) * height, (tile - line * tiles_x) * width};
     }
     // A pixel's index in (B, H, W), or -1 outside.
     __device__ int pixel(Pixel origin, uchar4 offset) const {
-        int b = origin.b + offset.z, y = origin.y + offset.y - 1, x = origin.x + offset.x - 1;
+        int b = origin.b + offset.z;
+        int y = origin.y + offset.y - 1;
+        int x = origin.x + offset.x - 1;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
 };
+
 struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
-// The tiles of x.
 static Tiling make_tiling(const Tensor& x, Box tile) {
-    const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
-    const int sets = ceil_div(x.B, tile.images);
-    return {x.B, x.H, x.W, tile.images, tile.height, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
+    Tiling tiling = {.B = x.B, .H = x.H, .W = x.W, .images = tile.images, .height = tile.height, .width = tile.width};
+    tiling.tiles_y = ceil_div(x.H, tile.height);
+    tiling.tiles_x = ceil_div(x.W, tile.width);
+    tiling.tiles = tiling.set_tiles() * ceil_div(x.B, tile.images);
+    return tiling;
 }
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Tiling make_tiling(const Tensor& x, int taps, int pixels) {
@@ -6701,19 +6712,24 @@ struct Gemm {
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
     // A chunk's first channel, among those of both tensors. The first chunk of x.second begins where x.first ends.
     __device__ int first_channel(int chunk) const {
-        return chunk * BK + (chunk < chunks1() ? 0 : x.first.C - chunks1() * BK);
+        const int shift = chunk < chunks1() ? 0 : x.first.C - chunks1() * BK;
+        return chunk * BK + shift;
     }
 };
 
 // out = partial (splits, M, N).sum(0), in order, + bias + emb + residual. A thread makes VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
+    size_t count = (size_t)g.M() * g.N();
     if (i >= count) return;
-    int m = (int)(i / g.N()), n = (int)(i % g.N());
+    int m = (int)(i / g.N());
+    int n = (int)(i % g.N());
+
     Unpacked value = {};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++) value += load<VEC>(g.partial + s * count + i);
+
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
