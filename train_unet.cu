@@ -6737,9 +6737,10 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// A Block is the kernel's argument, holds its constants, and has run(), the work of a block of threads.
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
+// A ThreadBlock is a kernel's argument. It has the kernel's constants, and run(), the work of one block of threads.
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    gemm_kernel(const __grid_constant__ ThreadBlock block) {
     await_inputs();
     block.run(blockIdx.x);
 }
@@ -6749,7 +6750,7 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(con
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-// TRANSPOSED: w's rows are reduced (an input gradient).
+// A warp owns WM pixels by WN channels. TRANSPOSED: w's rows are reduced (an input gradient).
 template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_>
 struct GemmBlock : Gemm {
     static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
@@ -6782,6 +6783,7 @@ struct GemmBlock : Gemm {
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int m0 = warp / (BN / WN) * WM, n0 = warp % (BN / WN) * WN;
+
         // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
         // rows, from `shift` rows further down, and of B, over BK channels.
 #ifndef PRECISION_FP32
@@ -6794,15 +6796,17 @@ struct GemmBlock : Gemm {
             // Tiles are aligned to 128 bytes, so that the address of a row's next vectors, also where swizzled, is an XOR away.
             uint32_t a_line[MI];
             UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
-            uint32_t b_line = b_tile + (TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2)
-                                                         : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+            uint32_t b_line = b_tile;
+            if (TRANSPOSED) b_line += swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2);
+            else b_line += swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+
             UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
                 uint32_t a[MI][4], b[NI / 2][4];
                 UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-                UNROLLED_FOR (int j = 0; j < NI / 2; j++)
-                    if (TRANSPOSED)
-                        load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
+                UNROLLED_FOR (int j = 0; j < NI / 2; j++) {
+                    if (TRANSPOSED) load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
                     else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+                }
                 UNROLLED_FOR (int i = 0; i < MI; i++)
                     UNROLLED_FOR (int j = 0; j < NI; j++)
                         mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
@@ -6815,8 +6819,11 @@ struct GemmBlock : Gemm {
         }
         // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
         __device__ int column(int j) const {
-            return n0 + (TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+            if (TRANSPOSED) return n0 + (j / 2 * 16 + lane % 4 * 4 + j % 2 * 2);
+            return n0 + (j * 8 + lane % 4 * 2);
         }
+        // The sum of the lane's row i, of two in a fragment, and of its column j, of two in a fragment.
+        __device__ float& sum(int i, int j) { return c[i / 2][j / 2][i % 2 * 2 + j % 2]; }
         __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
             for (int k = 0; k < BK; k += 4) {
@@ -6828,15 +6835,13 @@ struct GemmBlock : Gemm {
                         UNROLLED_FOR (int j = 0; j < NI; j += 2) {
                             auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
                             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                                UNROLLED_FOR (int e = 0; e < 4; e++)
-                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i][q] * b[e];
+                                UNROLLED_FOR (int e = 0; e < 4; e++) sum(i, 2 * j + e) += a[i][q] * b[e];
                         }
                 else
                     UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
                         auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                            UNROLLED_FOR (int q = 0; q < 4; q++)
-                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i][q] * b[q];
+                            UNROLLED_FOR (int q = 0; q < 4; q++) sum(i, j) += a[i][q] * b[q];
                     }
             }
         }
@@ -6851,16 +6856,19 @@ struct GemmBlock : Gemm {
         }
     };
 
-    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. Where a
-    // tile is split, they become partial sums as they are. It takes 64 pixels at a time; where a norm's sums are wanted, or
-    // an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th pixel.
+    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. It takes 64
+    // pixels at a time; where a norm's sums are wanted, or an embedding is added, these are of one image. A thread has a vector
+    // of channels of every STRIDE-th pixel.
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
-        const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+        const int column = threadIdx.x % ROW * VEC;
+        const int n = n0 + column;
+        const int row = threadIdx.x / ROW;
         const bool has_norm = TRANSPOSED && norm;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
-        Unpacked sum = {}, product = {};
+        Unpacked sum = {}, product = {};            // what a norm wants, of its tile's pixels so far
+
         UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
             // All loads come before the first store, so that none waits for another.
             int m[PASSES];           // the pixels; -1: outside of the image
@@ -6876,6 +6884,8 @@ struct GemmBlock : Gemm {
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = load<VEC>(staging + p * PITCH + column);
             }
+
+            // Where a tile is split, its sums are partial sums as they are.
             if (splits > 1) {
                 UNROLLED_FOR (int i = 0; i < PASSES; i++) {
                     float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
@@ -6887,11 +6897,13 @@ struct GemmBlock : Gemm {
             Unpacked added = {};  // bias and embedding
             NormGradient gradient;
             const int image = m[0] / T;
-            if (m[0] >= 0 && has_norm) gradient.load(norm, (size_t)image * N() + n);
-            else if (m[0] >= 0) {
+            if (m[0] >= 0 && has_norm) {
+                gradient.load(norm, (size_t)image * N() + n);
+            } else if (m[0] >= 0) {
                 if (bias) added += unpack(bias + n);
                 if (emb.data) added += unpack(emb.row(image) + n);
             }
+
             const Tensor& target = out.of(n);
             floatX* to = target.data + out.within(n);
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
@@ -6908,7 +6920,8 @@ struct GemmBlock : Gemm {
 
             // Moments are sums about a pivot, the first pixel of the norm's tile. It is kept in `staging`, in the place of that
             // pixel's sums.
-            const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
+            const int first = p0 / norm_pixels * norm_pixels;  // of the norm's tile
+            const int norm_tile = (tile * BM + first) / norm_pixels;
             float* pivot = staging + first * PITCH;
             if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
             __syncthreads();
@@ -6922,6 +6935,7 @@ struct GemmBlock : Gemm {
             // The sums are written when the last pixels of the norm's tile are finished.
             if ((p0 + 64) % norm_pixels) continue;
             if (norm_tile * norm_pixels >= M()) continue;
+
             // They are added up behind the pivot, where all threads have read `staging`.
             auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);
             float2* tile_sums = sums + (size_t)norm_tile * N() + n0;
@@ -6937,15 +6951,36 @@ struct GemmBlock : Gemm {
         }
     }
 
+    // A step of the reduction is one tap of a chunk.
+    struct Step {
+        int stage = 0, tap = 0, chunk = 0;
+        __device__ void next() {
+            stage++;
+            if (stage == STAGES) stage = 0;
+            tap++;
+            if (tap == TAPS) {
+                tap = 0;
+                chunk++;
+            }
+        }
+    };
+
+    // Computes the output's tile of this number: all the tiles of channels of a tile of pixels follow each other.
     __device__ __forceinline__ void run(int number) const {
+        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
         unsigned char* shared = &shared_memory<unsigned char>();
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-        uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
-        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-        const int a_rows = TAPS > 1 ? tiling.rows() : BM, a_bytes = a_rows * 128;
-        const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
-        const int n0 = number % n_tiles * BN, tile = number / n_tiles;
-        const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
+        const uint32_t b_ring = shared_address(shared) + TABLE_BYTES;
+        const uint32_t a_ring = b_ring + STAGES * B_BYTES;
+        const int a_rows = TAPS > 1 ? tiling.rows() : BM;
+        const int a_bytes = a_rows * 128;
+
+        const unsigned tid = threadIdx.x;
+        const unsigned n_tiles = ceil_div(N(), BN);
+        const int n0 = number % n_tiles * BN;
+        const int tile = number / n_tiles;
+        const int first = blockIdx.y * chunks_a_split;
+        const int count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
             Pixel origin = tiling.origin(tile);
@@ -6954,28 +6989,36 @@ struct GemmBlock : Gemm {
             __syncthreads();
         }
 
-        // Of a chunk, counted from `first`: whether it is in x's second tensor, how many channels its tensor has, and which of
-        // these is the chunk's first.
-        auto second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
-        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
-        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
+        // Of a chunk, counted from `first`: whether it lies in x's second tensor, how many channels its tensor has, and which
+        // of these is the chunk's first.
+        auto is_second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
+        auto channels = [&](int chunk) -> unsigned { return is_second(chunk) ? x.second.C : x.first.C; };
+        auto channel = [&](int chunk) {
+            const int chunks_before = is_second(chunk) ? chunks1() : 0;
+            return (first + chunk - chunks_before) * BK;
+        };
+
+        // Loads A_LOADS sweeps of a chunk's pixels.
         const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // those with a row for this thread
-        auto load_a = [&](int buffer, int chunk, int begin) {
-            const Tensor& from = second(chunk) ? x.second : x.first;
-            const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+        auto load_a = [&](int buffer, int chunk, int first_sweep) {
+            const Tensor& from = is_second(chunk) ? x.second : x.first;
+            const int row = tid / 8 + first_sweep * SWEEP;
+            const int v = tid % 8;
+            const int c = channel(chunk) + v * VEC;
             const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
-            const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
-            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
-                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
-            });
+            const int left = TAPS > 1 ? sweeps - first_sweep : A_LOADS;
+            auto pixel_of = [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; };
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, pixel_of);
         };
 
         // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
         // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
         auto load_b = [&](int stage, int chunk, int tap) {
-            constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+            constexpr int ROW = TRANSPOSED ? BN / VEC : 8;  // vectors
+            constexpr int ROWS = THREADS / ROW;             // that a pass loads
             static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-            const unsigned row = tid / ROW, v = tid % ROW, O = N(), K = x.C();
+            const unsigned row = tid / ROW, v = tid % ROW;
+            const unsigned O = N(), K = x.C();
             auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
                 const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
                 UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
@@ -6984,32 +7027,22 @@ struct GemmBlock : Gemm {
             };
 
             if constexpr (TRANSPOSED) {  // x is dout, one tensor
-                const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+                const unsigned n = n0 + v * VEC;
+                const unsigned c = channel(chunk) + row;
                 const floatX* from = rows_from(w + n, c * TAPS + TAPS - 1 - tap, O);
                 load_rows(from, O, n < O && c < K ? K - c : 0);
             } else {
-                const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
-                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const unsigned n = n0 + row;
+                const unsigned c = channel(chunk) + v * VEC;
+                const unsigned C = channels(chunk);
+                const unsigned column = c + (is_second(chunk) ? K - C : 0);
                 const floatX* from = rows_from(w + column, n * TAPS + tap, K);
                 load_rows(from, K, n < O && c < C ? O - n : 0);
             }
         };
 
-        Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
-
-        // A step is one tap of a chunk. Its weights are loaded STAGES - 1 steps early; for 1x1 so are its pixels.
-        struct Step {
-            int stage = 0, tap = 0, chunk = 0;
-            __device__ void next() {
-                stage++;
-                if (stage == STAGES) stage = 0;
-                tap++;
-                if (tap == TAPS) {
-                    tap = 0;
-                    chunk++;
-                }
-            }
-        } step, early;
+        // Weights are loaded STAGES - 1 steps early; for 1x1 so are pixels.
+        Step step, early;
         auto load_early = [&] {
             if (early.chunk < count) {
                 if (TAPS == 1) load_a(early.stage, early.chunk, 0);
@@ -7019,7 +7052,9 @@ struct GemmBlock : Gemm {
             early.next();
         };
 
-        for (int begin = 0; TAPS > 1 && begin < A_SWEEPS; begin += A_LOADS) load_a(0, 0, begin);
+        Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
+
+        for (int sweep = 0; TAPS > 1 && sweep < A_SWEEPS; sweep += A_LOADS) load_a(0, 0, sweep);
         UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
         for (; step.chunk < count; step.next()) {
             __pipeline_wait_prior(STAGES - 2);
@@ -7027,8 +7062,10 @@ struct GemmBlock : Gemm {
             if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
-            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, TAPS > 1 ? tiling.tap(step.tap) : 0);
+            const int a_buffer = TAPS > 1 ? step.chunk % 2 : step.stage;
+            const uint32_t a_tile = a_ring + a_buffer * a_bytes;
+            const uint32_t b_tile = b_ring + step.stage * B_BYTES;
+            product.multiply(a_tile, b_tile, TAPS > 1 ? tiling.tap(step.tap) : 0);
         }
 
         __pipeline_wait_prior(0);
