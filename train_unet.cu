@@ -7134,17 +7134,24 @@ static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     if (T == 64) return taps == 1 || H == 8;
     if (T % NORM_TILE || choice.kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
-    return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
+    if (portable) return H % 8 == 0 && W % 16 == 0;
+    return H % 16 == 0 && W % 8 == 0;
 }
+
 // Where `blocks` leave multiprocessors without work, up to `most` times as many blocks share the tiles' chunks, if each
 // keeps enough steps to pay for adding up the parts. The bounds were measured on an H100.
 static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
+    const int steps = taps * g.chunks();
     int splits = 1;
-    while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
-           taps * g.chunks() >= least_steps * splits)
+    while (splits < most) {
+        const bool are_idle = splits * blocks <= gpu_multiprocessors;
+        const bool enough_work = 2 * splits <= g.chunks() && steps >= least_steps * splits;
+        if (!are_idle || !enough_work) break;
         splits *= 2;
+    }
     return splits;
 }
+
 // Chooses the largest tile of which there are enough to keep the multiprocessors busy to the end. Where even the smallest
 // are too few, blocks split a tile's chunks.
 static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
@@ -7155,27 +7162,40 @@ static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     const bool is_even = ceil_div(g.N(), 64) % 2 == 0;  // otherwise half of a tile of 128 channels is empty
     if (is_even && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
-    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
+
+    const int least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, least_steps)};
 }
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    const int tiles = make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64);
+    return 2 * tiles >= 3 * gpu_multiprocessors;
 }
-// The convolution itself norms what it reads, if that is whole tiles and whole chunks.
-static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
+// Whether a 3x3 convolution with O outputs norms what it reads: HOPPER_256_NORMED does, whole tiles and whole chunks.
+static bool conv3x3_norms(const Norm& norm, int O) {
     const Tensor &x = norm.x.first, &second = norm.x.second;
-    const bool is_fused = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
-                            second.C % 64 == 0 && O > 16 && enough_256(x, O);
-    groupnorm_forward(is_fused ? Tensor() : normed, norm);
-    return is_fused ? Concat(x, second, norm.half_scale_shift) : normed;
+    const bool whole_tiles = x.H % 16 == 0 && x.W % 16 == 0;
+    const bool whole_chunks = x.C % 64 == 0 && second.C % 64 == 0;
+    return HAS_HOPPER && norm.silu && whole_tiles && whole_chunks && O > 16 && enough_256(x, O);
 }
+static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
+    if (conv3x3_norms(norm, O)) {
+        groupnorm_forward(Tensor(), norm);  // makes the scales and shifts alone
+        return Concat(norm.x.first, norm.x.second, norm.half_scale_shift);
+    }
+    groupnorm_forward(normed, norm);
+    return normed;
+}
+
 static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
     const bool small = taps > 1 && x.H <= 8 && x.W <= 8;
     if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_conv3x3
-    if (taps > 1 && !small && enough_256(x, g.N()))
-        return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
+    if (taps > 1 && !small && enough_256(x, g.N())) {
+        const bool one_chunk = g.chunks() == 1;
+        return {one_chunk ? HOPPER_256_ONE_CHUNK : HOPPER_256};
+    }
 
     // The blocks of a cluster share a long reduction, as long as each block still has a multiprocessor to itself.
     const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
@@ -7183,7 +7203,7 @@ static GemmChoice choose_hopper(const Gemm& g, int taps) {
     return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
 }
 
-// Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
+// Chooses the kernel that does a GEMM, by the sizes, the GPU, the build, and whether the input is still to be normed.
 static GemmChoice choose(const Gemm& g, int taps, bool transposed) {
     if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper(g, taps);
     return choose_portable(g, taps, transposed);
@@ -7195,6 +7215,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     assert(TAPS > 1 || !asked.emb.data);
     assert(!asked.norm || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
+
     Gemm g = asked;
     g.chunks_a_split = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // every split has a chunk
@@ -7205,6 +7226,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 
     constexpr bool BF16 = sizeof(floatX) == 2;
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    // Numbers: a block's pixels and channels, a warp's; then stages, and blocks on a multiprocessor.
     switch (choice.kernel) {
         case PORTABLE_128x128:
             GemmBlock<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>::launch_tiles(g);
@@ -7222,6 +7244,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
     }
+
     if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
     if (asked.norm) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
@@ -7271,10 +7294,12 @@ struct WeightGradient {
     // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes
     // to per_image.
     __device__ float bias_of_images(int o, int b) const {
-        const int images = tiling.images, set_tiles = tiling.set_tiles();
+        const int images = tiling.images;
+        const int set_tiles = tiling.set_tiles();
         float total = 0;
         for (; b < dout.B; b += 32) {
-            const int set = b / images, last_split = split_of((set + 1) * set_tiles - 1);
+            const int set = b / images;
+            const int last_split = split_of((set + 1) * set_tiles - 1);
             float sum = 0;
 #pragma unroll 8
             for (int s = split_of(set * set_tiles); s <= last_split; s++)
@@ -7287,12 +7312,16 @@ struct WeightGradient {
     // Computes dbias and per_image from bias_partials. A block's 256 threads own channels [8 block, 8 block + 8): each has 32.
     __device__ void reduce_bias(int block) const {
         __shared__ float sums[32][8];
-        const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+        const int column = threadIdx.x % 8;
+        const int y = threadIdx.x / 8;
+        const int o = block * 8 + column;
         const bool one_image = dout.B == 1;
+
         float total = 0;
         if (o < dout.C) total = one_image ? bias_of_splits(o, y) : bias_of_images(o, y);
         sums[y][column] = total;
         __syncthreads();
+
         if (y != 0 || o >= dout.C) return;
         for (int i = 1; i < 32; i++) total += sums[i][column];
         if (per_image.data && one_image) per_image.data[o] = (floatX)total;
@@ -7300,8 +7329,9 @@ struct WeightGradient {
     }
 };
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const Block block) {
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    weight_gradient_kernel(const ThreadBlock block) {
     await_inputs();
     block.run();
 }
@@ -7311,18 +7341,22 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient
 // block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. Of the blocks that read the same
 // channels of dout, the first also sums these for the bias. A step of the reduction is PIXELS pixels.
 template <int TAPS> struct WeightBlock : WeightGradient {
-    static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
-    static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
-    static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
-    static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
+    static constexpr bool HAS_HALO = TAPS > 1;
+    static constexpr int PIXELS = (HAS_HALO ? 16 : 8) * VEC;
+    static constexpr int STAGES = HAS_HALO ? 2 : 4;
+    static constexpr int BLOCKS = HAS_HALO ? 1 : 3;   // on a multiprocessor
+    static constexpr int WARPS_O = HAS_HALO ? 1 : 2;  // warps that share the output channels
+    static constexpr int WARPS_N = HAS_HALO ? 8 : 2;  // warps that share the input channels
+    static constexpr int THREADS = WARPS_O * WARPS_N * 32;
     static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
     static constexpr int SWEEP = THREADS / ROW;  // rows of shared memory that a block loads at a time
-    static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
+    static constexpr int PATCH_ROWS = HAS_HALO ? PIXELS / 64 * 100 : PIXELS;  // see GemmBlock::A_ROWS
+    static constexpr int X_SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
     struct Shared {
         // For 3x3: the pixel that lies in each row of this tile and of the next, or -1 outside of the image.
-        alignas(128) int pixel_of_row[2][TAPS > 1 ? X_ROWS : 1];
-        int row_of_pixel[TAPS > 1 ? PIXELS : 1];
+        alignas(128) int pixel_of_row[2][HAS_HALO ? X_ROWS : 1];
+        int row_of_pixel[HAS_HALO ? PIXELS : 1];
         struct alignas(128) Stage {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
@@ -7334,14 +7368,16 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     struct Product {
         static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
         static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
-        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
-                      "warps share the work evenly");
+        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8, "warps share the work evenly");
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int o0 = warp / WARPS_N * MI * 16, n0 = warp % WARPS_N;
         float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
-        // Eight input channels of fragment j; its tap is j.
-        __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
+
+        // Fragment j has a tap, and eight input channels: a vector of x's row.
+        __device__ static int tap(int j) { return HAS_HALO ? j : 0; }
+        __device__ int vector(int j) const { return HAS_HALO ? n0 : n0 * NI + j; }
+
         __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Tiling& tiling,
                                  bool sums_bias) {
 #pragma unroll 1
@@ -7356,11 +7392,11 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
                 }
-                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+
+                int row = HAS_HALO ? row_of_pixel[k + lane] : k + lane;
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
-                    int r = TAPS > 1 ? row + tiling.tap(j) : row;
-                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
+                    load_matrices_transposed(b, x_tile + swizzled(row + tiling.tap(tap(j)), vector(j)));
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
                 }
@@ -7378,17 +7414,17 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         __device__ void store(auto put) {
             UNROLLED_FOR (int i = 0; i < MI; i++)
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
-                    int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
-                        tap = TAPS > 1 ? j : 0;
-                    put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
-                    put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+                    int o = o0 + i * 16 + lane / 4;
+                    int channel = vector(j) * 8 + lane % 4 * 2;
+                    put(o, tap(j), channel, make_float2(c[i][j][0], c[i][j][1]));
+                    put(o + 8, tap(j), channel, make_float2(c[i][j][2], c[i][j][3]));
                 }
         }
     };
 #else
     // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
     struct Product {
-        static constexpr int NC = TAPS > 1 ? 2 : 4;
+        static constexpr int NC = HAS_HALO ? 2 : 4;
         static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
         float c[8][TAPS][NC] = {};
         const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
@@ -7404,9 +7440,9 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
-                int row = TAPS > 1 ? row_of_pixel[k] : k;
+                int row = HAS_HALO ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
-                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? tiling.tap(t) : 0), c0));
+                    auto x = load_shared<NC>(at(x_tile, row + tiling.tap(t), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
                         UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
@@ -7429,45 +7465,54 @@ template <int TAPS> struct WeightBlock : WeightGradient {
 
     __device__ __forceinline__ void run() const {
         auto& shared = shared_memory<Shared>();
-        constexpr int D_SWEEPS = PIXELS / SWEEP;
-        int tid = threadIdx.x;
-        int tiles1 = ceil_div(x.first.C, 64);
-        int c_tile = blockIdx.x % c_tiles(), o0 = blockIdx.x / c_tiles() * 64;
-        bool second = c_tile >= tiles1;
-        const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
-        const int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-        const int M = dout.rows(), O = dout.C, set_tiles = tiling.set_tiles();
-        int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
+        const int tid = threadIdx.x;
+        const int tiles1 = ceil_div(x.first.C, 64);
+        const int c_tile = blockIdx.x % c_tiles();
+        const int o0 = blockIdx.x / c_tiles() * 64;
+        const bool second = c_tile >= tiles1;  // whether the channels lie in x's second tensor
+        const floatX* dout_from = dout.data;
+        const floatX* x_from = second ? x.second.data : x.first.data;
+        const int channels = second ? x.second.C : x.first.C;
+        const int c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int M = dout.rows();
+        const int O = dout.C;
+        const int set_tiles = tiling.set_tiles();
+        const int first = first_tile(blockIdx.y);
+        const int last = first_tile(blockIdx.y + 1);
         const bool sums_bias = bias_partials && c_tile == 0;
 
+        // For 3x3: finds the tile's pixels, before it is loaded.
         const uchar4 offset = tiling.offset(tid);
-        auto locate = [&](int tile) {  // finds the tile's pixels, before it is loaded
+        auto locate = [&](int tile) {
             static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
-            if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
+            if (!HAS_HALO || tid >= X_ROWS || tile >= last) return;
             const int pixel = tiling.pixel(tiling.origin(tile), offset);
             shared.pixel_of_row[tile % 2][tid] = tid < tiling.rows() ? pixel : -1;
         };
-        if (TAPS > 1) {
+        if (HAS_HALO) {
             for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = tiling.row(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
         }
+
         const int row = tid / ROW, v = tid % ROW;
         auto load = [&](int tile) {
             if (tile >= last) return;
             auto& stage = shared.stages[(tile - first) % STAGES];
-            const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
-            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
-            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+            const int at = swizzled(row, v, ROW_BYTES);
+            const int o = o0 + v * VEC;
+            const int c = c0 + v * VEC;
+            const int* pixels = shared.pixel_of_row[HAS_HALO ? tile % 2 : 0];
+            auto pixel_of_x = [&](int i) { return HAS_HALO ? pixels[row + i] : tile * PIXELS + row + i; };
             auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + tiling.tap(4) : row + i);
+                if (!HAS_HALO) return tile * PIXELS + row + i;
+                return pixels[shared.row_of_pixel[row + i] + tiling.tap(4)];
             };
-            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
-            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
-                [&](int i) { return pixel(row + i); });
+            load_pixels<PIXELS / SWEEP, SWEEP, ROW_BYTES>(shared_address(stage.dout) + at, PIXELS / SWEEP, dout_from + o, O,
+                                                          o < O ? M : 0, pixel_of_dout);
+            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels,
+                                                    c < channels ? M : 0, pixel_of_x);
         };
 
         Product product;
@@ -7479,6 +7524,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 if (image < tiling.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
+
         for (int s = 0; s < STAGES - 1; s++) {
             load(first + s);
             __pipeline_commit();
@@ -7489,13 +7535,13 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             load(tile + STAGES - 1);
             __pipeline_commit();
             locate(tile + 2);
+
             auto& stage = shared.stages[(tile - first) % STAGES];
             if (sums_bias && tile == (set + 1) * set_tiles) {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, tiling,
-                             sums_bias);
+            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, tiling, sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
@@ -7520,8 +7566,10 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     if (blockIdx.x >= (unsigned)weight_blocks) return g.reduce_bias(blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, reducer = threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    int reducer = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+
     float4 sum = make_float4(0, 0, 0, 0);
     for (int first = reducer; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // eight loads are under way at once
@@ -7533,6 +7581,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     }
     sums[reducer][lane] = sum;
     __syncthreads();
+
     if (reducer != 0 || i >= n) return;
     for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
     *(float4*)(g.dw + i) = sum;
@@ -7545,8 +7594,10 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     if (g.dbias) g.bias_partials = take<float>(&workspace, bias_rows * g.tiling.images * g.dout.C);
     if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
     launch_sums(g);
+
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
-    int blocks = weight_blocks + (g.dbias ? ceil_div(g.dout.C, 8) : 0);
+    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
+    int blocks = weight_blocks + bias_blocks;
     if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
