@@ -7800,8 +7800,9 @@ __device__ inline void cluster_barrier() {
 // bytes apart; the next 64 m or n lie `next` bytes further. The swizzle depends on the address alone, so that a
 // matrix may start at any row: another tap of a 3x3 convolution is another start address.
 __device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, uint32_t next = 16) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
-           (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+    const uint64_t swizzle_128_bytes = 1ull << 62;
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
+           swizzle_128_bytes;
 }
 __device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -7911,11 +7912,11 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
-    Block block = {g, shared_memory<typename Block::Shared>()};
+    ThreadBlock block = {g, shared_memory<typename ThreadBlock::Shared>()};
     block.run();
 }
 
@@ -7944,8 +7945,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many as fit, 168
     // (or 128 where there are four warpgroups); what loading and norming threads give up goes to those that multiply.
     static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
-    static constexpr int READER_REGISTERS =
-        (NORMS ? 4 * 128 - LOADER_REGISTERS - NORM_REGISTERS : 3 * 168 - LOADER_REGISTERS) / 2;
+    static constexpr int ALL_REGISTERS = NORMS ? 4 * 128 : 3 * 168;  // of one thread of each warpgroup
+    static constexpr int FEEDER_REGISTERS = NORMS ? LOADER_REGISTERS + NORM_REGISTERS : LOADER_REGISTERS;
+    static constexpr int READER_REGISTERS = (ALL_REGISTERS - FEEDER_REGISTERS) / 2;
+
     static constexpr int HALO = TAPS > 1;
     static constexpr Box PIXELS = hopper_tile(TAPS, KERNEL);
     static constexpr Box SUBTILE = {PIXELS.width / SUBTILES, PIXELS.height, PIXELS.images};
@@ -7954,6 +7957,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
     // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = 16, SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
+
     // The buffers of the rings, of weights and of patches: as many as shared memory holds.
     struct Rings {
         int stages, patches;
@@ -7968,8 +7972,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
     }
     static constexpr int STAGES = rings().stages, PATCHES = rings().patches;
-    // The first pixel of sub-tile k, in a tile that begins at `at`.
-    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
+
     struct Shared {
         union Patch {
             unsigned char pixels[SWEEPS * SWEEP * 128];
@@ -7979,44 +7982,54 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         RingBarriers<PATCHES> patch_ring;
         RingBarriers<STAGES> stage;
         Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
-        Barrier normed[PATCHES];  // with NORMS: completed when the patch is normed
+        Barrier normed[PATCHES];      // with NORMS: completed when the patch is normed
         static_assert(sizeof(Patch) % 1024 == 0, "the swizzle depends on the address");
     };
     const HopperGemm& g;
     Shared& shared;
-    const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
+    const int o = blockIdx.y * 64;  // the block's first output channel
+    const int warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // the first thread of its warpgroup
-    const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
-    const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
-    const bool weights_resident = (last - first) * TAPS <= STAGES;     // loaded once, for all of the block's tiles
+    const int splits = SUBTILES == 1 ? gridDim.x : 1;
+    const int cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
+    const int first = cluster_rank * g.chunks_a_split;  // the block's chunks: [first, last)
+    const int last = min(first + g.chunks_a_split, g.chunks());
+    const bool weights_resident = (last - first) * TAPS <= STAGES;  // loaded once, for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch_ring.full;  // completed when a patch may be multiplied
 
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
-        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.tiling.origin(tile);
+        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
+        return g.tiling.origin(tile);
     }
+    // The first pixel of sub-tile k, in a tile that begins at `at`.
+    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
+
     // Done by one thread: loads patches and operands (the residual or the norm's x), or weights, or both.
-    __device__ __forceinline__ void produce(bool patches, bool weights) {
+    enum { LOAD_PATCHES = 1, LOAD_WEIGHTS = 2 };
+    __device__ __forceinline__ void produce(int loads) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 const int channel = g.first_channel(chunk);
-                if (patches) {
+                if (loads & LOAD_PATCHES) {
                     load_patch(at, chunk, channel, patch.slot, patch.parity);
                     patch.next();
                 }
-                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
-                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
-                    Barrier& full = shared.stage.full[stage.slot];
-                    shared.stage.empty[stage.slot].wait(stage.parity);
-                    full.expect(sizeof(Rows64));
-                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
-                }
+                const bool wanted = loads & LOAD_WEIGHTS && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
+                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) load_weights(channel, tap, stage);
             }
         }
+    }
+    // Loads the weights of a tap, for the chunk that begins at channel c.
+    __device__ __forceinline__ void load_weights(int c, int tap, const Ring<STAGES>& stage) {
+        Barrier& full = shared.stage.full[stage.slot];
+        shared.stage.empty[stage.slot].wait(stage.parity);
+        full.expect(sizeof(Rows64));
+        const Pixel row = TRANSPOSED ? Pixel{0, c, TAPS - 1 - tap} : Pixel{0, o, tap};
+        tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : c, row);
     }
     // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
     __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
@@ -8029,8 +8042,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         } else if (g.operand_map.columns && cluster_rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
-                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
-                         subtile(at, k));
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), subtile(at, k));
         } else {
             full.arrive();
         }
@@ -8039,11 +8051,14 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
         static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit for each row; no clusters");
-        const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
+        const int vector = threadIdx.x % 8;
+        const int first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // bit i: the thread's row i lies in this side of the halo
 #pragma unroll 1
         for (int i = 0; i < SWEEPS; i++) {
-            const int row = first_row + i * SWEEP, y = row / PATCH.width, x = row % PATCH.width;
+            const int row = first_row + i * SWEEP;
+            const int y = row / PATCH.width;
+            const int x = row % PATCH.width;
             left |= (x == 0) << i;
             right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
@@ -8053,14 +8068,16 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
-            const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
-                                     (at.x + PIXELS.width == g.x.first.W ? right : 0) |
-                                     (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
+            uint32_t outside = 0;  // bit i: the thread's row i lies outside of the image
+            if (at.x == 0) outside |= left;
+            if (at.y == 0) outside |= top;
+            if (at.x + PIXELS.width == g.x.first.W) outside |= right;
+            if (at.y + PIXELS.height == g.x.first.H) outside |= bottom;
+
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
-                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) +
-                                     vector * VEC);
+                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) + vector * VEC);
                 shared.patch_ring.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -8103,8 +8120,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
-            const uint64_t pixels =
-                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
+            const uint64_t pixels = matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
                 const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
@@ -8128,6 +8144,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 stage.next();
             }
         }
+
         // Waits for the tile's operand, too, so that all buffers up to here have been full when the other warpgroup goes on: it
         // knows phases by their parity only, and could take an earlier one for its own.
         ready[patch.slot].wait(patch.parity);
@@ -8162,8 +8179,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return norm_patches();
         }
         if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
-        if (threadIdx.x == READERS) produce(true, TAPS == 1);
-        if (threadIdx.x == READERS + 32) produce(false, true);
+        if (threadIdx.x == READERS) produce(TAPS == 1 ? LOAD_PATCHES | LOAD_WEIGHTS : LOAD_PATCHES);
+        if (threadIdx.x == READERS + 32) produce(LOAD_WEIGHTS);
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
@@ -8178,7 +8195,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
         const HopperGemm& g;
         Pixel at;  // the first pixel of the tile, then of the current sub-tile
-        const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int lane = threadIdx.x % 32;
+        const int row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // how many it does hold
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first of them
         const bool has_norm = TRANSPOSED && g.norm;
@@ -8193,7 +8211,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         __device__ __forceinline__ void load() {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++)
                 UNROLLED_FOR (int r = 0; r < 2; r++) {
-                    int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                    int n = min(row + 8 * r, g.N() - 1);
+                    int b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                     if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
                     if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
                     if (!has_norm) continue;
@@ -8208,6 +8227,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
             at = first;
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
+
             if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
             else if (has_norm) finish_with<NORM>(c, outputs);
             else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
@@ -8215,7 +8235,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
         enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
         template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
-            int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+            int line = lane % 8 + lane / 16 * 8;
+            int vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
             uint32_t rows = outputs + swizzled(line, vector);
             uint32_t operands[4][4];  // four loads come before the first store, so that none waits for another
             UNROLLED_FOR (int j = 0; j < 16; j += 2) {
@@ -8223,8 +8244,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 if (j % 8 == 0 && OPERAND != NO_OPERAND)  // those of this and the next three rounds
                     UNROLLED_FOR (int k = 0; k < 4; k++)
                         load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
+
                 UNROLLED_FOR (int e = 0; e < 8; e++) {
-                    const int i = image_of(4 * j), r = Fragment::row_half(e);
+                    const int i = image_of(4 * j);
+                    const int r = Fragment::row_half(e);
                     float& value = c[4 * j + e];
                     float operand = bf16_of_pair(bits[e / 2], e % 2);
                     if constexpr (!TRANSPOSED) value += bias[i][r];
@@ -8236,6 +8259,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                         product[i][r] += value * operand;
                     }
                 }
+
                 UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
                 store_matrices_transposed(rows + j * 1024, bits);
             }
@@ -8261,8 +8285,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 sum[i][0] /= 128 / images;
                 sum[i][1] /= 128 / images;
             }
+
             UNROLLED_FOR (int e = 0; e < 64; e++) {
-                const int i = image_of(e), r = Fragment::row_half(e);
+                const int i = image_of(e);
+                const int r = Fragment::row_half(e);
                 float distance = c[e] - sum[i][r];
                 product[i][r] += distance * distance;
             }
@@ -8274,9 +8300,11 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // how many pixels lie in tiles before this one
             if (TAPS > 1 && !PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
             add_up(product);
+
             UNROLLED_FOR (int r = 0; r < 2; r++)
                 UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i;
+                    const int n = row + 8 * r;
                     if (lane % 4 || i >= images || n >= g.N()) continue;
                     if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
                     if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
@@ -8311,8 +8339,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         };
         skip(warpgroup);
         int parity = warpgroup == 0;  // of its ping-pong barrier: warpgroup 0 does not wait the first time
-        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.tiling.tiles;
-             tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
+        int tile = blockIdx.z + warpgroup * gridDim.z;
+        while (tile < g.tiling.tiles) {
             const Pixel at = origin(tile);
             Epilogue epilogue = {g, at};
             epilogue.load();
@@ -8335,6 +8363,9 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 shared.patch_ring.empty[patch.slot].arrive();
             }
             patch.next();
+
+            tile += SUBTILES * gridDim.z;
+            skip(SUBTILES - 1);
         }
     }
 
@@ -8345,17 +8376,18 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return maps;
         };
         HopperGemm h = {g, maps_of(g.x, PATCH), maps_of(g.out, SUBTILE)};
-        const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
+        h.tiling = make_tiling(shaped(g.x.first, TAPS), PIXELS);
+        const int rows = TRANSPOSED ? g.x.C() : g.N();
+        const int channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = maps_of(operand, SUBTILE);
-        h.tiling = make_tiling(shaped(g.x.first, TAPS), PIXELS);
+
         // Blocks take one tile after another, so that a tile's loads overlap the epilogue of the tile before.
         const int columns = ceil_div(g.N(), 64);
         const int blocks = std::min(h.tiling.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
         assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.tiling.tiles));
-        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS,
-                     sizeof(Shared), h);
+        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS, sizeof(Shared), h);
     }
 };
 
@@ -8377,9 +8409,9 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 // The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
 // is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
-    hopper_weight_gradient_kernel(const __grid_constant__ Block block) {
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    hopper_weight_gradient_kernel(const __grid_constant__ ThreadBlock block) {
     await_inputs();
     block.run();
 }
@@ -8412,18 +8444,51 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         unsigned char unread[4096];
     };
 
+    // Done by one thread: loads tiles [first, last), of dout the channels from o0 on, of x those from c0 on.
+    __device__ __forceinline__ void load(Shared& shared, int first, int last, int o0, int c0, int tap_line) const {
+        Pixel at = tiling.origin(first);
+        Ring<STAGES> stage = {0, 1};
+        for (int t = first; t < last; t++, stage.next()) {
+            auto& to = shared.stages[stage.slot];
+            Barrier& full = shared.ring.full[stage.slot];
+            shared.ring.empty[stage.slot].wait(stage.parity);
+            full.expect(sizeof to.dout + X.width * X.height * 128);
+            tma_load(to.x, x_map, full, c0, {at.b, at.y + tap_line - 1, at.x - 1});
+            tma_load(to.dout, dout_map, full, o0, at);
+
+            // The next tile. Divisions instead would take this one thread longer than a product takes the others.
+            at.x += 8;
+            if (at.x >= tiling.W) {
+                at.x = 0;
+                at.y += 8;
+            }
+            if (at.y >= tiling.H) {
+                at.y = 0;
+                at.b++;
+            }
+        }
+    }
+
     __device__ __forceinline__ void run() const {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
-        const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
+        const int lane = threadIdx.x % 32;
+        const int warpgroup = this_warpgroup();
         // The place of a thread's c[0], see Fragment. Rows are output channels. Columns are images, or input channels at three
         // taps.
-        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
-        const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+        const int column = lane % 4 * 2;
+        const int split = blockIdx.x;
+        const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
         const int tap_line = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // the first of the block's lines of taps: 0, 1 or 2
-        const int C = x.first.C, O = dout.C, c_tiles = ceil_div(C, 64);
-        const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-        const int first = first_tile(split), last = first_tile(split + 1);
+        const int C = x.first.C;
+        const int O = dout.C;
+        const int c_tiles = ceil_div(C, 64);
+        const int c0 = tile % c_tiles * 64;
+        const int o0 = tile / c_tiles * 64;
+        const int first = first_tile(split);
+        const int last = first_tile(split + 1);
+
         if (threadIdx.x == 0) {
             shared.ring.init(WARPGROUPS);
             ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -8434,27 +8499,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         __syncthreads();
 
         if (threadIdx.x >= READERS) {
-            if (threadIdx.x > READERS) return;
-            Pixel at = tiling.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                auto& to = shared.stages[stage.slot];
-                Barrier& full = shared.ring.full[stage.slot];
-                shared.ring.empty[stage.slot].wait(stage.parity);
-                full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + tap_line - 1, at.x - 1});
-                tma_load(to.dout, dout_map, full, o0, at);
-                // The next tile. Divisions instead would take this one thread longer than a product takes the others.
-                at.x += 8;
-                if (at.x >= tiling.W) {
-                    at.x = 0;
-                    at.y += 8;
-                }
-                if (at.y >= tiling.H) {
-                    at.y = 0;
-                    at.b++;
-                }
-            }
+            if (threadIdx.x == READERS) load(shared, first, last, o0, c0, tap_line);
             return;
         }
 
@@ -8467,43 +8512,45 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
             constexpr bool BIAS = decltype(with_bias)::value;
             // With the bias, steps are done in runs, each of at most eight images, whose sums are the eight columns.
             const int steps = tiling.set_tiles();  // of an image
-            for (int begin = first, end; begin < last; begin = end) {
-                int first_image = begin / steps, images = first_image / 8 * 8;  // images: that of column 0
-                end = BIAS ? min(last, (images + 8) * steps) : last;
+            int end;
+            for (int begin = first; begin < last; begin = end) {
+                const int first_image = begin / steps;
+                const int image0 = first_image / 8 * 8;  // that of column 0
+                end = BIAS ? min(last, (image0 + 8) * steps) : last;
                 int left = (first_image + 1) * steps - begin;  // steps left of the image
                 // The matrix is not swizzled. Its rows have eight k, which serve for the other eight, too.
-                uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
+                uint32_t ones = shared_address(shared.ones[7 - (first_image - image0)]);
                 float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
                 for (int t = begin; t < end; t++, stage.next()) {
                     auto& from = shared.stages[stage.slot];
                     const uint64_t dout_matrix = matrix_descriptor(shared_address(from.dout), 1024);
-                    const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                             PITCH * 128, 128);  // a tap: a row on
+                    const uint32_t line = shared_address(from.x) + warpgroup * PITCH * 128;  // of taps; the next tap: a row on
+                    const uint64_t x_matrix = matrix_descriptor(line, PITCH * 128, 128);
                     shared.ring.full[stage.slot].wait(stage.parity);
                     wgmma_begin();
                     for (int k = 0; k < 4; k++) {
                         const uint64_t a = advance(dout_matrix, k * 2048);
-                        wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
+                        wgmma<192, 1, 1>(c, a, advance(x_matrix, k * 2 * PITCH * 128));
                         if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                     }
                     wgmma_commit();
                     wgmma_wait<1>();  // the step before is over
                     if (t > begin) release();
-                    if (BIAS && --left == 0) {
+                    if (BIAS && --left == 0) {  // the next image, and its column
                         left = steps;
                         ones -= 16;
                     }
                 }
                 wgmma_wait<0>();
                 release();
-                if (BIAS)
-                    for (int e = 0; e < 4; e++) {
-                        const int o = o0 + row + Fragment::row(e);
-                        const int image = images + column + Fragment::column(e);
-                        if (o < O && image >= first_image && image <= (end - 1) / steps)
-                            bias_partial(split, image, 0, o) = sums[e];
-                    }
+
+                for (int e = 0; e < 4 && BIAS; e++) {
+                    const int o = o0 + row + Fragment::row(e);
+                    const int image = image0 + column + Fragment::column(e);
+                    if (o < O && image >= first_image && image <= (end - 1) / steps)
+                        bias_partial(split, image, 0, o) = sums[e];
+                }
             }
         };
 
@@ -8538,9 +8585,11 @@ template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) 
     for (int warpgroups : {3, 1}) {
         const int tiles = g.tiles() * (3 / warpgroups);
         const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
-        for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
-             splits++) {
-            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
+        const int most_splits = std::max(1, std::min(pixel_tiles, gpu_multiprocessors / tiles));
+        for (int splits = 1; splits <= most_splits; splits++) {
+            const int rounds = ceil_div(splits * tiles, gpu_multiprocessors);
+            const int steps = ceil_div(pixel_tiles, splits);
+            float us = rounds * steps * step_us;
             if (splits > 1) us += 6.0f + 1e-5f * splits * g.dout.C * g.x.first.C;
             if (us >= least_us) continue;
             least_us = us;
