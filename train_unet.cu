@@ -6756,18 +6756,22 @@ struct GemmBlock : Gemm {
     static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
+
     // With its halo a patch of 64 pixels has (8 + 2)^2 = 100 rows, and one of 128 (8 + 2) * (16 + 2) = 180.
     static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;
     static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
+
     // The next patch's loads are spread over the first A_PARTS taps, so that the last are at least STAGES - 1 steps early.
     static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES;
     static constexpr int A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
+
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
+
     // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
         const int patches = chunks < 2 ? chunks : 2;
@@ -6822,7 +6826,7 @@ struct GemmBlock : Gemm {
             if (TRANSPOSED) return n0 + (j / 2 * 16 + lane % 4 * 4 + j % 2 * 2);
             return n0 + (j * 8 + lane % 4 * 2);
         }
-        // The sum of the lane's row i, of two in a fragment, and of its column j, of two in a fragment.
+        // The sum of the lane's row i and column j. A fragment has two rows and two columns of a lane.
         __device__ float& sum(int i, int j) { return c[i / 2][j / 2][i % 2 * 2 + j % 2]; }
         __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
@@ -6867,7 +6871,7 @@ struct GemmBlock : Gemm {
         const bool has_norm = TRANSPOSED && norm;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
-        Unpacked sum = {}, product = {};            // what a norm wants, of its tile's pixels so far
+        Unpacked sum = {}, product = {};            // over the pixels of the norm's tile so far: what the norm wants
 
         UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
             // All loads come before the first store, so that none waits for another.
@@ -6925,12 +6929,13 @@ struct GemmBlock : Gemm {
             float* pivot = staging + first * PITCH;
             if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
             __syncthreads();
-            UNROLLED_FOR (int i = 0; i < PASSES; i++)
-                for (int e = 0; e < VEC && !has_norm; e++) {
-                    const float distance = values[i][e] - pivot[column + e];
-                    sum[e] += distance;
-                    product[e] += distance * distance;
-                }
+            if (!has_norm)
+                UNROLLED_FOR (int i = 0; i < PASSES; i++)
+                    for (int e = 0; e < VEC; e++) {
+                        const float distance = values[i][e] - pivot[column + e];
+                        sum[e] += distance;
+                        product[e] += distance * distance;
+                    }
 
             // The sums are written when the last pixels of the norm's tile are finished.
             if ((p0 + 64) % norm_pixels) continue;
@@ -6965,7 +6970,7 @@ struct GemmBlock : Gemm {
         }
     };
 
-    // Computes the output's tile of this number: all the tiles of channels of a tile of pixels follow each other.
+    // Computes one tile of the output. Tiles that differ in their channels alone have consecutive numbers.
     __device__ __forceinline__ void run(int number) const {
         static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
         unsigned char* shared = &shared_memory<unsigned char>();
@@ -7054,7 +7059,8 @@ struct GemmBlock : Gemm {
 
         Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
 
-        for (int sweep = 0; TAPS > 1 && sweep < A_SWEEPS; sweep += A_LOADS) load_a(0, 0, sweep);
+        if (TAPS > 1)
+            for (int sweep = 0; sweep < A_SWEEPS; sweep += A_LOADS) load_a(0, 0, sweep);
         UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
         for (; step.chunk < count; step.next()) {
             __pipeline_wait_prior(STAGES - 2);
@@ -7144,9 +7150,9 @@ static int choose_splits(const Gemm& g, int taps, int blocks, int most, int leas
     const int steps = taps * g.chunks();
     int splits = 1;
     while (splits < most) {
-        const bool are_idle = splits * blocks <= gpu_multiprocessors;
-        const bool enough_work = 2 * splits <= g.chunks() && steps >= least_steps * splits;
-        if (!are_idle || !enough_work) break;
+        const bool has_idle = splits * blocks <= gpu_multiprocessors;
+        const bool has_work = 2 * splits <= g.chunks() && steps >= least_steps * splits;
+        if (!has_idle || !has_work) break;
         splits *= 2;
     }
     return splits;
@@ -7351,6 +7357,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
     static constexpr int SWEEP = THREADS / ROW;  // rows of shared memory that a block loads at a time
     static constexpr int PATCH_ROWS = HAS_HALO ? PIXELS / 64 * 100 : PIXELS;  // see GemmBlock::A_ROWS
+    static constexpr int D_SWEEPS = PIXELS / SWEEP;
     static constexpr int X_SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
     struct Shared {
@@ -7509,10 +7516,10 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 if (!HAS_HALO) return tile * PIXELS + row + i;
                 return pixels[shared.row_of_pixel[row + i] + tiling.tap(4)];
             };
-            load_pixels<PIXELS / SWEEP, SWEEP, ROW_BYTES>(shared_address(stage.dout) + at, PIXELS / SWEEP, dout_from + o, O,
-                                                          o < O ? M : 0, pixel_of_dout);
-            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels,
-                                                    c < channels ? M : 0, pixel_of_x);
+            const uint32_t dout_to = shared_address(stage.dout) + at;
+            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(dout_to, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
+            const uint32_t x_to = shared_address(stage.x) + at;
+            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(x_to, X_SWEEPS, x_from + c, channels, c < channels ? M : 0, pixel_of_x);
         };
 
         Product product;
@@ -7541,7 +7548,9 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, tiling, sums_bias);
+            const uint32_t d_tile = shared_address(stage.dout);
+            const uint32_t x_tile = shared_address(stage.x);
+            product.multiply(d_tile, x_tile, shared.row_of_pixel, tiling, sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
@@ -8018,7 +8027,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                     load_patch(at, chunk, channel, patch.slot, patch.parity);
                     patch.next();
                 }
-                const bool wanted = loads & LOAD_WEIGHTS && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
+                const bool has_chunk = loads & LOAD_WEIGHTS && chunk < last;
+                const bool wanted = has_chunk && (!weights_resident || tile == (int)blockIdx.z);
                 for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) load_weights(channel, tap, stage);
             }
         }
@@ -8508,9 +8518,10 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         auto release = [&] {  // of the stage before
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
-        auto multiply = [&](auto with_bias) {  // whether it also makes partial sums of the bias gradient
+        // Adds the products of all steps to c, and with the bias makes its partial sums. Steps are then done in runs, each of
+        // at most eight images, whose sums are the eight columns.
+        auto multiply = [&](auto with_bias) {
             constexpr bool BIAS = decltype(with_bias)::value;
-            // With the bias, steps are done in runs, each of at most eight images, whose sums are the eight columns.
             const int steps = tiling.set_tiles();  // of an image
             int end;
             for (int begin = first; begin < last; begin = end) {
@@ -8525,7 +8536,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 for (int t = begin; t < end; t++, stage.next()) {
                     auto& from = shared.stages[stage.slot];
                     const uint64_t dout_matrix = matrix_descriptor(shared_address(from.dout), 1024);
-                    const uint32_t line = shared_address(from.x) + warpgroup * PITCH * 128;  // of taps; the next tap: a row on
+                    const uint32_t line = shared_address(from.x) + warpgroup * PITCH * 128;  // the next tap: a row on
                     const uint64_t x_matrix = matrix_descriptor(line, PITCH * 128, 128);
                     shared.ring.full[stage.slot].wait(stage.parity);
                     wgmma_begin();
@@ -8545,17 +8556,19 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
                 wgmma_wait<0>();
                 release();
 
-                for (int e = 0; e < 4 && BIAS; e++) {
-                    const int o = o0 + row + Fragment::row(e);
-                    const int image = image0 + column + Fragment::column(e);
-                    if (o < O && image >= first_image && image <= (end - 1) / steps)
-                        bias_partial(split, image, 0, o) = sums[e];
-                }
+                if (BIAS)
+                    for (int e = 0; e < 4; e++) {
+                        const int o = o0 + row + Fragment::row(e);
+                        const int image = image0 + column + Fragment::column(e);
+                        if (o < O && image >= first_image && image <= (end - 1) / steps)
+                            bias_partial(split, image, 0, o) = sums[e];
+                    }
             }
         };
 
         // All warpgroups read dout; the first also sums it.
-        if (bias_partials && c0 == 0 && tap_line == 0 && warpgroup == 0) multiply(std::true_type());
+        const bool sums_bias = bias_partials && c0 == 0 && tap_line == 0 && warpgroup == 0;
+        if (sums_bias) multiply(std::true_type());
         else multiply(std::false_type());
 
         float* to = partial ? partial + split * count() : dw;
