@@ -7187,7 +7187,7 @@ static bool conv3x3_norms(const Norm& norm, int O) {
 }
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
     if (conv3x3_norms(norm, O)) {
-        groupnorm_forward(Tensor(), norm);  // makes the scales and shifts alone
+        groupnorm_forward(Tensor(), norm);  // writes statistics, scales and shifts alone
         return Concat(norm.x.first, norm.x.second, norm.half_scale_shift);
     }
     groupnorm_forward(normed, norm);
