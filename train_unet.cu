@@ -6889,12 +6889,8 @@ struct GemmBlock : Gemm {
                 values[i] = load<VEC>(staging + p * PITCH + column);
             }
 
-            // Where a tile is split, its sums are partial sums as they are.
             if (splits > 1) {
-                UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                    float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
-                    if (m[i] >= 0) store(to, values[i]);
-                }
+                write_partial(m, values, n);
                 continue;
             }
 
@@ -6953,6 +6949,15 @@ struct GemmBlock : Gemm {
                 return make_float2(total.x, total.y * norm.statistics[image * N() + n0 + c].rstd);
             });
             sum = product = {};
+        }
+    }
+
+    // Where a tile is split, its sums are partial sums as they are.
+    template <int PASSES>
+    __device__ __forceinline__ void write_partial(const int (&m)[PASSES], const Unpacked (&values)[PASSES], int n) const {
+        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+            float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
+            if (m[i] >= 0) store(to, values[i]);
         }
     }
 
