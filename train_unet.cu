@@ -7704,8 +7704,8 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
-// Copies a thread's vectors to shared memory: one for each of N rows, SWEEP apart, but at most the first n. The vector for the
-// row that is i further down comes from pixel_of(i), and is zero if there is no such pixel: -1, or not below `pixels`.
+// Copies a thread's vectors to shared memory: one to each of n rows that lie SWEEP apart, where n is at most N. The vector for
+// the row that is i further down comes from pixel_of(i). It is zero where there is no such pixel: -1, or not below `pixels`.
 template <int N, int SWEEP, int ROW_BYTES = 128>
 __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
                                             unsigned pixels, auto pixel_of) {
@@ -7735,42 +7735,53 @@ static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 
 //     ...                              tap(t) is added to reach tap t: 0 1 2, 10 11 12, 20 21 22; so the
 //     90  91 92 93 94 95 96 97 98  99   pixel itself, tap 4, is 11 rows further.
 struct Tiling {
-    int B, H, W;                // of the tensor
-    int images, height, width;  // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
+    int B, H, W;                  // of the tensor
+    int images, height, width;    // of a tile; portable kernels for 3x3 have a height of 8, and a width of 8 or 16
     int tiles_y, tiles_x, tiles;  // down and across an image, and in all
+
     // The images of a tile are a set. A set has this many tiles.
     __host__ __device__ int set_tiles() const { return tiles_y * tiles_x; }
     __host__ __device__ int rows() const { return images * 10 * (width + 2); }
+
     __device__ int row(int p) const {
-        int y = width == 16 ? p / 16 : p / 8, x = p % 8 + (p & 8 & (width - 1));  // p / width and p % width
-        return (y + 2 * (y / 8)) * (width + 2) + x;
+        int y = width == 16 ? p / 16 : p / 8;
+        int x = p % 8 + (p & 8 & (width - 1));  // p % width
+        int halo_lines = y / 8 * 2;             // between this image of the tile and the first
+        return (y + halo_lines) * (width + 2) + x;
     }
     __device__ int tap(int t) const { return t / 3 * (width + 2) + t % 3; }
+
     // A row's column, line and image in the tile with its halo.
     __device__ uchar4 offset(int row) const {
-        int y = width == 16 ? row / 18 : row / 10, image = y / 10;
-        return make_uchar4(row - y * (width + 2), y - image * 10, image, 0);
+        int line = width == 16 ? row / 18 : row / 10;
+        int image = line / 10;
+        return make_uchar4(row - line * (width + 2), line - image * 10, image, 0);
     }
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
-        const int line = (unsigned)tile / tiles_x, b = (unsigned)line / tiles_y;
-        return {b * images, (line - b * tiles_y) * height, (tile - line * tiles_x) * width};
+        const int line = (unsigned)tile / tiles_x;
+        const int set = (unsigned)line / tiles_y;
+        return {set * images, (line - set * tiles_y) * height, (tile - line * tiles_x) * width};
     }
     // A pixel's index in (B, H, W), or -1 outside.
     __device__ int pixel(Pixel origin, uchar4 offset) const {
-        int b = origin.b + offset.z, y = origin.y + offset.y - 1, x = origin.x + offset.x - 1;
+        int b = origin.b + offset.z;
+        int y = origin.y + offset.y - 1;
+        int x = origin.x + offset.x - 1;
         bool inside = b < B && (unsigned)y < (unsigned)H && (unsigned)x < (unsigned)W;
         return inside ? (b * H + y) * W + x : -1;
     }
 };
+
 struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
-// The tiles of x.
 static Tiling make_tiling(const Tensor& x, Box tile) {
-    const int tiles_y = ceil_div(x.H, tile.height), tiles_x = ceil_div(x.W, tile.width);
-    const int sets = ceil_div(x.B, tile.images);
-    return {x.B, x.H, x.W, tile.images, tile.height, tile.width, tiles_y, tiles_x, tiles_y * tiles_x * sets};
+    Tiling tiling = {.B = x.B, .H = x.H, .W = x.W, .images = tile.images, .height = tile.height, .width = tile.width};
+    tiling.tiles_y = ceil_div(x.H, tile.height);
+    tiling.tiles_x = ceil_div(x.W, tile.width);
+    tiling.tiles = tiling.set_tiles() * ceil_div(x.B, tile.images);
+    return tiling;
 }
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Tiling make_tiling(const Tensor& x, int taps, int pixels) {
@@ -7802,19 +7813,24 @@ struct Gemm {
     __host__ __device__ int chunks() const { return chunks1() + ceil_div(x.second.C, BK); }
     // A chunk's first channel, among those of both tensors. The first chunk of x.second begins where x.first ends.
     __device__ int first_channel(int chunk) const {
-        return chunk * BK + (chunk < chunks1() ? 0 : x.first.C - chunks1() * BK);
+        const int shift = chunk < chunks1() ? 0 : x.first.C - chunks1() * BK;
+        return chunk * BK + shift;
     }
 };
 
 // out = partial (splits, M, N).sum(0), in order, + bias + emb + residual. A thread makes VEC outputs.
 __global__ void gemm_reduce_kernel(const Gemm g) {
     await_inputs();
-    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC, count = (size_t)g.M() * g.N();
+    size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
+    size_t count = (size_t)g.M() * g.N();
     if (i >= count) return;
-    int m = (int)(i / g.N()), n = (int)(i % g.N());
+    int m = (int)(i / g.N());
+    int n = (int)(i % g.N());
+
     Unpacked value = {};
 #pragma unroll 4
     for (int s = 0; s < g.splits; s++) value += load<VEC>(g.partial + s * count + i);
+
     size_t at = (size_t)m * g.out.of(n).C + g.out.within(n);
     if (g.bias) value += unpack(g.bias + n);
     if (g.emb.data) value += unpack(g.emb.row(m / g.x.first.T()) + n);
@@ -7822,9 +7838,10 @@ __global__ void gemm_reduce_kernel(const Gemm g) {
     *(uint4*)(g.out.of(n).data + at) = pack(value);
 }
 
-// A Block is the kernel's argument, holds its constants, and has run(), the work of a block of threads.
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(const __grid_constant__ Block block) {
+// A ThreadBlock is a kernel's argument. It has the kernel's constants, and run(), the work of one block of threads.
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    gemm_kernel(const __grid_constant__ ThreadBlock block) {
     await_inputs();
     block.run(blockIdx.x);
 }
@@ -7834,24 +7851,28 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) gemm_kernel(con
 // channels. Block (tile, split) owns BM pixels by BN channels of `out`, or of its split's partial sums. The
 // reduction runs over chunks of BK channels and within them over the taps. Per block: each chunk's BM rows
 // (3x3: with halo) and BN x BK weights a tap come in once; the output is written once, in 16-byte vectors.
-// TRANSPOSED: w's rows are reduced (an input gradient).
+// A warp owns WM pixels by WN channels. TRANSPOSED: w's rows are reduced (an input gradient).
 template <int BM, int BN, int WM, int WN, int TAPS, bool TRANSPOSED, int STAGES, int BLOCKS_>
 struct GemmBlock : Gemm {
     static constexpr int BLOCKS = BLOCKS_;  // on a multiprocessor
     static constexpr int THREADS = BM / WM * (BN / WN) * 32;
     static constexpr int SWEEP = THREADS / 8;  // rows of A that a block loads at a time, a vector a thread
+
     // With its halo a patch of 64 pixels has (8 + 2)^2 = 100 rows, and one of 128 (8 + 2) * (16 + 2) = 180.
     static constexpr int A_ROWS = TAPS == 1 ? BM : BM / 64 * 100;
     static constexpr int A_SWEEPS = (A_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int B_BYTES = BN * 128;
     static constexpr int TABLE_BYTES = TAPS == 1 ? 0 : (A_ROWS * 4 + 127) / 128 * 128;
     static constexpr int STAGING_PITCH = BN + 8;  // floats: rows of a fragment lie 8 banks apart
+
     // The next patch's loads are spread over the first A_PARTS taps, so that the last are at least STAGES - 1 steps early.
     static constexpr int A_PARTS = TAPS == 1 ? 1 : 9 - STAGES;
     static constexpr int A_LOADS = (A_SWEEPS + A_PARTS - 1) / A_PARTS;
+
     static_assert(TAPS == 1 || A_PARTS + STAGES - 2 <= TAPS, "a patch has arrived when it is first read");
     static_assert(BM % SWEEP == 0 && SWEEP % 8 == 0, "a 1x1 product's A is whole; sweeps keep the swizzle");
     static_assert(!TRANSPOSED || BN >= 64, "swizzling needs eight vectors in a row of w");
+
     // A patch has `rows` rows of A. Patches take turns in two buffers, but a single chunk needs only one.
     __host__ __device__ static constexpr int shared_bytes(int chunks, int rows) {
         const int patches = chunks < 2 ? chunks : 2;
@@ -7867,6 +7888,7 @@ struct GemmBlock : Gemm {
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int m0 = warp / (BN / WN) * WM, n0 = warp % (BN / WN) * WN;
+
         // column(j) is the first of this lane's two columns of fragment j. multiply() adds to c the product of A's
         // rows, from `shift` rows further down, and of B, over BK channels.
 #ifndef PRECISION_FP32
@@ -7879,15 +7901,17 @@ struct GemmBlock : Gemm {
             // Tiles are aligned to 128 bytes, so that the address of a row's next vectors, also where swizzled, is an XOR away.
             uint32_t a_line[MI];
             UNROLLED_FOR (int i = 0; i < MI; i++) a_line[i] = a_tile + swizzled(row[i] + shift, lane / 16);
-            uint32_t b_line = b_tile + (TRANSPOSED ? swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2)
-                                                         : swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+            uint32_t b_line = b_tile;
+            if (TRANSPOSED) b_line += swizzled(lane % 16, n0 / 8 + lane / 16, BN * 2);
+            else b_line += swizzled(n0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+
             UNROLLED_FOR (int k = 0; k < BK / 16; k++) {
                 uint32_t a[MI][4], b[NI / 2][4];
                 UNROLLED_FOR (int i = 0; i < MI; i++) load_matrices(a[i], a_line[i] ^ k << 5);
-                UNROLLED_FOR (int j = 0; j < NI / 2; j++)
-                    if (TRANSPOSED)
-                        load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
+                UNROLLED_FOR (int j = 0; j < NI / 2; j++) {
+                    if (TRANSPOSED) load_matrices_transposed(b[j], (b_line ^ j << 5) + k * 16 * (BN * 2));
                     else load_matrices(b[j], (b_line ^ k << 5) + j * 16 * 128);
+                }
                 UNROLLED_FOR (int i = 0; i < MI; i++)
                     UNROLLED_FOR (int j = 0; j < NI; j++)
                         mma(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
@@ -7900,8 +7924,11 @@ struct GemmBlock : Gemm {
         }
         // TRANSPOSED swaps columns among two fragments, so that a lane's four lie together.
         __device__ int column(int j) const {
-            return n0 + (TRANSPOSED ? j / 2 * 16 + lane % 4 * 4 + j % 2 * 2 : j * 8 + lane % 4 * 2);
+            if (TRANSPOSED) return n0 + (j / 2 * 16 + lane % 4 * 4 + j % 2 * 2);
+            return n0 + (j * 8 + lane % 4 * 2);
         }
+        // The sum of the lane's row i and column j. A fragment has two rows and two columns of a lane.
+        __device__ float& sum(int i, int j) { return c[i / 2][j / 2][i % 2 * 2 + j % 2]; }
         __device__ void multiply(uint32_t a_tile, uint32_t b_tile, int shift) {
 #pragma unroll 2
             for (int k = 0; k < BK; k += 4) {
@@ -7913,15 +7940,13 @@ struct GemmBlock : Gemm {
                         UNROLLED_FOR (int j = 0; j < NI; j += 2) {
                             auto b = load_shared<4>(b_tile + swizzled(k + q, column(j) / 4, BN * 4));
                             UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                                UNROLLED_FOR (int e = 0; e < 4; e++)
-                                    c[i / 2][j + e / 2][i % 2 * 2 + e % 2] += a[i][q] * b[e];
+                                UNROLLED_FOR (int e = 0; e < 4; e++) sum(i, 2 * j + e) += a[i][q] * b[e];
                         }
                 else
                     UNROLLED_FOR (int j = 0; j < 2 * NI; j++) {
                         auto b = load_shared<4>(b_tile + swizzled(column(j / 2) + j % 2, k / 4));
                         UNROLLED_FOR (int i = 0; i < 2 * MI; i++)
-                            UNROLLED_FOR (int q = 0; q < 4; q++)
-                                c[i / 2][j / 2][i % 2 * 2 + j % 2] += a[i][q] * b[q];
+                            UNROLLED_FOR (int q = 0; q < 4; q++) sum(i, j) += a[i][q] * b[q];
                     }
             }
         }
@@ -7936,16 +7961,19 @@ struct GemmBlock : Gemm {
         }
     };
 
-    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. Where a
-    // tile is split, they become partial sums as they are. It takes 64 pixels at a time; where a norm's sums are wanted, or
-    // an embedding is added, these are of one image. A thread has a vector of channels of every STRIDE-th pixel.
+    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. It takes 64
+    // pixels at a time; where a norm's sums are wanted, or an embedding is added, these are of one image. A thread has a vector
+    // of channels of every STRIDE-th pixel.
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
-        const int column = threadIdx.x % ROW * VEC, n = n0 + column, row = threadIdx.x / ROW;
+        const int column = threadIdx.x % ROW * VEC;
+        const int n = n0 + column;
+        const int row = threadIdx.x / ROW;
         const bool has_norm = TRANSPOSED && norm;
         const int T = x.first.T();
         const int norm_pixels = T == 64 ? 64 : BM;  // in a norm's tile; with sums these tiles are whole
-        Unpacked sum = {}, product = {};
+        Unpacked sum = {}, product = {};            // over the pixels of the norm's tile so far: what the norm wants
+
         UNROLLED_FOR (int p0 = 0; p0 < BM; p0 += 64) {
             // All loads come before the first store, so that none waits for another.
             int m[PASSES];           // the pixels; -1: outside of the image
@@ -7961,22 +7989,22 @@ struct GemmBlock : Gemm {
                 operands[i] = from && m[i] >= 0 ? *(const uint4*)rows_from(from, m[i], of.C) : uint4{};
                 values[i] = load<VEC>(staging + p * PITCH + column);
             }
+
             if (splits > 1) {
-                UNROLLED_FOR (int i = 0; i < PASSES; i++) {
-                    float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
-                    if (m[i] >= 0) store(to, values[i]);
-                }
+                write_partial(m, values, n);
                 continue;
             }
 
             Unpacked added = {};  // bias and embedding
             NormGradient gradient;
             const int image = m[0] / T;
-            if (m[0] >= 0 && has_norm) gradient.load(norm, (size_t)image * N() + n);
-            else if (m[0] >= 0) {
+            if (m[0] >= 0 && has_norm) {
+                gradient.load(norm, (size_t)image * N() + n);
+            } else if (m[0] >= 0) {
                 if (bias) added += unpack(bias + n);
                 if (emb.data) added += unpack(emb.row(image) + n);
             }
+
             const Tensor& target = out.of(n);
             floatX* to = target.data + out.within(n);
             UNROLLED_FOR (int i = 0; i < PASSES; i++) {
@@ -7993,20 +8021,23 @@ struct GemmBlock : Gemm {
 
             // Moments are sums about a pivot, the first pixel of the norm's tile. It is kept in `staging`, in the place of that
             // pixel's sums.
-            const int first = p0 / norm_pixels * norm_pixels, norm_tile = (tile * BM + first) / norm_pixels;
+            const int first = p0 / norm_pixels * norm_pixels;  // of the norm's tile
+            const int norm_tile = (tile * BM + first) / norm_pixels;
             float* pivot = staging + first * PITCH;
             if (!has_norm && p0 == first && row == 0) store(pivot + column, values[0]);
             __syncthreads();
-            UNROLLED_FOR (int i = 0; i < PASSES; i++)
-                for (int e = 0; e < VEC && !has_norm; e++) {
-                    const float distance = values[i][e] - pivot[column + e];
-                    sum[e] += distance;
-                    product[e] += distance * distance;
-                }
+            if (!has_norm)
+                UNROLLED_FOR (int i = 0; i < PASSES; i++)
+                    for (int e = 0; e < VEC; e++) {
+                        const float distance = values[i][e] - pivot[column + e];
+                        sum[e] += distance;
+                        product[e] += distance * distance;
+                    }
 
             // The sums are written when the last pixels of the norm's tile are finished.
             if ((p0 + 64) % norm_pixels) continue;
             if (norm_tile * norm_pixels >= M()) continue;
+
             // They are added up behind the pivot, where all threads have read `staging`.
             auto& shared_sums = *(float2(*)[THREADS / 32][BN])(pivot + PITCH);
             float2* tile_sums = sums + (size_t)norm_tile * N() + n0;
@@ -8022,15 +8053,45 @@ struct GemmBlock : Gemm {
         }
     }
 
+    // Where a tile is split, its sums are partial sums as they are.
+    template <int PASSES>
+    __device__ __forceinline__ void write_partial(const int (&m)[PASSES], const Unpacked (&values)[PASSES], int n) const {
+        UNROLLED_FOR (int i = 0; i < PASSES; i++) {
+            float* to = partial + ((size_t)blockIdx.y * M() + m[i]) * N() + n;
+            if (m[i] >= 0) store(to, values[i]);
+        }
+    }
+
+    // A step of the reduction is one tap of a chunk.
+    struct Step {
+        int stage = 0, tap = 0, chunk = 0;
+        __device__ void next() {
+            stage++;
+            if (stage == STAGES) stage = 0;
+            tap++;
+            if (tap == TAPS) {
+                tap = 0;
+                chunk++;
+            }
+        }
+    };
+
+    // Computes one tile of the output. Tiles that differ in their channels alone have consecutive numbers.
     __device__ __forceinline__ void run(int number) const {
+        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
         unsigned char* shared = &shared_memory<unsigned char>();
         int* pixel_of_row = (int*)shared;  // 3x3: the pixel that lies in each row of A, -1: outside the image
-        uint32_t b_ring = shared_address(shared) + TABLE_BYTES, a_ring = b_ring + STAGES * B_BYTES;
-        static_assert(shared_bytes(2, A_ROWS) <= 99 << 10, "what a block has on an RTX 30 or 40");
-        const int a_rows = TAPS > 1 ? tiling.rows() : BM, a_bytes = a_rows * 128;
-        const unsigned tid = threadIdx.x, n_tiles = ceil_div(N(), BN);
-        const int n0 = number % n_tiles * BN, tile = number / n_tiles;
-        const int first = blockIdx.y * chunks_a_split, count = min(first + chunks_a_split, chunks()) - first;
+        const uint32_t b_ring = shared_address(shared) + TABLE_BYTES;
+        const uint32_t a_ring = b_ring + STAGES * B_BYTES;
+        const int a_rows = TAPS > 1 ? tiling.rows() : BM;
+        const int a_bytes = a_rows * 128;
+
+        const unsigned tid = threadIdx.x;
+        const unsigned n_tiles = ceil_div(N(), BN);
+        const int n0 = number % n_tiles * BN;
+        const int tile = number / n_tiles;
+        const int first = blockIdx.y * chunks_a_split;
+        const int count = min(first + chunks_a_split, chunks()) - first;
 
         if (TAPS > 1) {
             Pixel origin = tiling.origin(tile);
@@ -8039,28 +8100,36 @@ struct GemmBlock : Gemm {
             __syncthreads();
         }
 
-        // Of a chunk, counted from `first`: whether it is in x's second tensor, how many channels its tensor has, and which of
-        // these is the chunk's first.
-        auto second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
-        auto channels = [&](int chunk) -> unsigned { return second(chunk) ? x.second.C : x.first.C; };
-        auto channel = [&](int chunk) { return (first + chunk - (second(chunk) ? chunks1() : 0)) * BK; };
+        // Of a chunk, counted from `first`: whether it lies in x's second tensor, how many channels its tensor has, and which
+        // of these is the chunk's first.
+        auto is_second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
+        auto channels = [&](int chunk) -> unsigned { return is_second(chunk) ? x.second.C : x.first.C; };
+        auto channel = [&](int chunk) {
+            const int chunks_before = is_second(chunk) ? chunks1() : 0;
+            return (first + chunk - chunks_before) * BK;
+        };
+
+        // Loads A_LOADS sweeps of a chunk's pixels.
         const int sweeps = (a_rows - (int)tid / 8 + SWEEP - 1) / SWEEP;  // those with a row for this thread
-        auto load_a = [&](int buffer, int chunk, int begin) {
-            const Tensor& from = second(chunk) ? x.second : x.first;
-            const int row = tid / 8 + begin * SWEEP, v = tid % 8, c = channel(chunk) + v * VEC;
+        auto load_a = [&](int buffer, int chunk, int first_sweep) {
+            const Tensor& from = is_second(chunk) ? x.second : x.first;
+            const int row = tid / 8 + first_sweep * SWEEP;
+            const int v = tid % 8;
+            const int c = channel(chunk) + v * VEC;
             const uint32_t to = a_ring + buffer * a_bytes + swizzled(row, v);
-            const int left = TAPS > 1 ? sweeps - begin : A_LOADS;
-            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, [&](int i) {
-                return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i;
-            });
+            const int left = TAPS > 1 ? sweeps - first_sweep : A_LOADS;
+            auto pixel_of = [&](int i) { return TAPS > 1 ? pixel_of_row[row + i] : tile * BM + row + i; };
+            load_pixels<A_LOADS, SWEEP>(to, left, from.data + c, from.C, c < from.C ? M() : 0, pixel_of);
         };
 
         // Loads a tap's weights for the block's BN of N. In shared memory a row is an output n and its vectors are
         // channels c; TRANSPOSED, a row is a channel and its vectors are outputs.
         auto load_b = [&](int stage, int chunk, int tap) {
-            constexpr int ROW = TRANSPOSED ? BN / VEC : 8, ROWS = THREADS / ROW;  // vectors a row, rows a pass
+            constexpr int ROW = TRANSPOSED ? BN / VEC : 8;  // vectors
+            constexpr int ROWS = THREADS / ROW;             // that a pass loads
             static_assert(ROWS % 8 == 0 && BN * 8 % THREADS == 0, "passes keep the swizzle, and all are whole");
-            const unsigned row = tid / ROW, v = tid % ROW, O = N(), K = x.C();
+            const unsigned row = tid / ROW, v = tid % ROW;
+            const unsigned O = N(), K = x.C();
             auto load_rows = [&](const floatX* from, unsigned pitch, int left) {
                 const uint32_t to = b_ring + stage * B_BYTES + swizzled(row, v, ROW * 16);
                 UNROLLED_FOR (int i = 0; i < BN * 8 / THREADS; i++)
@@ -8069,32 +8138,22 @@ struct GemmBlock : Gemm {
             };
 
             if constexpr (TRANSPOSED) {  // x is dout, one tensor
-                const unsigned n = n0 + v * VEC, c = channel(chunk) + row;
+                const unsigned n = n0 + v * VEC;
+                const unsigned c = channel(chunk) + row;
                 const floatX* from = rows_from(w + n, c * TAPS + TAPS - 1 - tap, O);
                 load_rows(from, O, n < O && c < K ? K - c : 0);
             } else {
-                const unsigned n = n0 + row, c = channel(chunk) + v * VEC;
-                const unsigned C = channels(chunk), column = c + (second(chunk) ? K - C : 0);
+                const unsigned n = n0 + row;
+                const unsigned c = channel(chunk) + v * VEC;
+                const unsigned C = channels(chunk);
+                const unsigned column = c + (is_second(chunk) ? K - C : 0);
                 const floatX* from = rows_from(w + column, n * TAPS + tap, K);
                 load_rows(from, K, n < O && c < C ? O - n : 0);
             }
         };
 
-        Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
-
-        // A step is one tap of a chunk. Its weights are loaded STAGES - 1 steps early; for 1x1 so are its pixels.
-        struct Step {
-            int stage = 0, tap = 0, chunk = 0;
-            __device__ void next() {
-                stage++;
-                if (stage == STAGES) stage = 0;
-                tap++;
-                if (tap == TAPS) {
-                    tap = 0;
-                    chunk++;
-                }
-            }
-        } step, early;
+        // Weights are loaded STAGES - 1 steps early; for 1x1 so are pixels.
+        Step step, early;
         auto load_early = [&] {
             if (early.chunk < count) {
                 if (TAPS == 1) load_a(early.stage, early.chunk, 0);
@@ -8104,7 +8163,10 @@ struct GemmBlock : Gemm {
             early.next();
         };
 
-        for (int begin = 0; TAPS > 1 && begin < A_SWEEPS; begin += A_LOADS) load_a(0, 0, begin);
+        Product product([&](int p) { return TAPS > 1 ? tiling.row(p) : p; });
+
+        if (TAPS > 1)
+            for (int sweep = 0; sweep < A_SWEEPS; sweep += A_LOADS) load_a(0, 0, sweep);
         UNROLLED_FOR (int s = 0; s < STAGES - 1; s++) load_early();
         for (; step.chunk < count; step.next()) {
             __pipeline_wait_prior(STAGES - 2);
@@ -8112,8 +8174,10 @@ struct GemmBlock : Gemm {
             if (TAPS > 1 && step.chunk + 1 < count && step.tap < A_PARTS)
                 load_a((step.chunk + 1) % 2, step.chunk + 1, step.tap * A_LOADS);
             load_early();
-            product.multiply(a_ring + (TAPS > 1 ? step.chunk % 2 : step.stage) * a_bytes,
-                             b_ring + step.stage * B_BYTES, TAPS > 1 ? tiling.tap(step.tap) : 0);
+            const int a_buffer = TAPS > 1 ? step.chunk % 2 : step.stage;
+            const uint32_t a_tile = a_ring + a_buffer * a_bytes;
+            const uint32_t b_tile = b_ring + step.stage * B_BYTES;
+            product.multiply(a_tile, b_tile, TAPS > 1 ? tiling.tap(step.tap) : 0);
         }
 
         __pipeline_wait_prior(0);
@@ -8182,17 +8246,24 @@ static bool leaves_sums(const Gemm& g, int taps, GemmChoice choice) {
     if (T == 64) return taps == 1 || H == 8;
     if (T % NORM_TILE || choice.kernel == PORTABLE_64x64) return false;
     if (taps == 1) return true;
-    return portable ? H % 8 == 0 && W % 16 == 0 : H % 16 == 0 && W % 8 == 0;
+    if (portable) return H % 8 == 0 && W % 16 == 0;
+    return H % 16 == 0 && W % 8 == 0;
 }
+
 // Where `blocks` leave multiprocessors without work, up to `most` times as many blocks share the tiles' chunks, if each
 // keeps enough steps to pay for adding up the parts. The bounds were measured on an H100.
 static int choose_splits(const Gemm& g, int taps, int blocks, int most, int least_steps) {
+    const int steps = taps * g.chunks();
     int splits = 1;
-    while (splits < most && splits * blocks <= gpu_multiprocessors && 2 * splits <= g.chunks() &&
-           taps * g.chunks() >= least_steps * splits)
+    while (splits < most) {
+        const bool has_idle = splits * blocks <= gpu_multiprocessors;
+        const bool has_work = 2 * splits <= g.chunks() && steps >= least_steps * splits;
+        if (!has_idle || !has_work) break;
         splits *= 2;
+    }
     return splits;
 }
+
 // Chooses the largest tile of which there are enough to keep the multiprocessors busy to the end. Where even the smallest
 // are too few, blocks split a tile's chunks.
 static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
@@ -8203,27 +8274,40 @@ static GemmChoice choose_portable(const Gemm& g, int taps, bool transposed) {
     const bool is_even = ceil_div(g.N(), 64) % 2 == 0;  // otherwise half of a tile of 128 channels is empty
     if (is_even && tiles(128, 128) >= gpu_multiprocessors) return {PORTABLE_128x128};
     if (2 * tiles(128, 64) >= 3 * gpu_multiprocessors) return {PORTABLE_128x64};
-    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, sizeof(floatX) == 2 ? 18 : 1)};
+
+    const int least_steps = sizeof(floatX) == 2 ? 18 : 1;
+    return {PORTABLE_64x64, choose_splits(g, taps, tiles(64, 64), 8, least_steps)};
 }
 
 // Whether there are enough tiles of 256 pixels to occupy all multiprocessors.
 static bool enough_256(const Tensor& x, int N) {
-    return 2 * make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64) >= 3 * gpu_multiprocessors;
+    const int tiles = make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64);
+    return 2 * tiles >= 3 * gpu_multiprocessors;
 }
-// The convolution itself norms what it reads, if that is whole tiles and whole chunks.
-static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
+// Whether a 3x3 convolution with O outputs norms what it reads: HOPPER_256_NORMED does, whole tiles and whole chunks.
+static bool conv3x3_norms(const Norm& norm, int O) {
     const Tensor &x = norm.x.first, &second = norm.x.second;
-    const bool is_fused = HAS_HOPPER && norm.silu && x.H % 16 == 0 && x.W % 16 == 0 && x.C % 64 == 0 &&
-                            second.C % 64 == 0 && O > 16 && enough_256(x, O);
-    groupnorm_forward(is_fused ? Tensor() : normed, norm);
-    return is_fused ? Concat(x, second, norm.half_scale_shift) : normed;
+    const bool whole_tiles = x.H % 16 == 0 && x.W % 16 == 0;
+    const bool whole_chunks = x.C % 64 == 0 && second.C % 64 == 0;
+    return HAS_HOPPER && norm.silu && whole_tiles && whole_chunks && O > 16 && enough_256(x, O);
 }
+static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
+    if (conv3x3_norms(norm, O)) {
+        groupnorm_forward(Tensor(), norm);  // writes statistics, scales and shifts alone
+        return Concat(norm.x.first, norm.x.second, norm.half_scale_shift);
+    }
+    groupnorm_forward(normed, norm);
+    return normed;
+}
+
 static GemmChoice choose_hopper(const Gemm& g, int taps) {
     const Tensor& x = g.x.first;
     const bool small = taps > 1 && x.H <= 8 && x.W <= 8;
     if (g.x.half_scale_shift) return {HOPPER_256_NORMED};  // see groupnorm_for_conv3x3
-    if (taps > 1 && !small && enough_256(x, g.N()))
-        return {g.chunks() == 1 ? HOPPER_256_ONE_CHUNK : HOPPER_256};
+    if (taps > 1 && !small && enough_256(x, g.N())) {
+        const bool one_chunk = g.chunks() == 1;
+        return {one_chunk ? HOPPER_256_ONE_CHUNK : HOPPER_256};
+    }
 
     // The blocks of a cluster share a long reduction, as long as each block still has a multiprocessor to itself.
     const GemmKernel kernel = small ? HOPPER_TWO_IMAGES : HOPPER_128;
@@ -8231,7 +8315,7 @@ static GemmChoice choose_hopper(const Gemm& g, int taps) {
     return {kernel, choose_splits(g, taps, 2 * blocks, 4, 18)};
 }
 
-// Which kernel does a GEMM. This follows from the sizes, the GPU, the build, and whether the input is still to be normed.
+// Chooses the kernel that does a GEMM, by the sizes, the GPU, the build, and whether the input is still to be normed.
 static GemmChoice choose(const Gemm& g, int taps, bool transposed) {
     if (HAS_HOPPER && g.N() > 16 && hopper_writes(g.out)) return choose_hopper(g, taps);
     return choose_portable(g, taps, transposed);
@@ -8243,6 +8327,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
     assert(TAPS > 1 || !asked.emb.data);
     assert(!asked.norm || !asked.residual.first);
     assert(!asked.x.half_scale_shift || choice.kernel == HOPPER_256_NORMED);
+
     Gemm g = asked;
     g.chunks_a_split = ceil_div(g.chunks(), choice.splits);
     g.splits = ceil_div(g.chunks(), g.chunks_a_split);  // every split has a chunk
@@ -8253,6 +8338,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
 
     constexpr bool BF16 = sizeof(floatX) == 2;
     constexpr int COLUMNS = BF16 ? 64 : 32;  // a warp's columns: fp32 has 64 sums a thread at most
+    // Numbers: a block's pixels and channels, a warp's; then stages, and blocks on a multiprocessor.
     switch (choice.kernel) {
         case PORTABLE_128x128:
             GemmBlock<128, 128, 64, COLUMNS, TAPS, TRANSPOSED, 3, BF16 ? 2 : 1>::launch_tiles(g);
@@ -8270,6 +8356,7 @@ template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& asked, 
         default:
             if constexpr (HAS_HOPPER) launch_hopper<TAPS, TRANSPOSED>(g, choice.kernel);
     }
+
     if (sums_are_left) return;
     if (asked.out.first.moments) channel_moments(asked.out.first);
     if (asked.norm) groupnorm_backward_sums(asked.out.first, asked.out.first, asked.norm);
@@ -8319,10 +8406,12 @@ struct WeightGradient {
     // Where there are several images: the same, summed over every 32nd image from b on. Each image's own sum goes
     // to per_image.
     __device__ float bias_of_images(int o, int b) const {
-        const int images = tiling.images, set_tiles = tiling.set_tiles();
+        const int images = tiling.images;
+        const int set_tiles = tiling.set_tiles();
         float total = 0;
         for (; b < dout.B; b += 32) {
-            const int set = b / images, last_split = split_of((set + 1) * set_tiles - 1);
+            const int set = b / images;
+            const int last_split = split_of((set + 1) * set_tiles - 1);
             float sum = 0;
 #pragma unroll 8
             for (int s = split_of(set * set_tiles); s <= last_split; s++)
@@ -8335,12 +8424,16 @@ struct WeightGradient {
     // Computes dbias and per_image from bias_partials. A block's 256 threads own channels [8 block, 8 block + 8): each has 32.
     __device__ void reduce_bias(int block) const {
         __shared__ float sums[32][8];
-        const int column = threadIdx.x % 8, y = threadIdx.x / 8, o = block * 8 + column;
+        const int column = threadIdx.x % 8;
+        const int y = threadIdx.x / 8;
+        const int o = block * 8 + column;
         const bool one_image = dout.B == 1;
+
         float total = 0;
         if (o < dout.C) total = one_image ? bias_of_splits(o, y) : bias_of_images(o, y);
         sums[y][column] = total;
         __syncthreads();
+
         if (y != 0 || o >= dout.C) return;
         for (int i = 1; i < 32; i++) total += sums[i][column];
         if (per_image.data && one_image) per_image.data[o] = (floatX)total;
@@ -8348,8 +8441,9 @@ struct WeightGradient {
     }
 };
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient_kernel(const Block block) {
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    weight_gradient_kernel(const ThreadBlock block) {
     await_inputs();
     block.run();
 }
@@ -8359,18 +8453,23 @@ __global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS) weight_gradient
 // block its pixels' 64 channels of dout and of x (3x3: with halo) come in once, for all taps. Of the blocks that read the same
 // channels of dout, the first also sums these for the bias. A step of the reduction is PIXELS pixels.
 template <int TAPS> struct WeightBlock : WeightGradient {
-    static constexpr int PIXELS = (TAPS > 1 ? 16 : 8) * VEC;
-    static constexpr int STAGES = TAPS > 1 ? 2 : 4, BLOCKS = TAPS > 1 ? 1 : 3;
-    static constexpr int WARPS_O = TAPS > 1 ? 1 : 2, WARPS_N = TAPS > 1 ? 8 : 2;
-    static constexpr int WARPS = WARPS_O * WARPS_N, THREADS = WARPS * 32;
+    static constexpr bool HAS_HALO = TAPS > 1;
+    static constexpr int PIXELS = (HAS_HALO ? 16 : 8) * VEC;
+    static constexpr int STAGES = HAS_HALO ? 2 : 4;
+    static constexpr int BLOCKS = HAS_HALO ? 1 : 3;   // on a multiprocessor
+    static constexpr int WARPS_O = HAS_HALO ? 1 : 2;  // warps that share the output channels
+    static constexpr int WARPS_N = HAS_HALO ? 8 : 2;  // warps that share the input channels
+    static constexpr int THREADS = WARPS_O * WARPS_N * 32;
     static constexpr int ROW = 64 / VEC, ROW_BYTES = ROW * 16;  // of shared memory, in vectors, bytes
     static constexpr int SWEEP = THREADS / ROW;  // rows of shared memory that a block loads at a time
-    static constexpr int X_SWEEPS = ((TAPS == 1 ? PIXELS : PIXELS / 64 * 100) + SWEEP - 1) / SWEEP;
+    static constexpr int PATCH_ROWS = HAS_HALO ? PIXELS / 64 * 100 : PIXELS;  // see GemmBlock::A_ROWS
+    static constexpr int D_SWEEPS = PIXELS / SWEEP;
+    static constexpr int X_SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
     static constexpr int X_ROWS = X_SWEEPS * SWEEP;
     struct Shared {
         // For 3x3: the pixel that lies in each row of this tile and of the next, or -1 outside of the image.
-        alignas(128) int pixel_of_row[2][TAPS > 1 ? X_ROWS : 1];
-        int row_of_pixel[TAPS > 1 ? PIXELS : 1];
+        alignas(128) int pixel_of_row[2][HAS_HALO ? X_ROWS : 1];
+        int row_of_pixel[HAS_HALO ? PIXELS : 1];
         struct alignas(128) Stage {
             unsigned char dout[PIXELS * ROW_BYTES], x[X_ROWS * ROW_BYTES];
         } stages[STAGES];
@@ -8382,14 +8481,16 @@ template <int TAPS> struct WeightBlock : WeightGradient {
     struct Product {
         static constexpr int MI = 4 / WARPS_O, NI = TAPS * 8 / WARPS_N;
         static_assert(TAPS == 1 || NI == TAPS, "3x3: a warp owns eight input channels, and all taps");
-        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8,
-                      "warps share the work evenly");
+        static_assert(MI * WARPS_O == 4 && NI * WARPS_N == TAPS * 8, "warps share the work evenly");
         float c[MI][NI][4] = {};
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int o0 = warp / WARPS_N * MI * 16, n0 = warp % WARPS_N;
         float sums[MI][4] = {};  // of dout over the pixels, a column an image of the set
-        // Eight input channels of fragment j; its tap is j.
-        __device__ int vector(int j) const { return TAPS > 1 ? n0 : n0 * NI + j; }
+
+        // Fragment j has a tap, and eight input channels: a vector of x's row.
+        __device__ static int tap(int j) { return HAS_HALO ? j : 0; }
+        __device__ int vector(int j) const { return HAS_HALO ? n0 : n0 * NI + j; }
+
         __device__ void multiply(uint32_t d_tile, uint32_t x_tile, const int* row_of_pixel, const Tiling& tiling,
                                  bool sums_bias) {
 #pragma unroll 1
@@ -8404,11 +8505,11 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                     UNROLLED_FOR (int i = 0; i < MI; i++)
                         UNROLLED_FOR (int h = 0; h < 2; h++) mma(sums[i], a[h][i], ones, ones);
                 }
-                int row = TAPS > 1 ? row_of_pixel[k + lane] : k + lane;
+
+                int row = HAS_HALO ? row_of_pixel[k + lane] : k + lane;
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
                     uint32_t b[4];
-                    int r = TAPS > 1 ? row + tiling.tap(j) : row;
-                    load_matrices_transposed(b, x_tile + swizzled(r, vector(j)));
+                    load_matrices_transposed(b, x_tile + swizzled(row + tiling.tap(tap(j)), vector(j)));
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[0][i], b[0], b[1]);
                     UNROLLED_FOR (int i = 0; i < MI; i++) mma(c[i][j], a[1][i], b[2], b[3]);
                 }
@@ -8426,17 +8527,17 @@ template <int TAPS> struct WeightBlock : WeightGradient {
         __device__ void store(auto put) {
             UNROLLED_FOR (int i = 0; i < MI; i++)
                 UNROLLED_FOR (int j = 0; j < NI; j++) {
-                    int o = o0 + i * 16 + lane / 4, channel = vector(j) * 8 + lane % 4 * 2,
-                        tap = TAPS > 1 ? j : 0;
-                    put(o, tap, channel, make_float2(c[i][j][0], c[i][j][1]));
-                    put(o + 8, tap, channel, make_float2(c[i][j][2], c[i][j][3]));
+                    int o = o0 + i * 16 + lane / 4;
+                    int channel = vector(j) * 8 + lane % 4 * 2;
+                    put(o, tap(j), channel, make_float2(c[i][j][0], c[i][j][1]));
+                    put(o + 8, tap(j), channel, make_float2(c[i][j][2], c[i][j][3]));
                 }
         }
     };
 #else
     // A thread owns 8 output channels and, 3x3, 2 input channels and all taps, or 1x1 4 input channels.
     struct Product {
-        static constexpr int NC = TAPS > 1 ? 2 : 4;
+        static constexpr int NC = HAS_HALO ? 2 : 4;
         static_assert(THREADS * 8 * NC == 64 * 64, "every sum has one owner");
         float c[8][TAPS][NC] = {};
         const int o0 = threadIdx.x / (64 / NC) * 8, c0 = threadIdx.x % (64 / NC) * NC;
@@ -8452,9 +8553,9 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                                             load_shared<4>(at(d_tile, k, o0 + 4))};
                 if (sums_bias)
                     UNROLLED_FOR (int o = 0; o < 8; o++) sums[o] += dout[o / 4][o % 4];
-                int row = TAPS > 1 ? row_of_pixel[k] : k;
+                int row = HAS_HALO ? row_of_pixel[k] : k;
                 UNROLLED_FOR (int t = 0; t < TAPS; t++) {
-                    auto x = load_shared<NC>(at(x_tile, row + (TAPS > 1 ? tiling.tap(t) : 0), c0));
+                    auto x = load_shared<NC>(at(x_tile, row + tiling.tap(t), c0));
                     UNROLLED_FOR (int o = 0; o < 8; o++)
                         UNROLLED_FOR (int e = 0; e < NC; e++) c[o][t][e] += dout[o / 4][o % 4] * x[e];
                 }
@@ -8477,45 +8578,54 @@ template <int TAPS> struct WeightBlock : WeightGradient {
 
     __device__ __forceinline__ void run() const {
         auto& shared = shared_memory<Shared>();
-        constexpr int D_SWEEPS = PIXELS / SWEEP;
-        int tid = threadIdx.x;
-        int tiles1 = ceil_div(x.first.C, 64);
-        int c_tile = blockIdx.x % c_tiles(), o0 = blockIdx.x / c_tiles() * 64;
-        bool second = c_tile >= tiles1;
-        const floatX *dout_from = dout.data, *x_from = second ? x.second.data : x.first.data;
-        const int channels = second ? x.second.C : x.first.C, c0 = (second ? c_tile - tiles1 : c_tile) * 64;
-        const int M = dout.rows(), O = dout.C, set_tiles = tiling.set_tiles();
-        int first = first_tile(blockIdx.y), last = first_tile(blockIdx.y + 1);
+        const int tid = threadIdx.x;
+        const int tiles1 = ceil_div(x.first.C, 64);
+        const int c_tile = blockIdx.x % c_tiles();
+        const int o0 = blockIdx.x / c_tiles() * 64;
+        const bool second = c_tile >= tiles1;  // whether the channels lie in x's second tensor
+        const floatX* dout_from = dout.data;
+        const floatX* x_from = second ? x.second.data : x.first.data;
+        const int channels = second ? x.second.C : x.first.C;
+        const int c0 = (second ? c_tile - tiles1 : c_tile) * 64;
+        const int M = dout.rows();
+        const int O = dout.C;
+        const int set_tiles = tiling.set_tiles();
+        const int first = first_tile(blockIdx.y);
+        const int last = first_tile(blockIdx.y + 1);
         const bool sums_bias = bias_partials && c_tile == 0;
 
+        // For 3x3: finds the tile's pixels, before it is loaded.
         const uchar4 offset = tiling.offset(tid);
-        auto locate = [&](int tile) {  // finds the tile's pixels, before it is loaded
+        auto locate = [&](int tile) {
             static_assert(TAPS == 1 || (X_ROWS <= THREADS && STAGES == 2), "a thread a row; two tables");
-            if (TAPS == 1 || tid >= X_ROWS || tile >= last) return;
+            if (!HAS_HALO || tid >= X_ROWS || tile >= last) return;
             const int pixel = tiling.pixel(tiling.origin(tile), offset);
             shared.pixel_of_row[tile % 2][tid] = tid < tiling.rows() ? pixel : -1;
         };
-        if (TAPS > 1) {
+        if (HAS_HALO) {
             for (int p = tid; p < PIXELS; p += THREADS) shared.row_of_pixel[p] = tiling.row(p);
             locate(first);
             locate(first + 1);
             __syncthreads();
         }
+
         const int row = tid / ROW, v = tid % ROW;
         auto load = [&](int tile) {
             if (tile >= last) return;
             auto& stage = shared.stages[(tile - first) % STAGES];
-            const int at = swizzled(row, v, ROW_BYTES), o = o0 + v * VEC, c = c0 + v * VEC;
-            const int* pixels = shared.pixel_of_row[TAPS > 1 ? tile % 2 : 0];
-            auto pixel = [&](int r) { return TAPS > 1 ? pixels[r] : tile * PIXELS + r; };
+            const int at = swizzled(row, v, ROW_BYTES);
+            const int o = o0 + v * VEC;
+            const int c = c0 + v * VEC;
+            const int* pixels = shared.pixel_of_row[HAS_HALO ? tile % 2 : 0];
+            auto pixel_of_x = [&](int i) { return HAS_HALO ? pixels[row + i] : tile * PIXELS + row + i; };
             auto pixel_of_dout = [&](int i) {
-                return pixel(TAPS > 1 ? shared.row_of_pixel[row + i] + tiling.tap(4) : row + i);
+                if (!HAS_HALO) return tile * PIXELS + row + i;
+                return pixels[shared.row_of_pixel[row + i] + tiling.tap(4)];
             };
-            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.dout) + at, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
-            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(
-                shared_address(stage.x) + at, X_SWEEPS, x_from + c, channels, c < channels ? M : 0,
-                [&](int i) { return pixel(row + i); });
+            const uint32_t dout_to = shared_address(stage.dout) + at;
+            load_pixels<D_SWEEPS, SWEEP, ROW_BYTES>(dout_to, D_SWEEPS, dout_from + o, O, o < O ? M : 0, pixel_of_dout);
+            const uint32_t x_to = shared_address(stage.x) + at;
+            load_pixels<X_SWEEPS, SWEEP, ROW_BYTES>(x_to, X_SWEEPS, x_from + c, channels, c < channels ? M : 0, pixel_of_x);
         };
 
         Product product;
@@ -8527,6 +8637,7 @@ template <int TAPS> struct WeightBlock : WeightGradient {
                 if (image < tiling.images && o0 + o < O) bias_partial(blockIdx.y, set, image, o0 + o) = sum;
             });
         };
+
         for (int s = 0; s < STAGES - 1; s++) {
             load(first + s);
             __pipeline_commit();
@@ -8537,13 +8648,15 @@ template <int TAPS> struct WeightBlock : WeightGradient {
             load(tile + STAGES - 1);
             __pipeline_commit();
             locate(tile + 2);
+
             auto& stage = shared.stages[(tile - first) % STAGES];
             if (sums_bias && tile == (set + 1) * set_tiles) {
                 flush_sums();
                 set++;
             }
-            product.multiply(shared_address(stage.dout), shared_address(stage.x), shared.row_of_pixel, tiling,
-                             sums_bias);
+            const uint32_t d_tile = shared_address(stage.dout);
+            const uint32_t x_tile = shared_address(stage.x);
+            product.multiply(d_tile, x_tile, shared.row_of_pixel, tiling, sums_bias);
         }
         __pipeline_wait_prior(0);
         if (sums_bias) flush_sums();
@@ -8568,8 +8681,10 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     if (blockIdx.x >= (unsigned)weight_blocks) return g.reduce_bias(blockIdx.x - weight_blocks);
     enum { REDUCERS = 8 };  // threads that share a sum
     __shared__ float4 sums[REDUCERS][32];
-    int lane = threadIdx.x % 32, reducer = threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    int reducer = threadIdx.x / 32;
     size_t i = ((size_t)blockIdx.x * 32 + lane) * 4;
+
     float4 sum = make_float4(0, 0, 0, 0);
     for (int first = reducer; i < n && first < g.splits; first += 8 * REDUCERS) {
         float4 loaded[8] = {};  // eight loads are under way at once
@@ -8581,6 +8696,7 @@ __global__ void weight_reduce_kernel(const WeightGradient g, size_t n, int weigh
     }
     sums[reducer][lane] = sum;
     __syncthreads();
+
     if (reducer != 0 || i >= n) return;
     for (int p = 1; p < REDUCERS; p++) sum += sums[p][lane];
     *(float4*)(g.dw + i) = sum;
@@ -8593,8 +8709,10 @@ static void launch_weight_sums(WeightGradient g, auto launch_sums) {
     if (g.dbias) g.bias_partials = take<float>(&workspace, bias_rows * g.tiling.images * g.dout.C);
     if (g.splits > 1) g.partial = take<float>(&workspace, g.splits * g.count());
     launch_sums(g);
+
     int weight_blocks = g.partial ? ceil_div(g.count(), 128) : 0;
-    int blocks = weight_blocks + (g.dbias ? ceil_div(g.dout.C, 8) : 0);
+    int bias_blocks = g.dbias ? ceil_div(g.dout.C, 8) : 0;
+    int blocks = weight_blocks + bias_blocks;
     if (blocks) launch(weight_reduce_kernel, blocks, 256, 0, g, g.count(), weight_blocks);
 }
 
@@ -8817,8 +8935,9 @@ __device__ inline void cluster_barrier() {
 // bytes apart; the next 64 m or n lie `next` bytes further. The swizzle depends on the address alone, so that a
 // matrix may start at any row: another tap of a 3x3 convolution is another start address.
 __device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, uint32_t next = 16) {
-    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 |
-           (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+    const uint64_t swizzle_128_bytes = 1ull << 62;
+    return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
+           swizzle_128_bytes;
 }
 __device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -8928,11 +9047,11 @@ __device__ inline void store_matrices_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
     hopper_gemm_kernel(const __grid_constant__ HopperGemm g) {
     await_inputs();
-    Block block = {g, shared_memory<typename Block::Shared>()};
+    ThreadBlock block = {g, shared_memory<typename ThreadBlock::Shared>()};
     block.run();
 }
 
@@ -8961,8 +9080,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     // With two sub-tiles, the registers of a thread that multiplies, loads or norms. All threads begin with as many as fit, 168
     // (or 128 where there are four warpgroups); what loading and norming threads give up goes to those that multiply.
     static constexpr int LOADER_REGISTERS = 24, NORM_REGISTERS = 88;
-    static constexpr int READER_REGISTERS =
-        (NORMS ? 4 * 128 - LOADER_REGISTERS - NORM_REGISTERS : 3 * 168 - LOADER_REGISTERS) / 2;
+    static constexpr int ALL_REGISTERS = NORMS ? 4 * 128 : 3 * 168;  // of one thread of each warpgroup
+    static constexpr int FEEDER_REGISTERS = NORMS ? LOADER_REGISTERS + NORM_REGISTERS : LOADER_REGISTERS;
+    static constexpr int READER_REGISTERS = (ALL_REGISTERS - FEEDER_REGISTERS) / 2;
+
     static constexpr int HALO = TAPS > 1;
     static constexpr Box PIXELS = hopper_tile(TAPS, KERNEL);
     static constexpr Box SUBTILE = {PIXELS.width / SUBTILES, PIXELS.height, PIXELS.images};
@@ -8971,6 +9092,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     static constexpr int IMAGE_ROWS = PATCH.width * PATCH.height, PATCH_ROWS = IMAGE_ROWS * PATCH.images;
     // A buffer has whole sweeps: swizzling repeats after eight rows, and the norming warpgroup takes 16 at a time.
     static constexpr int SWEEP = 16, SWEEPS = (PATCH_ROWS + SWEEP - 1) / SWEEP;
+
     // The buffers of the rings, of weights and of patches: as many as shared memory holds.
     struct Rings {
         int stages, patches;
@@ -8985,8 +9107,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
     }
     static constexpr int STAGES = rings().stages, PATCHES = rings().patches;
-    // The first pixel of sub-tile k, in a tile that begins at `at`.
-    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
+
     struct Shared {
         union Patch {
             unsigned char pixels[SWEEPS * SWEEP * 128];
@@ -8996,44 +9117,55 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         RingBarriers<PATCHES> patch_ring;
         RingBarriers<STAGES> stage;
         Barrier ping_pong[SUBTILES];  // each warpgroup waits for its own before it multiplies
-        Barrier normed[PATCHES];  // with NORMS: completed when the patch is normed
+        Barrier normed[PATCHES];      // with NORMS: completed when the patch is normed
         static_assert(sizeof(Patch) % 1024 == 0, "the swizzle depends on the address");
     };
     const HopperGemm& g;
     Shared& shared;
-    const int o = blockIdx.y * 64, warpgroup = this_warpgroup();
+    const int o = blockIdx.y * 64;  // the block's first output channel
+    const int warpgroup = this_warpgroup();
     const bool leads = threadIdx.x % 128 == 0;  // the first thread of its warpgroup
-    const int splits = SUBTILES == 1 ? gridDim.x : 1, cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
-    const int first = cluster_rank * g.chunks_a_split, last = min(first + g.chunks_a_split, g.chunks());
-    const bool weights_resident = (last - first) * TAPS <= STAGES;     // loaded once, for all of the block's tiles
+    const int splits = SUBTILES == 1 ? gridDim.x : 1;
+    const int cluster_rank = SUBTILES == 1 ? blockIdx.x : 0;
+    const int first = cluster_rank * g.chunks_a_split;  // the block's chunks: [first, last)
+    const int last = min(first + g.chunks_a_split, g.chunks());
+    const bool weights_resident = (last - first) * TAPS <= STAGES;  // loaded once, for all of the block's tiles
     Barrier* const ready = NORMS ? shared.normed : shared.patch_ring.full;  // completed when a patch may be multiplied
 
     // The first pixel of a tile.
     __device__ Pixel origin(int tile) const {
-        return TAPS == 1 ? Pixel{0, 0, tile * PIXELS.width} : g.tiling.origin(tile);
+        if (TAPS == 1) return {0, 0, tile * PIXELS.width};
+        return g.tiling.origin(tile);
     }
+    // The first pixel of sub-tile k, in a tile that begins at `at`.
+    __device__ static Pixel subtile(Pixel at, int k) { return {at.b, at.y, at.x + k * SUBTILE.width}; }
+
     // Done by one thread: loads patches and operands (the residual or the norm's x), or weights, or both.
-    __device__ __forceinline__ void produce(bool patches, bool weights) {
+    enum { LOAD_PATCHES = 1, LOAD_WEIGHTS = 2 };
+    __device__ __forceinline__ void produce(int loads) {
         Ring<PATCHES> patch = {0, 1};
         Ring<STAGES> stage = {0, 1};
         for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
             for (int chunk = first; chunk <= last; chunk++) {
                 const int channel = g.first_channel(chunk);
-                if (patches) {
+                if (loads & LOAD_PATCHES) {
                     load_patch(at, chunk, channel, patch.slot, patch.parity);
                     patch.next();
                 }
-                const bool wanted = weights && chunk < last && (!weights_resident || tile == (int)blockIdx.z);
-                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) {
-                    Barrier& full = shared.stage.full[stage.slot];
-                    shared.stage.empty[stage.slot].wait(stage.parity);
-                    full.expect(sizeof(Rows64));
-                    const Pixel row = TRANSPOSED ? Pixel{0, channel, TAPS - 1 - tap} : Pixel{0, o, tap};
-                    tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : channel, row);
-                }
+                const bool has_chunk = loads & LOAD_WEIGHTS && chunk < last;
+                const bool wanted = has_chunk && (!weights_resident || tile == (int)blockIdx.z);
+                for (int tap = 0; tap < TAPS && wanted; tap++, stage.next()) load_weights(channel, tap, stage);
             }
         }
+    }
+    // Loads the weights of a tap, for the chunk that begins at channel c.
+    __device__ __forceinline__ void load_weights(int c, int tap, const Ring<STAGES>& stage) {
+        Barrier& full = shared.stage.full[stage.slot];
+        shared.stage.empty[stage.slot].wait(stage.parity);
+        full.expect(sizeof(Rows64));
+        const Pixel row = TRANSPOSED ? Pixel{0, c, TAPS - 1 - tap} : Pixel{0, o, tap};
+        tma_load(shared.w[stage.slot], g.w_map, full, TRANSPOSED ? o : c, row);
     }
     // Loads a chunk's patch, or after the last chunk the operand, where the outputs will be put together.
     __device__ __forceinline__ void load_patch(Pixel at, int chunk, int c, int slot, int parity) {
@@ -9046,8 +9178,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         } else if (g.operand_map.columns && cluster_rank == 0) {
             full.expect(sizeof to.outputs);
             for (int k = 0; k < SUBTILES; k++)
-                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o),
-                         subtile(at, k));
+                tma_load(to.outputs[k], g.operand_map.of(o), full, g.operand_map.within(o), subtile(at, k));
         } else {
             full.arrive();
         }
@@ -9056,11 +9187,14 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
     // Done by a warpgroup: norms patches where they lie. Outside of the image they stay zero.
     __device__ __forceinline__ void norm_patches() {
         static_assert(!NORMS || (SWEEPS <= 32 && SUBTILES == 2), "a bit for each row; no clusters");
-        const int vector = threadIdx.x % 8, first_row = threadIdx.x % 128 / 8;
+        const int vector = threadIdx.x % 8;
+        const int first_row = threadIdx.x % 128 / 8;
         uint32_t left = 0, right = 0, top = 0, bottom = 0;  // bit i: the thread's row i lies in this side of the halo
 #pragma unroll 1
         for (int i = 0; i < SWEEPS; i++) {
-            const int row = first_row + i * SWEEP, y = row / PATCH.width, x = row % PATCH.width;
+            const int row = first_row + i * SWEEP;
+            const int y = row / PATCH.width;
+            const int x = row % PATCH.width;
             left |= (x == 0) << i;
             right |= (x == PATCH.width - 1) << i;
             top |= (y == 0) << i;
@@ -9070,14 +9204,16 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         Ring<PATCHES> patch;
         for (int tile = blockIdx.z; tile < g.tiling.tiles; tile += gridDim.z) {
             const Pixel at = origin(tile);
-            const uint32_t outside = (at.x == 0 ? left : 0) | (at.y == 0 ? top : 0) |
-                                     (at.x + PIXELS.width == g.x.first.W ? right : 0) |
-                                     (at.y + PIXELS.height == g.x.first.H ? bottom : 0);
+            uint32_t outside = 0;  // bit i: the thread's row i lies outside of the image
+            if (at.x == 0) outside |= left;
+            if (at.y == 0) outside |= top;
+            if (at.x + PIXELS.width == g.x.first.W) outside |= right;
+            if (at.y + PIXELS.height == g.x.first.H) outside |= bottom;
+
             for (int chunk = first; chunk <= last; chunk++, patch.next()) {
                 Vector<ScaleShift, VEC> half;
                 if (chunk < last)
-                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) +
-                                     vector * VEC);
+                    half = load<VEC>(g.x.half_scale_shift + at.b * g.x.C() + g.first_channel(chunk) + vector * VEC);
                 shared.patch_ring.full[patch.slot].wait(patch.parity);
                 unsigned char* rows = shared.patches[patch.slot].pixels + swizzled(first_row, vector);
                 if (chunk < last)
@@ -9120,8 +9256,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
 #pragma unroll 1
         for (int chunk = first; chunk < last; chunk++, patch.next()) {
             ready[patch.slot].wait(patch.parity);
-            const uint64_t pixels =
-                matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
+            const uint64_t pixels = matrix_descriptor(shared_address(shared.patches[patch.slot].pixels), PITCH * 128);
             UNROLLED_FOR (int tap = 0; tap < TAPS; tap++) {
                 shared.stage.full[stage.slot].wait(stage.parity);
                 const uint64_t w = matrix_descriptor(shared_address(shared.w[stage.slot]), 1024);
@@ -9145,6 +9280,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 stage.next();
             }
         }
+
         // Waits for the tile's operand, too, so that all buffers up to here have been full when the other warpgroup goes on: it
         // knows phases by their parity only, and could take an earlier one for its own.
         ready[patch.slot].wait(patch.parity);
@@ -9179,8 +9315,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return norm_patches();
         }
         if (SUBTILES > 1) SET_REGISTERS("dec", LOADER_REGISTERS);
-        if (threadIdx.x == READERS) produce(true, TAPS == 1);
-        if (threadIdx.x == READERS + 32) produce(false, true);
+        if (threadIdx.x == READERS) produce(TAPS == 1 ? LOAD_PATCHES | LOAD_WEIGHTS : LOAD_PATCHES);
+        if (threadIdx.x == READERS + 32) produce(LOAD_WEIGHTS);
         __syncwarp();
         if (splits > 1) {  // as in combine, where all threads of the cluster meet twice
             cluster_barrier();
@@ -9195,7 +9331,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         static_assert(SUBTILES == 1 || IMAGES == 1, "all sub-tiles are of one image");
         const HopperGemm& g;
         Pixel at;  // the first pixel of the tile, then of the current sub-tile
-        const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int lane = threadIdx.x % 32;
+        const int row = blockIdx.y * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
         const int images = PAIRS || g.x.first.T() == 64 ? IMAGES : 1;  // how many it does hold
         const int image = TAPS == 1 ? at.x / g.x.first.T() : at.b;     // the first of them
         const bool has_norm = TRANSPOSED && g.norm;
@@ -9210,7 +9347,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         __device__ __forceinline__ void load() {
             UNROLLED_FOR (int i = 0; i < IMAGES; i++)
                 UNROLLED_FOR (int r = 0; r < 2; r++) {
-                    int n = min(row + 8 * r, g.N() - 1), b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
+                    int n = min(row + 8 * r, g.N() - 1);
+                    int b = min(image + (images == 1 ? 0 : i), g.x.first.B - 1);
                     if (!TRANSPOSED && g.bias) bias[i][r] = (float)g.bias[n];
                     if (!TRANSPOSED && g.emb.data) bias[i][r] += (float)g.emb.row(b)[n];
                     if (!has_norm) continue;
@@ -9225,6 +9363,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         __device__ __forceinline__ void finish(float* c, Pixel first, uint32_t outputs) {
             at = first;
             UNROLLED_FOR (int i = 0; i < IMAGES; i++) sum[i][0] = sum[i][1] = product[i][0] = product[i][1] = 0;
+
             if (has_norm && g.norm.silu) finish_with<NORM_SILU>(c, outputs);
             else if (has_norm) finish_with<NORM>(c, outputs);
             else if (g.operand_map.columns) finish_with<RESIDUAL>(c, outputs);
@@ -9232,7 +9371,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         }
         enum Operand { NO_OPERAND, RESIDUAL, NORM, NORM_SILU };
         template <Operand OPERAND> __device__ __forceinline__ void finish_with(float* c, uint32_t outputs) {
-            int line = lane % 8 + lane / 16 * 8, vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+            int line = lane % 8 + lane / 16 * 8;
+            int vector = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
             uint32_t rows = outputs + swizzled(line, vector);
             uint32_t operands[4][4];  // four loads come before the first store, so that none waits for another
             UNROLLED_FOR (int j = 0; j < 16; j += 2) {
@@ -9240,8 +9380,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 if (j % 8 == 0 && OPERAND != NO_OPERAND)  // those of this and the next three rounds
                     UNROLLED_FOR (int k = 0; k < 4; k++)
                         load_matrices_transposed(operands[k], rows + (j + 2 * k) * 1024);
+
                 UNROLLED_FOR (int e = 0; e < 8; e++) {
-                    const int i = image_of(4 * j), r = Fragment::row_half(e);
+                    const int i = image_of(4 * j);
+                    const int r = Fragment::row_half(e);
                     float& value = c[4 * j + e];
                     float operand = bf16_of_pair(bits[e / 2], e % 2);
                     if constexpr (!TRANSPOSED) value += bias[i][r];
@@ -9253,6 +9395,7 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                         product[i][r] += value * operand;
                     }
                 }
+
                 UNROLLED_FOR (int e = 0; e < 4; e++) bits[e] = pack_bf16(c[4 * j + 2 * e], c[4 * j + 2 * e + 1]);
                 store_matrices_transposed(rows + j * 1024, bits);
             }
@@ -9278,8 +9421,10 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 sum[i][0] /= 128 / images;
                 sum[i][1] /= 128 / images;
             }
+
             UNROLLED_FOR (int e = 0; e < 64; e++) {
-                const int i = image_of(e), r = Fragment::row_half(e);
+                const int i = image_of(e);
+                const int r = Fragment::row_half(e);
                 float distance = c[e] - sum[i][r];
                 product[i][r] += distance * distance;
             }
@@ -9291,9 +9436,11 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             int pixel = TAPS == 1 ? at.x : image * g.x.first.T();  // how many pixels lie in tiles before this one
             if (TAPS > 1 && !PAIRS) pixel += (at.y / 16 * (g.x.first.W / 8) + at.x / 8) * 128;
             add_up(product);
+
             UNROLLED_FOR (int r = 0; r < 2; r++)
                 UNROLLED_FOR (int i = 0; i < IMAGES; i++) {
-                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i, n = row + 8 * r;
+                    const int norm_tile = images == 1 ? pixel / 128 : pixel / 64 + i;
+                    const int n = row + 8 * r;
                     if (lane % 4 || i >= images || n >= g.N()) continue;
                     if (norm_tile * (128 / images) >= g.x.first.rows()) continue;
                     if (SUBTILES > 1 && at.x >= g.x.first.W) continue;
@@ -9328,8 +9475,8 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
         };
         skip(warpgroup);
         int parity = warpgroup == 0;  // of its ping-pong barrier: warpgroup 0 does not wait the first time
-        for (int tile = blockIdx.z + warpgroup * gridDim.z; tile < g.tiling.tiles;
-             tile += SUBTILES * gridDim.z, skip(SUBTILES - 1)) {
+        int tile = blockIdx.z + warpgroup * gridDim.z;
+        while (tile < g.tiling.tiles) {
             const Pixel at = origin(tile);
             Epilogue epilogue = {g, at};
             epilogue.load();
@@ -9352,6 +9499,9 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
                 shared.patch_ring.empty[patch.slot].arrive();
             }
             patch.next();
+
+            tile += SUBTILES * gridDim.z;
+            skip(SUBTILES - 1);
         }
     }
 
@@ -9362,17 +9512,18 @@ template <int TAPS, bool TRANSPOSED, GemmKernel KERNEL> struct HopperGemmBlock {
             return maps;
         };
         HopperGemm h = {g, maps_of(g.x, PATCH), maps_of(g.out, SUBTILE)};
-        const int rows = TRANSPOSED ? g.x.C() : g.N(), channels = TRANSPOSED ? g.N() : g.x.C();
+        h.tiling = make_tiling(shaped(g.x.first, TAPS), PIXELS);
+        const int rows = TRANSPOSED ? g.x.C() : g.N();
+        const int channels = TRANSPOSED ? g.N() : g.x.C();
         h.w_map = tensor_map({(floatX*)g.w, 1, rows, TAPS, channels}, {1, 64, 1});
         const Concat& operand = g.norm ? g.norm.x : g.residual;
         if (operand.first) h.operand_map = maps_of(operand, SUBTILE);
-        h.tiling = make_tiling(shaped(g.x.first, TAPS), PIXELS);
+
         // Blocks take one tile after another, so that a tile's loads overlap the epilogue of the tile before.
         const int columns = ceil_div(g.N(), 64);
         const int blocks = std::min(h.tiling.tiles, std::max(1, BLOCKS * gpu_multiprocessors / columns));
         assert(g.splits == 1 || (SUBTILES == 1 && blocks == h.tiling.tiles));
-        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS,
-                     sizeof(Shared), h);
+        launch<true>(hopper_gemm_kernel<HopperGemmBlock>, dim3(g.splits, columns, blocks), THREADS, sizeof(Shared), h);
     }
 };
 
@@ -9394,9 +9545,9 @@ template <int TAPS, bool TRANSPOSED> static void launch_hopper(const Gemm& g, Ge
 // The weight gradient of 3x3 convolutions on wgmma, in place of section 11's weight_gradient_kernel: that one says what
 // is computed, and adds up the splits of this one too, in weight_reduce_kernel.
 
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
-    hopper_weight_gradient_kernel(const __grid_constant__ Block block) {
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
+    hopper_weight_gradient_kernel(const __grid_constant__ ThreadBlock block) {
     await_inputs();
     block.run();
 }
@@ -9429,18 +9580,51 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         unsigned char unread[4096];
     };
 
+    // Done by one thread: loads tiles [first, last), of dout the channels from o0 on, of x those from c0 on.
+    __device__ __forceinline__ void load(Shared& shared, int first, int last, int o0, int c0, int tap_line) const {
+        Pixel at = tiling.origin(first);
+        Ring<STAGES> stage = {0, 1};
+        for (int t = first; t < last; t++, stage.next()) {
+            auto& to = shared.stages[stage.slot];
+            Barrier& full = shared.ring.full[stage.slot];
+            shared.ring.empty[stage.slot].wait(stage.parity);
+            full.expect(sizeof to.dout + X.width * X.height * 128);
+            tma_load(to.x, x_map, full, c0, {at.b, at.y + tap_line - 1, at.x - 1});
+            tma_load(to.dout, dout_map, full, o0, at);
+
+            // The next tile. Divisions instead would take this one thread longer than a product takes the others.
+            at.x += 8;
+            if (at.x >= tiling.W) {
+                at.x = 0;
+                at.y += 8;
+            }
+            if (at.y >= tiling.H) {
+                at.y = 0;
+                at.b++;
+            }
+        }
+    }
+
     __device__ __forceinline__ void run() const {
         constexpr int PITCH = X.width;
         auto& shared = shared_memory<Shared>();
-        const int lane = threadIdx.x % 32, warpgroup = this_warpgroup();
+        const int lane = threadIdx.x % 32;
+        const int warpgroup = this_warpgroup();
         // The place of a thread's c[0], see Fragment. Rows are output channels. Columns are images, or input channels at three
         // taps.
-        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4, column = lane % 4 * 2;
-        const int split = blockIdx.x, tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
+        const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+        const int column = lane % 4 * 2;
+        const int split = blockIdx.x;
+        const int tile = WARPGROUPS == 1 ? blockIdx.y / 3 : blockIdx.y;
         const int tap_line = WARPGROUPS == 1 ? blockIdx.y % 3 : 0;  // the first of the block's lines of taps: 0, 1 or 2
-        const int C = x.first.C, O = dout.C, c_tiles = ceil_div(C, 64);
-        const int c0 = tile % c_tiles * 64, o0 = tile / c_tiles * 64;
-        const int first = first_tile(split), last = first_tile(split + 1);
+        const int C = x.first.C;
+        const int O = dout.C;
+        const int c_tiles = ceil_div(C, 64);
+        const int c0 = tile % c_tiles * 64;
+        const int o0 = tile / c_tiles * 64;
+        const int first = first_tile(split);
+        const int last = first_tile(split + 1);
+
         if (threadIdx.x == 0) {
             shared.ring.init(WARPGROUPS);
             ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
@@ -9451,27 +9635,7 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         __syncthreads();
 
         if (threadIdx.x >= READERS) {
-            if (threadIdx.x > READERS) return;
-            Pixel at = tiling.origin(first);
-            Ring<STAGES> stage = {0, 1};
-            for (int t = first; t < last; t++, stage.next()) {
-                auto& to = shared.stages[stage.slot];
-                Barrier& full = shared.ring.full[stage.slot];
-                shared.ring.empty[stage.slot].wait(stage.parity);
-                full.expect(sizeof to.dout + PITCH * X.height * 128);
-                tma_load(to.x, x_map, full, c0, {at.b, at.y + tap_line - 1, at.x - 1});
-                tma_load(to.dout, dout_map, full, o0, at);
-                // The next tile. Divisions instead would take this one thread longer than a product takes the others.
-                at.x += 8;
-                if (at.x >= tiling.W) {
-                    at.x = 0;
-                    at.y += 8;
-                }
-                if (at.y >= tiling.H) {
-                    at.y = 0;
-                    at.b++;
-                }
-            }
+            if (threadIdx.x == READERS) load(shared, first, last, o0, c0, tap_line);
             return;
         }
 
@@ -9480,44 +9644,48 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         auto release = [&] {  // of the stage before
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
-        auto multiply = [&](auto with_bias) {  // whether it also makes partial sums of the bias gradient
+        // Adds the products of all steps to c, and with the bias makes its partial sums. Steps are then done in runs, each of
+        // at most eight images, whose sums are the eight columns.
+        auto multiply = [&](auto with_bias) {
             constexpr bool BIAS = decltype(with_bias)::value;
-            // With the bias, steps are done in runs, each of at most eight images, whose sums are the eight columns.
             const int steps = tiling.set_tiles();  // of an image
-            for (int begin = first, end; begin < last; begin = end) {
-                int first_image = begin / steps, images = first_image / 8 * 8;  // images: that of column 0
-                end = BIAS ? min(last, (images + 8) * steps) : last;
+            int end;
+            for (int begin = first; begin < last; begin = end) {
+                const int first_image = begin / steps;
+                const int image0 = first_image / 8 * 8;  // that of column 0
+                end = BIAS ? min(last, (image0 + 8) * steps) : last;
                 int left = (first_image + 1) * steps - begin;  // steps left of the image
                 // The matrix is not swizzled. Its rows have eight k, which serve for the other eight, too.
-                uint32_t ones = shared_address(shared.ones[7 - (first_image - images)]);
+                uint32_t ones = shared_address(shared.ones[7 - (first_image - image0)]);
                 float sums[4] = {0, 0, 0, 0};
 #pragma unroll 1
                 for (int t = begin; t < end; t++, stage.next()) {
                     auto& from = shared.stages[stage.slot];
                     const uint64_t dout_matrix = matrix_descriptor(shared_address(from.dout), 1024);
-                    const uint64_t lines = matrix_descriptor(shared_address(from.x) + warpgroup * PITCH * 128,
-                                                             PITCH * 128, 128);  // a tap: a row on
+                    const uint32_t line = shared_address(from.x) + warpgroup * PITCH * 128;  // the next tap: a row on
+                    const uint64_t x_matrix = matrix_descriptor(line, PITCH * 128, 128);
                     shared.ring.full[stage.slot].wait(stage.parity);
                     wgmma_begin();
                     for (int k = 0; k < 4; k++) {
                         const uint64_t a = advance(dout_matrix, k * 2048);
-                        wgmma<192, 1, 1>(c, a, advance(lines, k * 2 * PITCH * 128));
+                        wgmma<192, 1, 1>(c, a, advance(x_matrix, k * 2 * PITCH * 128));
                         if (BIAS) wgmma<8, 1, 0>(sums, a, (ones & 0x3ffff) >> 4);
                     }
                     wgmma_commit();
                     wgmma_wait<1>();  // the step before is over
                     if (t > begin) release();
-                    if (BIAS && --left == 0) {
+                    if (BIAS && --left == 0) {  // the next image, and its column
                         left = steps;
                         ones -= 16;
                     }
                 }
                 wgmma_wait<0>();
                 release();
+
                 if (BIAS)
                     for (int e = 0; e < 4; e++) {
                         const int o = o0 + row + Fragment::row(e);
-                        const int image = images + column + Fragment::column(e);
+                        const int image = image0 + column + Fragment::column(e);
                         if (o < O && image >= first_image && image <= (end - 1) / steps)
                             bias_partial(split, image, 0, o) = sums[e];
                     }
@@ -9525,7 +9693,8 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         };
 
         // All warpgroups read dout; the first also sums it.
-        if (bias_partials && c0 == 0 && tap_line == 0 && warpgroup == 0) multiply(std::true_type());
+        const bool sums_bias = bias_partials && c0 == 0 && tap_line == 0 && warpgroup == 0;
+        if (sums_bias) multiply(std::true_type());
         else multiply(std::false_type());
 
         float* to = partial ? partial + split * count() : dw;
@@ -9555,9 +9724,11 @@ template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g) 
     for (int warpgroups : {3, 1}) {
         const int tiles = g.tiles() * (3 / warpgroups);
         const float step_us = warpgroups == 3 ? 0.75f : 0.3f;
-        for (int splits = 1; splits == 1 || (splits <= pixel_tiles && splits * tiles <= gpu_multiprocessors);
-             splits++) {
-            float us = ceil_div(splits * tiles, gpu_multiprocessors) * ceil_div(pixel_tiles, splits) * step_us;
+        const int most_splits = std::max(1, std::min(pixel_tiles, gpu_multiprocessors / tiles));
+        for (int splits = 1; splits <= most_splits; splits++) {
+            const int rounds = ceil_div(splits * tiles, gpu_multiprocessors);
+            const int steps = ceil_div(pixel_tiles, splits);
+            float us = rounds * steps * step_us;
             if (splits > 1) us += 6.0f + 1e-5f * splits * g.dout.C * g.x.first.C;
             if (us >= least_us) continue;
             least_us = us;
