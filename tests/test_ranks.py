@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from harness import (
-    LONG, RESUMED, SMALL, TOY, TRAIN, checkpoint_in, finish, is_handled, metrics_in, perturbed_file, picture, read_until, refused,
-    run, start_flags, started, state_in, wait_until)
+    LONG, RESUMED, SMALL, TOY, TRAIN, checkpoint_in, finish, is_handled, metrics_in, perturbed_file, picture, read_until,
+    refused, run, start_flags, started, state_in, wait_until)
 from unet_io import Config
 
 EVERYTHING = dataclasses.replace(
