@@ -160,7 +160,8 @@ def test_official_sizes(preset, more, count, gigabytes):
     assert models[0].config == models[1].config == models[2].config
     refusal = run(TRAIN, *unet_io.flags_of(models[0].config), "--batch_size", 65536, "--dry_run", status=1)
     assert f"{count} parameters in" in refusal.stdout
-    free, fits = re.search(r" and ([\d.]+) GB are free; (--batch_size [1-9]\d*|no batch size) would fit", refusal.stderr).groups()
+    line = r" and ([\d.]+) GB are free; (--batch_size [1-9]\d*|no batch size) would fit"
+    free, fits = re.search(line, refusal.stderr).groups()
     assert fits != "no batch size" or float(free) < gigabytes, refusal.stderr
 
 
