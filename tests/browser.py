@@ -71,8 +71,8 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait(self, script, seconds=120):
-        """Wait until the value of a script is true."""
+    def wait(self, script, seconds=3600):
+        """Wait until the value of a script is true, which even on the busiest machine takes no hour."""
         end = time.monotonic() + seconds
         while not self.evaluate(script):
             assert time.monotonic() < end, f"after {seconds} s it is still not so: {script}"

@@ -224,11 +224,20 @@ def wait_until(condition, process):
         time.sleep(0.005)
 
 
+def is_among(number, sets, pid):
+    """Whether a signal is in one of a process's sets of signals, as /proc names them."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(rf"^(?:{sets}):\s*(\w+)", status, re.M))
+
+
 def is_delivered(process, number):
     """Whether a signal that was sent to a process has reached it."""
-    status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-    pending = [int(mask, 16) for mask in re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.M)]
-    return not any(mask >> (number - 1) & 1 for mask in pending)
+    return not is_among(number, "SigPnd|ShdPnd", process.pid)
+
+
+def is_handled(pid, number):
+    """Whether a process has a handler for a signal."""
+    return is_among(number, "SigCgt", pid)
 
 
 def script(name, *flags, **options):

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -204,9 +205,11 @@ def test_benchmark_on_a_cpu(tools, monkeypatch):
     monkeypatch.setattr(benchmark, "KINDS", benchmark.KINDS[:2])
     monkeypatch.setattr(benchmark, "ROUNDS", 2)
     for what, busy in (("step", "no"), ("call", "one")):
+        start = time.monotonic()
         times = benchmark.measure_case(benchmark.Case(what, "tiny", 1, 2, busy), 1)
         assert list(times) == ["./train_unet", *benchmark.KINDS]
-        assert all(0 < ms < 10000 and 0.01 < memory < 10 for ms, memory in times.values())
+        most = 1e3 * (time.monotonic() - start)
+        assert all(0 < ms < most and 0.01 < memory < 10 for ms, memory in times.values())
     with pytest.raises(UserError, match="ended before it had measured"):
         benchmark.measure_case(benchmark.Case("step", "no such preset", 1, 2), 1)
 
@@ -246,9 +249,12 @@ def test_benchmark_of_drawing(tools, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "PROGRAMS", dict(bf16=TRAIN))
     monkeypatch.setattr(benchmark, "PROFILES", dict(bf16=variant("profile")))
     monkeypatch.setattr(benchmark, "launched", lambda command, line: launched([*command, *tiny], line))
+    start = time.monotonic()
     calls, device = benchmark.measure_calls()
-    assert sorted(calls) == [1, 2] and all(0 < ms < 1000 for ms in calls.values()) and device
-    assert all(0 < seconds < 100 for seconds in benchmark.measure_drawing())
+    most = 1e3 * (time.monotonic() - start)
+    assert sorted(calls) == [1, 2] and all(0 < ms < most for ms in calls.values()) and device
+    start, drawing = time.monotonic(), benchmark.measure_drawing()
+    assert all(0 < seconds < time.monotonic() - start for seconds in drawing)
     # without a GPU: PyTorch's part as it is, but for compiling, recording and the GPU's clock
     small = Config(**SMALL)
     monkeypatch.setattr(benchmark, "preset_config", lambda preset, batch: small)
