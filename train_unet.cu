@@ -345,6 +345,7 @@ struct Arena {
     char* base = nullptr;
     size_t capacity = SIZE_MAX, used = 0;  // bytes
 };
+
 enum { ALIGNMENT = 256 };
 
 // n, rounded up to a multiple of `unit`.
@@ -377,6 +378,7 @@ typedef float floatX;
 struct float2 {  // as CUDA's
     float x, y;
 };
+
 enum { ON_GPU = 0, STEPS_IN_FLIGHT = 1 };
 #endif
 
@@ -425,10 +427,12 @@ static void backend_upload(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes);
     backend_wait();
 }
+
 static void backend_download(void* to, const void* from, size_t bytes) {
     backend_copy(to, from, bytes);
     backend_wait();
 }
+
 template <typename T> static void upload(T* to, const std::vector<T>& values) {
     backend_upload(to, values.data(), values.size() * sizeof(T));
 }
@@ -461,6 +465,7 @@ struct Graph {
     std::shared_ptr<void> executable;  // cudaGraphExec_t; a CPU has none
     int runs = 0;
 };
+
 static void launch_graph(Graph* graph, auto launches);
 
 // The device's peak TFLOP/s, in bf16 (dense, added up in fp32) or fp32; 0: not known.
@@ -497,6 +502,7 @@ struct ForkedRanks {
     std::atomic<int> stop;      // whether one of them was asked to stop
     std::atomic<int> reporter;  // the one that says why all end: its rank + 1
 };
+
 static ForkedRanks* const forked_ranks =
     (ForkedRanks*)mmap(nullptr, sizeof(ForkedRanks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 static std::atomic<int>& stop_asked = forked_ranks->stop;
@@ -804,8 +810,11 @@ template <typename Real> struct BackwardOptionsOf {
     NormOf<Real> norm = {};
 };
 
+// How the right matrix of a product lies in memory.
+enum RightMatrix { RIGHT_IN_ROWS, RIGHT_TRANSPOSED };
+
 // The side of a square tile of a product's output, in elements.
-static constexpr int matrix_tile(bool right_is_transposed) { return right_is_transposed ? 64 : 128; }
+static constexpr int matrix_tile(RightMatrix right_lies) { return right_lies == RIGHT_TRANSPOSED ? 64 : 128; }
 
 // A product of matrices among many: out = alpha left right + beta added. Matrices are tensors (rows, 1, 1, columns),
 // whose numbers of rows and columns are multiples of CHANNEL_MULTIPLE.
@@ -817,8 +826,8 @@ template <typename Real> struct MatrixProductOf {
     int first_tile = 0;         // the number of tiles of the outputs before this one
 
     // How many tiles its own output has.
-    int tiles(bool right_is_transposed) const {
-        const int side = matrix_tile(right_is_transposed);
+    int tiles(RightMatrix right_lies) const {
+        const int side = matrix_tile(right_lies);
         return ceil_div(out.rows(), side) * ceil_div(out.C, side);
     }
 };
@@ -871,7 +880,7 @@ static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, Backwar
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x);
 
 // Does `count` products, of `tiles` tiles in all. None of them reads the output of another.
-static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed);
+static void multiply_matrices(const MatrixProduct* products, int count, int tiles, RightMatrix right_lies);
 
 // Computes x.moments of a tensor that no convolution wrote.
 static void channel_moments(Tensor x);
@@ -912,6 +921,7 @@ static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float
 template <typename Layer> static void run(Layer layer);
 
 }  // namespace DEVICE
+
 using namespace DEVICE;
 
 static const float NORM_EPS = 1e-5f;
@@ -957,9 +967,11 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Vector {
     HOST_DEVICE T& operator[](int i) { return elements[i]; }
     HOST_DEVICE const T& operator[](int i) const { return elements[i]; }
 };
+
 template <int N, typename T> HOST_DEVICE static inline Vector<T, N> load(const T* from) {
     return *(const Vector<T, N>*)from;
 }
+
 template <int N, typename T> HOST_DEVICE static inline void store(T* to, const Vector<T, N>& values) {
     *(Vector<T, N>*)to = values;
 }
@@ -987,6 +999,7 @@ template <typename Real> struct TimestepEmbedding {
         out.data[b * out.C + half + i] = (Real)(float)sine;
     }
 };
+
 static void timestep_embedding(Tensor out, const int* timesteps, int max_period, double unit) {
     run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
 }
@@ -1077,6 +1090,7 @@ template <typename Real> struct SiluForward {
     size_t items() const { return x.count(); }
     HOST_DEVICE void operator()(size_t i) const { out.data[i] = (Real)silu_of_half(0.5f * (float)x.data[i]); }
 };
+
 template <typename Real> struct SiluBackward {
     TensorOf<Real> dx, dout, x;
 
@@ -1098,6 +1112,7 @@ template <typename Real> struct LabelForward {
         out.data[i] = table[row * out.C + i % out.C];
     }
 };
+
 // dtable (rows, E) = for each row the sum of dout's rows that have its label. An item is an element.
 template <typename Real> struct LabelBackward {
     float* dtable;
@@ -1218,6 +1233,7 @@ template <typename Real> struct Resample {
 static void resample_forward(Tensor out, Tensor x) {
     run(Resample<floatX>{.out = out, .x = x, .factor = out.H > x.H ? 1 : 0.25f});
 }
+
 static void resample_backward(Tensor dx, Tensor dout, bool accumulate = false) {
     run(Resample<floatX>{.out = dx, .x = dout, .factor = dout.H > dx.H ? 1 : 0.25f, .accumulate = accumulate});
 }
@@ -3483,8 +3499,8 @@ static std::vector<MatrixProduct> muon_products(Muon* muon, const std::vector<Te
                                   .added = X,
                                   .beta = MUON_a,
                                   .first_tile = muon->tiles});
-            muon->square_tiles += makes_A.back().tiles(true);
-            muon->tiles += makes_next.back().tiles(false);
+            muon->square_tiles += makes_A.back().tiles(RIGHT_TRANSPOSED);
+            muon->tiles += makes_next.back().tiles(RIGHT_IN_ROWS);
         }
 
         for (const auto& list : {makes_A, makes_B, makes_next})
@@ -3539,10 +3555,10 @@ static const floatX* orthogonalise(const Muon& muon) {
         MatrixProduct* A = muon.products + 3 * step * muon.count;
         MatrixProduct* B = A + muon.count;
         MatrixProduct* next_x = B + muon.count;
-        multiply_matrices(A, muon.count, muon.square_tiles, true);  // X X^T
+        multiply_matrices(A, muon.count, muon.square_tiles, RIGHT_TRANSPOSED);  // X X^T
         if (step == 0) run(MuonNorms<floatX>{B, next_x, muon.count});
-        multiply_matrices(B, muon.count, muon.square_tiles, true);  // A A^T, because A is its own transpose
-        multiply_matrices(next_x, muon.count, muon.tiles, false);   // B X
+        multiply_matrices(B, muon.count, muon.square_tiles, RIGHT_TRANSPOSED);  // A A^T, because A is its own transpose
+        multiply_matrices(next_x, muon.count, muon.tiles, RIGHT_IN_ROWS);  // B X
     }
     return MUON_STEPS % 2 ? muon.next_x : muon.x;
 }
@@ -5150,6 +5166,7 @@ static void print_time(const Config& config, long steps_done) {
 struct Launcher {
     const char *rank, *size, *local;
 };
+
 static const Launcher LAUNCHERS[] = {
     {"RANK", "WORLD_SIZE", "LOCAL_RANK"},                                            // torchrun
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},  // mpirun
@@ -5213,6 +5230,7 @@ static void await_rank(int rank, pid_t process) {
     if (has_reported) _exit(std::max(1, WEXITSTATUS(status)));
     end_ranks(EXIT_FAILURE, text("rank %d failed or was killed" OTHERS_END, rank));
 }
+
 static std::vector<std::thread> rank_watchers;
 
 // Handles the signal that the kernel sends a forked rank when rank 0 has ended.
@@ -5431,6 +5449,7 @@ static void draw_pictures(Model* m, const Drawing& drawing, const SampleGrid& gr
     if (seeds.empty()) seeds = text("%u to %u", grid.specs[0].seed, grid.specs.back().seed);
     say("%s with %s (%s, step %ld), %s, seeds %s", counted(count, "picture"), file.path,
         chosen_name(c), file.step, sampler_text(c), seeds);
+    fflush(stdout);
 
     std::vector<float> samples;
     double start = seconds_now();
@@ -5536,6 +5555,7 @@ static Strings row_names(const Config& c, Strings names) {
     if (c.cond_drop_prob > 0) names.push_back(NO_CLASS);
     return names;
 }
+
 static bool is_real_name(const std::string& row) { return row[0] != '\n'; }
 
 static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
@@ -6351,6 +6371,7 @@ static void backend_init() {
     for (cudaEvent_t& event : side_ends) create_event(&event);
     for (cudaEvent_t& event : host_events) create_event(&event);
 }
+
 static std::string backend_name() {
     const char* precision = "bf16";
     if (sizeof(floatX) == 4) precision = "fp32";
@@ -6365,6 +6386,7 @@ static void* backend_allocate(size_t bytes, bool on_host) {
     cudaGetLastError();  // clears the error, so that the next check does not find it
     fail_to_allocate(bytes);
 }
+
 // Leaves an error to the next check. Freeing waits for the device, which may itself be waiting for other ranks. So
 // after a failure with several ranks nothing is freed.
 static void backend_free(void* memory, bool on_host) {
@@ -6376,9 +6398,11 @@ static void backend_free(void* memory, bool on_host) {
 static void backend_zero(void* memory, size_t bytes) {
     CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream->handle));
 }
+
 static void backend_copy(void* to, const void* from, size_t bytes) {
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream->handle));
 }
+
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
 // The newest launches for the side stream, as long as they are deferred.
@@ -6397,6 +6421,7 @@ static void flush_deferred() {
 
     CUDA_CHECK(cudaEventRecord(side_ends[newest_event % SIDE_EVENTS], side_stream.handle));
 }
+
 static Event on_side_stream_deferred(auto launches) {
     assert(stream == &main_stream);
     flush_deferred();
@@ -6404,11 +6429,13 @@ static Event on_side_stream_deferred(auto launches) {
     deferred = launches;
     return ++newest_event;
 }
+
 static Event on_side_stream(auto launches) {
     Event event = on_side_stream_deferred(launches);
     flush_deferred();
     return event;
 }
+
 static void wait_for(Event event) {
     if (event <= waited_for) return;
     if (event == newest_event) flush_deferred();
@@ -6512,6 +6539,7 @@ static void backend_together(auto exchanges) {
     exchanges();
     nccl("ncclGroupEnd");
 }
+
 static void backend_exchange(int peer, std::span<const std::byte> sent, std::span<std::byte> received) {
     const int BYTES = 0;  // ncclInt8
     backend_together([&] {
@@ -6531,6 +6559,7 @@ static std::shared_ptr<void> capture(auto launches) {
     CUDA_CHECK(cudaGraphDestroy(captured));
     return {executable, cudaGraphExecDestroy};
 }
+
 static void launch_graph(Graph* graph, auto launches) {
     graph->runs++;
     if (graph->runs == 1) return launches();
@@ -6600,11 +6629,13 @@ enum { VEC = 16 / (int)sizeof(floatX) };  // elements in 16 bytes: 8 in bf16, 4 
 __device__ inline float bf16_of_pair(uint32_t pair, int which) {
     return __uint_as_float(which ? pair & 0xffff0000u : pair << 16);
 }
+
 // The elements of 16 bytes as floats.
 typedef Vector<float, VEC> Unpacked;
 __device__ inline void operator+=(Unpacked& a, Unpacked b) {
     for (int e = 0; e < VEC; e++) a[e] += b[e];
 }
+
 __device__ inline Unpacked unpack(uint4 bits) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     Unpacked value;
@@ -6614,12 +6645,14 @@ __device__ inline Unpacked unpack(uint4 bits) {
     }
     return value;
 }
+
 __device__ inline Unpacked unpack(const floatX* from) { return unpack(*(const uint4*)from); }
 
 __device__ inline uint32_t pack_bf16(float low, float high) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *(uint32_t*)&pair;
 }
+
 __device__ inline uint4 pack(Unpacked value) {
     uint4 bits;
     for (int e = 0; e < VEC; e++) ((floatX*)&bits)[e] = (floatX)value[e];
@@ -6630,6 +6663,7 @@ __device__ inline void operator+=(float2& a, float2 b) {
     a.x += b.x;
     a.y += b.y;
 }
+
 __device__ inline void operator+=(float4& a, float4 b) {
     a.x += b.x;
     a.y += b.y;
@@ -6642,6 +6676,7 @@ template <typename Shared> __device__ inline Shared& shared_memory() {
     extern __shared__ __align__(1024) unsigned char memory[];
     return *(Shared*)memory;
 }
+
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // Begins to copy 16 bytes from device memory to shared memory, past the registers. Unless `valid`, it writes zeros, and
@@ -6658,12 +6693,14 @@ __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
                  : "r"(address)
                  : "memory");
 }
+
 __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
 }
+
 // c (16, 8) += a (16, 16) b (16, 8). Lane l holds columns 2 (l % 4) and 2 (l % 4) + 1 of c: c[0] and c[1] are those of
 // row l / 4, c[2] and c[3] those of row l / 4 + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -6712,12 +6749,14 @@ template <typename Layer> __global__ void layer_kernel(Layer layer, size_t count
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) layer(i);
 }
+
 // A layer that adds up: a block is a team.
 template <typename Layer>
 __global__ void __launch_bounds__(Layer::THREADS, Layer::BLOCKS) teams_kernel(Layer layer) {
     await_inputs();
     layer(Team{(int)blockIdx.x, (int)threadIdx.x, (int)blockDim.x});
 }
+
 template <typename Layer> static void run(Layer layer) {
     PROFILE(layer);
     size_t items = layer.items();
@@ -6752,6 +6791,7 @@ enum {
     NORM_CHANNELS = NORM_SLAB / sizeof(floatX),
     NORM_DEPTH = 4,      // loads that a thread of the forward pass has in flight; 2: 1% slower
 };
+
 static_assert((int)NORM_CHANNELS <= NORM_THREADS, "each channel of a block needs a thread");
 
 // Loads from shared memory each time it is called, so that the compiler does not keep the values in registers.
@@ -6822,6 +6862,7 @@ struct NormTile {
         norm_tile_sums<NORM_TILE_VECTORS>(shared_sums, sums, C - c0, a, b, finish);
     }
 };
+
 static dim3 norm_tile_grid(const Tensor& x, int C) {
     return dim3(norm_tiles(x.T()), ceil_div(C, NORM_TILE_VECTORS * VEC), x.B);
 }
@@ -6853,6 +6894,7 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS) channel_moments_kernel(cons
         return moments_about((float)pivots[tile.c0 + c], total, tile.pixels);
     });
 }
+
 static void channel_moments(Tensor x) {
     PROFILE("group norm sums", {0, 1.0 * sizeof(floatX) * x.rows() * x.C});
     launch(channel_moments_kernel, norm_tile_grid(x, x.C), NORM_TILE_THREADS, 0, x);
@@ -6912,6 +6954,7 @@ __global__ void __launch_bounds__(NORM_TILE_THREADS)
         return NormSums{total.x, total.y * norm.statistics[blockIdx.z * C + tile.c0 + c].rstd};
     });
 }
+
 static void groupnorm_backward_sums(Tensor dy, Tensor dout, const Norm& norm) {
     const Tensor& x = norm.x.first;
     PROFILE("group norm sums", {0, 3.0 * sizeof(floatX) * x.rows() * norm.x.C()});
@@ -7101,6 +7144,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
             target += work.step_concat;
         }
 }
+
 static void groupnorm_forward(Tensor out, const Norm& norm) {
     PROFILE("group norm forward",
             {0, out ? 2.0 * sizeof(floatX) * out.count()
@@ -7235,6 +7279,7 @@ __global__ void __launch_bounds__(NORM_THREADS, NORM_BLOCKS)
         if (t + work.stride < T) load_pixel();
     }
 }
+
 static void groupnorm_backward(Concat dx, Tensor normed, Tensor dy, const Norm& norm, BackwardOptions options) {
     const bool has_residual = !!options.residual;
     PROFILE("group norm backward", {0, (4.0 + has_residual + options.accumulate) * sizeof(floatX) * dy.count()});
@@ -7266,12 +7311,14 @@ static constexpr int attention_backward_columns(int D) {
     if (D > 80) return ATTENTION_ROWS / 2;
     return ATTENTION_ROWS;
 }
+
 // Blocks on a multiprocessor in forward. With 6, heads of up to 32 are one wave at B = 32, T = 256 on an H100 in bf16.
 static constexpr int attention_forward_blocks(int D) {
     if (D > 64) return 2;
     if (D > 32) return 3;
     return 6;
 }
+
 // Blocks on a multiprocessor in backward. With 4, heads of up to 32 take 40 us at the same sizes; with 3 they take
 // 43 us, and with 5 and tiles of 32 rows 48 us.
 static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
@@ -7296,6 +7343,7 @@ struct Attention {
     // A head's output, or the gradient of it.
     __device__ AttentionHead output(floatX* out) const { return {out, C, T, d}; }
 };
+
 enum { ATTENTION_Q, ATTENTION_K, ATTENTION_V };
 
 // The work of a block, for heads padded to D channels. Wide heads get small tiles, as shared memory and registers ask.
@@ -7657,6 +7705,7 @@ static Attention attention_of(Tensor out, float* lse, Tensor qkv, int heads) {
     const float scale = 1 / sqrtf((float)d);
     return {.out = out.data, .qkv = qkv.data, .lse = lse, .T = out.T(), .C = out.C, .d = d, .scale = scale};
 }
+
 static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
     PROFILE("attention forward", {4.0 * out.T() * out.count(), 4.0 * sizeof(floatX) * out.count()});
     const Attention a = attention_of(out, lse, qkv, heads);
@@ -7665,6 +7714,7 @@ static void attention_forward(Tensor out, float* lse, Tensor qkv, int heads) {
         launch(attention_forward_kernel<Tile>, grid, Tile::THREADS, sizeof(typename Tile::Forward), Tile{a});
     });
 }
+
 static void attention_backward(Tensor dqkv, Tensor dout, Tensor out, const float* lse, Tensor qkv, int heads) {
     PROFILE("attention backward", {8.0 * out.T() * out.count(), 8.0 * sizeof(floatX) * out.count()});
     Attention a = attention_of(out, (float*)lse, qkv, heads);
@@ -7704,6 +7754,7 @@ __device__ inline int swizzled(int r, int v, int row_bytes = 128) {
 __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned pitch) {
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
+
 // Copies a thread's vectors to shared memory: one to each of n rows that lie SWEEP apart, where n is at most N. The vector for
 // the row that is i further down comes from pixel_of(i). It is zero where there is no such pixel: -1, or not below `pixels`.
 template <int N, int SWEEP, int ROW_BYTES = 128>
@@ -7714,6 +7765,7 @@ __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* fr
     UNROLLED_FOR (int i = 0; i < N; i++)
         if (i < n) copy_async(to + i * SWEEP * ROW_BYTES, rows_from(from, m[i], channels), m[i] < pixels);
 }
+
 template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address) {
     return load<N>((const float*)__cvta_shared_to_generic(address));
 }
@@ -7723,6 +7775,7 @@ template <int N> __device__ inline Vector<float, N> load_shared(uint32_t address
 struct Pixel {
     int b, y, x;
 };
+
 // The tensor as a kernel sees it: for 1x1 all pixels are one line, since no pixel has neighbours.
 static Tensor shaped(Tensor x, int taps) { return taps > 1 ? x : Tensor{x.data, 1, 1, x.rows(), x.C}; }
 
@@ -7776,6 +7829,7 @@ struct Tiling {
 struct Box {
     int width, height, images;  // pixels of a tile, or of a TMA copy
 };
+
 static Tiling make_tiling(const Tensor& x, Box tile) {
     Tiling tiling = {.B = x.B, .H = x.H, .W = x.W, .images = tile.images, .height = tile.height, .width = tile.width};
     tiling.tiles_y = ceil_div(x.H, tile.height);
@@ -7783,6 +7837,7 @@ static Tiling make_tiling(const Tensor& x, Box tile) {
     tiling.tiles = tiling.set_tiles() * ceil_div(x.B, tile.images);
     return tiling;
 }
+
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
 static Tiling make_tiling(const Tensor& x, int taps, int pixels) {
     if (taps == 1) return make_tiling(shaped(x, 1), {pixels, 1, 1});
@@ -8218,6 +8273,7 @@ enum GemmKernel {
     HOPPER_256_ONE_CHUNK,
     HOPPER_256_NORMED,
 };
+
 struct GemmChoice {
     GemmKernel kernel;
     int splits = 1;  // of the sum over K, as partial sums in device memory or in a cluster of blocks
@@ -8234,6 +8290,7 @@ static constexpr Box hopper_tile(int taps, GemmKernel kernel) {
     if (kernel == HOPPER_TWO_IMAGES) return {8, 8, 2};
     return {kernel == HOPPER_128 ? 8 : 16, 16, 1};
 }
+
 // Hopper's kernels write 64 channels at once, all to one tensor.
 static bool hopper_writes(const Concat& x) { return !x.second.C || x.first.C % 64 == 0; }
 // Whether the kernel also makes the moments or sums that a norm wants; otherwise a pass of its own does. A tile
@@ -8284,6 +8341,7 @@ static bool enough_256(const Tensor& x, int N) {
     const int tiles = make_tiling(x, hopper_tile(9, HOPPER_256)).tiles * ceil_div(N, 64);
     return 2 * tiles >= 3 * gpu_multiprocessors;
 }
+
 // Whether a 3x3 convolution with O outputs norms what it reads: HOPPER_256_NORMED does, whole tiles and whole chunks.
 static bool conv3x3_norms(const Norm& norm, int O) {
     const Tensor &x = norm.x.first, &second = norm.x.second;
@@ -8291,6 +8349,7 @@ static bool conv3x3_norms(const Norm& norm, int O) {
     const bool whole_chunks = x.C % 64 == 0 && second.C % 64 == 0;
     return HAS_HOPPER && norm.silu && whole_tiles && whole_chunks && O > 16 && enough_256(x, O);
 }
+
 static Concat groupnorm_for_conv3x3(Tensor normed, const Norm& norm, int O) {
     if (conv3x3_norms(norm, O)) {
         groupnorm_forward(Tensor(), norm);  // writes statistics, scales and shifts alone
@@ -8722,14 +8781,17 @@ template <int TAPS>
 static Gemm forward_gemm(Tensor out, Concat x, ConvLayer<TAPS> layer, const ForwardOptions& options) {
     return {.out = out, .residual = options.residual, .x = x, .w = layer.w, .bias = layer.bias, .emb = options.emb};
 }
+
 template <int TAPS>
 static Gemm backward_input_gemm(Concat dx, Tensor dout, ConvLayer<TAPS> layer, const BackwardOptions& options) {
     const Concat residual = options.accumulate ? dx : Concat();
     return {.out = dx, .residual = residual, .x = dout, .w = layer.w, .norm = options.norm};
 }
+
 template <int TAPS, bool TRANSPOSED> static void launch_gemm(const Gemm& g) {
     launch_gemm<TAPS, TRANSPOSED>(g, choose(g, TAPS, TRANSPOSED));
 }
+
 template <int TAPS> static void launch_hopper_weight_gradient(WeightGradient g);  // section 12
 
 // How many blocks share the pixels of a weight gradient. A block's pixels take a time of tiles / splits, and the
@@ -8743,6 +8805,7 @@ static int choose_weight_splits(const WeightGradient& g) {
     const int balanced = (int)(factor * sqrtf((float)g.tiling.tiles / g.dout.C / g.x.C()));
     return std::max(1, std::min(most, balanced + 1));
 }
+
 template <int TAPS>
 static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, Rows demb) {
     assert(!x.half_scale_shift);
@@ -8766,10 +8829,12 @@ static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions opt
     PROFILE("3x3 forward", convolution_work(out.rows(), 9, x.C(), out.C));
     launch_gemm<9, false>(forward_gemm(out, x, layer, options));
 }
+
 static void conv3x3_backward_input(Tensor dx, Tensor dout, Conv layer, BackwardOptions options) {
     PROFILE("3x3 dX", convolution_work(dout.rows(), 9, dx.C, dout.C));
     launch_gemm<9, true>(backward_input_gemm(dx, dout, layer, options));
 }
+
 static void conv3x3_backward_weight(Conv layer, Tensor dout, Tensor x, Rows demb) {
     PROFILE("3x3 dW", convolution_work(dout.rows(), 9, x.C, dout.C, sizeof(float)));
     gemm_backward_weight(layer, dout, x, demb);
@@ -8779,10 +8844,12 @@ static void conv1x1_forward(Tensor out, Concat x, Linear layer, ForwardOptions o
     PROFILE("1x1 forward", convolution_work(out.rows(), 1, x.C(), out.C));
     launch_gemm<1, false>(forward_gemm(out, x, layer, options));
 }
+
 static void conv1x1_backward_input(Concat dx, Tensor dout, Linear layer, BackwardOptions options) {
     PROFILE("1x1 dX", convolution_work(dout.rows(), 1, dx.C(), dout.C));
     launch_gemm<1, true>(backward_input_gemm(dx, dout, layer, options));
 }
+
 static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     PROFILE("1x1 dW", convolution_work(dout.rows(), 1, x.C(), dout.C, sizeof(float)));
     gemm_backward_weight(layer, dout, x, {});
@@ -8799,28 +8866,30 @@ __device__ inline int product_of_tile(const MatrixProduct* products, int count, 
     }
     return first;
 }
+
 // Block i does tile i of all products.
-template <class Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::BLOCKS)
+template <class ThreadBlock>
+__global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
     products_kernel(const MatrixProduct* products, int count) {
     await_inputs();
     const int tile = blockIdx.x;
     const MatrixProduct p = products[product_of_tile(products, count, tile)];
-    Block block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};
+    ThreadBlock block = {{.out = p.out, .residual = p.added, .x = p.left, .w = p.right, .alpha = p.alpha, .beta = p.beta}};
     block.chunks_a_split = block.chunks();
     block.run(tile - p.first_tile);
 }
-static void multiply_matrices(const MatrixProduct* products, int count, int tiles, bool right_is_transposed) {
+
+static void multiply_matrices(const MatrixProduct* products, int count, int tiles, RightMatrix right_lies) {
     PROFILE("Muon", {});
     constexpr bool BF16 = sizeof(floatX) == 2;
     using Block64 = GemmBlock<64, 64, 32, 32, 1, false, 3, 4>;
     using Block128 = GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>;
-    static_assert(matrix_tile(true) == 64 && matrix_tile(false) == 128, "a block does a tile");
-    auto launch_blocks = [&]<class Block>(Block) {
-        const int bytes = Block::shared_bytes(2, Block::A_ROWS);
-        launch(products_kernel<Block>, tiles, Block::THREADS, bytes, products, count);
+    static_assert(matrix_tile(RIGHT_TRANSPOSED) == 64 && matrix_tile(RIGHT_IN_ROWS) == 128, "a block does a tile");
+    auto launch_blocks = [&]<class ThreadBlock>(ThreadBlock) {
+        const int bytes = ThreadBlock::shared_bytes(2, ThreadBlock::A_ROWS);
+        launch(products_kernel<ThreadBlock>, tiles, ThreadBlock::THREADS, bytes, products, count);
     };
-    if (right_is_transposed) launch_blocks(Block64());
+    if (right_lies == RIGHT_TRANSPOSED) launch_blocks(Block64());
     else launch_blocks(Block128());
 }
 
@@ -8874,6 +8943,7 @@ struct Barrier {
         while (!ptx::mbarrier_try_wait_parity(&state, parity)) continue;
     }
 };
+
 // The barriers of a ring of N buffers. One thread fills a buffer, by TMA, and then `readers` warpgroups read it.
 template <int N> struct RingBarriers {
     Barrier full[N], empty[N];
@@ -8884,6 +8954,7 @@ template <int N> struct RingBarriers {
         }
     }
 };
+
 // A thread's position in a ring: the buffer, and the parity of the barrier's phase that it waits for. A thread that fills
 // buffers begins with parity 1, for which a new barrier does not wait: at first the buffers are empty.
 template <int N> struct Ring {
@@ -8902,10 +8973,12 @@ template <int N> struct Ring {
         slot %= N;
     }
 };
+
 // Waits for all threads of the warpgroup. Barrier 0 is that of __syncthreads.
 __device__ inline void warpgroup_barrier(int warpgroup) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup), "r"(128) : "memory");
 }
+
 // A thread's warpgroup. The shuffle tells the compiler that it is the same for a whole warp, so that what
 // follows from it is computed once a warp; without it the addresses for wgmma took longer than the products.
 __device__ inline int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / 128, 0); }
@@ -8918,10 +8991,12 @@ __device__ inline void tma_load(void* to, const CUtensorMap& map, Barrier& barri
     ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, &map, {c, at.x, at.y, at.b},
                               &barrier.state);
 }
+
 __device__ inline void tma_store(const CUtensorMap& map, const void* from, int c, Pixel at) {
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &map, {c, at.x, at.y, at.b}, from);
     ptx::cp_async_bulk_commit_group();
 }
+
 // Needed between a thread's stores to shared memory and TMA or tensor cores that read what was stored.
 __device__ inline void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -8939,12 +9014,14 @@ __device__ inline uint64_t matrix_descriptor(uint32_t address, uint32_t stride, 
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(next >> 4) << 16 | (uint64_t)(stride >> 4) << 32 |
            swizzle_128_bytes;
 }
+
 __device__ inline uint64_t advance(uint64_t matrix, int bytes) { return matrix + (bytes >> 4); }
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
+
 // Where element c[e] of a thread's registers lies in the 64 rows and N columns of a product, counted from the
 // thread's c[0]. That one lies in row 16 * (warp of the warpgroup) + lane / 4 and column lane % 4 * 2.
 struct Fragment {
@@ -8952,6 +9029,7 @@ struct Fragment {
     __device__ static constexpr int row(int e) { return row_half(e) * 8; }
     __device__ static constexpr int column(int e) { return e / 4 * 8 + e % 2; }
 };
+
 // clang-format off
 #define REGISTERS_8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), \
                           "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])

@@ -1289,11 +1289,11 @@ static void conv1x1_backward_weight(Linear layer, Tensor dout, Concat x) {
     }
 }
 
-static void multiply_matrices(const MatrixProduct* products, int count, int, bool right_is_transposed) {
+static void multiply_matrices(const MatrixProduct* products, int count, int, RightMatrix right_lies) {
     PROFILE("Muon", {});
     for (const MatrixProduct& p : std::span(products, count)) {
         const int rows = p.out.rows(), columns = p.out.C, depth = p.left.C;
-        const Matrix right = right_is_transposed ? transposed(p.right, depth) : Matrix{p.right, columns};
+        const Matrix right = right_lies == RIGHT_TRANSPOSED ? transposed(p.right, depth) : Matrix{p.right, columns};
         each_tile(columns, 128, rows, 64, [&](int c0, int c1, int r0, int r1) {
             const Matrix left = pixels_of(p.left, r0);
             matmul({r1 - r0, c1 - c0, depth}, element(p.out, r0, c0), columns, left, right.from(0, c0), false);

@@ -1242,7 +1242,7 @@ static void test_optimiser(size_t n, int emas, bool accepted) {
 }
 
 // Products of matrices at once, some of which are no whole tiles. With norms their factors are as MuonNorms makes them.
-static void test_products(bool right_is_transposed, bool has_norms) {
+static void test_products(RightMatrix right_lies, bool has_norms) {
     struct Size {
         int rows, columns;
     };
@@ -1251,7 +1251,7 @@ static void test_products(bool right_is_transposed, bool has_norms) {
     for (Size s : sizes) squares += s.rows * s.rows, wholes += s.rows * s.columns;
     Layer out(wholes), left(squares, 0.2f, 0.3f), right(wholes), added(wholes);
 
-    check("products of matrices", text("%s%s", right_is_transposed ? "transposed" : "plain", has_norms ? ", norms" : ""),
+    check("products of matrices", text("%s%s", right_lies == RIGHT_TRANSPOSED ? "transposed" : "plain", has_norms ? ", norms" : ""),
           {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
               typedef MatrixProductOf<typename decltype(on)::T> Product;
               std::vector<Product> products;
@@ -1265,7 +1265,7 @@ static void test_products(bool right_is_transposed, bool has_norms) {
                                      .beta = 0.25f,
                                      .first_tile = tiles};
                   if (has_norms || tiles) product.added = {on(added) + whole, s.rows, 1, 1, s.columns};
-                  tiles += product.tiles(right_is_transposed);
+                  tiles += product.tiles(right_lies);
                   products.push_back(product);
                   square += s.rows * s.rows, whole += s.rows * s.columns;
               }
@@ -1278,8 +1278,8 @@ static void test_products(bool right_is_transposed, bool has_norms) {
                   backend_upload(other_list, others.data(), bytes);
               }
               if (has_norms) on.run(MuonNorms<typename decltype(on)::T>{other_list, list, (int)count});
-              on.multiply_matrices(list, (int)count, tiles, right_is_transposed);
-              if (has_norms) on.multiply_matrices(other_list, 1, products[0].tiles(right_is_transposed), right_is_transposed);
+              on.multiply_matrices(list, (int)count, tiles, right_lies);
+              if (has_norms) on.multiply_matrices(other_list, 1, products[0].tiles(right_lies), right_lies);
               if (!on.here) {
                   wait_for(newest_event);
                   CUDA_CHECK(cudaDeviceSynchronize());
@@ -1320,7 +1320,9 @@ static void check_tiny() {
     test_step(5, 7, 6, 3, LR_COSINE, true);
     test_finish(1, 10000, 200000, 0), test_finish(3, 10000, 200000, 3);
     test_optimiser(70004, 2, true), test_optimiser(4, 0, true);
-    for (bool transposed : {false, true}) test_products(transposed, false), test_products(transposed, true);
+    for (RightMatrix right_lies : {RIGHT_IN_ROWS, RIGHT_TRANSPOSED}) {
+        for (bool has_norms : {false, true}) test_products(right_lies, has_norms);
+    }
     test_philox(1000);
     // Hopper's tiles of two parts, of which there are enough with many channels
     test_normed_product({.B = 4, .H = 32, .W = 32, .C = 64, .O = 1024}, 9);
@@ -1485,7 +1487,9 @@ static void check_all(const Plan& plan) {
     for (int emas = 0; emas <= MAX_EMAS; emas++)
         test_optimiser(4, emas, true), test_optimiser(70004, emas, true);
     test_optimiser(70004, 2, false);
-    for (bool transposed : {false, true}) test_products(transposed, false), test_products(transposed, true);
+    for (RightMatrix right_lies : {RIGHT_IN_ROWS, RIGHT_TRANSPOSED}) {
+        for (bool has_norms : {false, true}) test_products(right_lies, has_norms);
+    }
     test_philox(2000000);
     // Hopper's tiles of two parts: weights stay or don't; x is normed on the way or not; the second outside.
     test_normed_product({.B = 14, .H = 64, .W = 64, .C = 64, .on_the_way = true}, 9);
