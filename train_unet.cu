@@ -1004,14 +1004,19 @@ static void timestep_embedding(Tensor out, const int* timesteps, int max_period,
     run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
 }
 
+// A float and its bits. A union, because GCC 12 makes slower code of std::bit_cast in fast_exp: a tenth in group norm.
+union FloatBits {
+    float value;
+    uint32_t bits;
+};
+
 // e^x to 2 units in the last place, with x held within [-87, 88]. NaN stays NaN. It is a polynomial, so that loops over
 // it become vector code: e^x = 2^n e^r with the integer n nearest to x / ln 2 and r = x - n ln 2.
 static inline float fast_exp(float x) {
-    if (x < -87.0f) x = -87.0f;
-    if (x > 88.0f) x = 88.0f;
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // two ifs become slower code
 
-    float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23 is added, so that the lowest bits are n
-    float n = shifted - 12582912.0f;
+    FloatBits shifted = {x * 1.44269504f + 12582912.0f};  // 1.5 * 2^23 is added, so that the lowest bits are n
+    float n = shifted.value - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
 
     float p = 1.9875691500e-4f;  // coefficients: Cephes library, expf
@@ -1022,9 +1027,9 @@ static inline float fast_exp(float x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
 
-    uint32_t exponent = std::bit_cast<uint32_t>(shifted) + 127;
-    float power = std::bit_cast<float>(exponent << 23);  // 2^n; any number where x is NaN, as p is then
-    return p * power;
+    FloatBits power;
+    power.bits = (shifted.bits + 127) << 23;  // 2^n; any number where x is NaN, as p is then
+    return p * power.value;
 }
 
 #ifdef __CUDACC__
