@@ -7836,11 +7836,17 @@ struct Box {
 };
 
 static Tiling make_tiling(const Tensor& x, Box tile) {
-    Tiling tiling = {.B = x.B, .H = x.H, .W = x.W, .images = tile.images, .height = tile.height, .width = tile.width};
-    tiling.tiles_y = ceil_div(x.H, tile.height);
-    tiling.tiles_x = ceil_div(x.W, tile.width);
-    tiling.tiles = tiling.set_tiles() * ceil_div(x.B, tile.images);
-    return tiling;
+    int tiles_y = ceil_div(x.H, tile.height);
+    int tiles_x = ceil_div(x.W, tile.width);
+    return {.B = x.B,
+            .H = x.H,
+            .W = x.W,
+            .images = tile.images,
+            .height = tile.height,
+            .width = tile.width,
+            .tiles_y = tiles_y,
+            .tiles_x = tiles_x,
+            .tiles = tiles_y * tiles_x * ceil_div(x.B, tile.images)};
 }
 
 // 64 pixels are 8 x 8; 128 are 8 x 16, or 8 x 8 of two images if these are no wider.
