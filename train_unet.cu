@@ -1341,6 +1341,15 @@ struct DistributionMatching {
     float* teacher_x0;        // the same: the x0 that the teacher predicts
 };
 
+// A call of the network, with what it reads besides the images, which are Model.input.
+struct NetworkCall {
+    int B;                                  // its samples, up to plan.batch
+    const int* timesteps;                   // (B)
+    const int* labels = nullptr;            // (B): classes, or num_classes for none; null: the network knows none
+    int first = 0;                          // the first sample's number: noise and dropout's masks depend on it
+    const int64_t* dropout_step = nullptr;  // the step that the masks depend on too; null: nothing is dropped
+};
+
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
@@ -1359,15 +1368,17 @@ struct Model : OptimiserMemory {
     Arena scratch, late;          // what the current block may take from: its buffers scratch_... and late
     Event embedding_ready = 0;    // block 0's output is there
     floatX* input;                // (B, H, W, PIXEL): the noised images
-    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
-    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
-    int* timesteps;               // (batch_size): of the whole batch, also where B is a part of it
-    int first;                    // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;  // the step that --dropout's masks depend on; null: nothing is dropped
+    NetworkCall call;             // the newest: backward reads it again
 
-    // Of a training step. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
-    int* sources;                      // (batch_size)
-    int* labels;                       // (batch_size): its class, or num_classes for none; only with --class_cond
+    // Of a batch. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
+    int* timesteps;               // (batch_size); while samples are drawn, of the rows of a call, as are the labels
+    int* sources;                 // (batch_size)
+    int* labels;                  // (batch_size): its class, or num_classes for none; only with --class_cond
+    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
+    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
+    struct SampleSpec* specs;     // (B): the seed and the class of each sample that is drawn
+
+    // Of a training step.
     struct StepState* state;           // of the current step: see section 7
     float* losses;                     // (batch_size, loss_chunks)
     float* variance_losses = nullptr;  // (batch_size, loss_chunks), with --learn_sigma
@@ -1375,6 +1386,7 @@ struct Model : OptimiserMemory {
     int* stops;                        // (ranks): whether each was asked to stop
     float* received;                   // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;      // (diffusion_steps)
+    uint32_t* last_words;              // (diffusion_steps): see draw_timestep
 
     // Of tuning, and of the optimiser.
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
@@ -1383,9 +1395,6 @@ struct Model : OptimiserMemory {
     float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
     Muon muon = {};                      // with --optimizer muon
-    uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-
-    struct SampleSpec* specs;  // (B): the seed and the class of each sample that is drawn
 
     std::shared_ptr<char[]> memory;
     size_t bytes;
@@ -1571,7 +1580,7 @@ struct EmbedBlock : Module {
     Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1);
     Linear linear2_layer = layer<Linear>(EMBED_LINEAR2);
-    const int* labels = m->labels ? m->labels + m->first : nullptr;
+    const int* labels = m->call.labels;
 
     // Where the labels' table begins in the parameters. It has no bias.
     size_t table() const { return m->plan.tensors[block.param + 2 * EMBED_LABELS].offset; }
@@ -1587,7 +1596,7 @@ struct EmbedBlock : Module {
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
 
         m->embedding_ready = on_side_stream([=, *this] {
-            timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
+            timestep_embedding(sinusoids, m->call.timesteps, m->config.max_period, unit);
             conv1x1_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
 
@@ -1670,7 +1679,7 @@ struct ResBlock : Module {
     bool resizes = block.H != block.out_H;
     bool adds_x = !changes_width && !resizes;  // the residual is x itself
     bool modulates = m->config.use_scale_shift_norm;
-    bool drops = m->dropout_step && m->config.dropout > 0;
+    bool drops = m->call.dropout_step && m->config.dropout > 0;
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
     Norm norm1 = norm_of(RES_NORM1, x);
@@ -1685,7 +1694,7 @@ struct ResBlock : Module {
 
     void drop(Tensor y) const {
         const Config& c = m->config;
-        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropout_step});
+        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->call.first, m->call.dropout_step});
     }
 
     Tensor normed1 = {}, normed2 = {};  // what the convolutions read
@@ -2199,21 +2208,29 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 
 // ---- forward and backward --------------------------------------------------------------------------------
-// input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
-static void unet_forward(Model* m, int B, int first = 0) {
-    m->first = first;
+// A call for B samples of the batch, from number `first` on.
+static NetworkCall call_of(const Model* m, int B, int first = 0) {
+    return {.B = B,
+            .timesteps = m->timesteps + first,
+            .labels = m->labels ? m->labels + first : nullptr,
+            .first = first};
+}
+
+// input (B, H, W, PIXEL) and the call's timesteps and labels -> the last block's output.
+static void unet_forward(Model* m, const NetworkCall& call) {
+    m->call = call;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_forward);
-        network.forward(m, block, B);
+        network.forward(m, block, call.B);
     }
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
-// on the side stream may go on beside the backward of the next block; the block's others are waited for.
-static void unet_backward(Model* m, int B, float* dw) {
+// Backward of m->call: the last block's output gradient -> every weight gradient, dw (num_floats). A block's last
+// weight gradient on the side stream may go on beside the backward of the next block; its others are waited for.
+static void unet_backward(Model* m, float* dw) {
     m->dw = dw;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
@@ -2222,7 +2239,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
 
         Event of_block_before = newest_event;
-        network.backward(m, block, B);
+        network.backward(m, block, m->call.B);
         // Waits for all but the newest event, which is of this block; or for all, if the block started none.
         wait_for(std::max(newest_event - 1, of_block_before));
     }
@@ -3228,7 +3245,7 @@ static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const Sa
                        .rows = rows,
                        .samples = batch.input.B,
                        .no_class = m->config.num_classes});
-    launch_graph(&(*graphs)[rows], [&] { unet_forward(m, rows); });
+    launch_graph(&(*graphs)[rows], [&] { unet_forward(m, call_of(m, rows)); });
 }
 
 static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
@@ -4206,11 +4223,11 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / t->images.count;
 }
 
-// The loss of a batch. Only pairs have weights other than the schedule's.
+// The loss of a batch. Only pairs have weights other than the schedule's, and only the fake other timesteps.
 static BatchLoss batch_loss(const Model* m, Objective objective) {
     const Config& c = m->config;
     return {.chunk_sums = m->losses,
-            .timesteps = m->timesteps,
+            .timesteps = objective == OBJECTIVE_FAKE ? m->matching.timesteps : m->timesteps,
             .schedule = m->schedule,
             .batch_size = c.batch_size,
             .pixels = (int)pixels_of(c),
@@ -4252,17 +4269,31 @@ static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes the network's input and m->target.
-static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
+// The network's call for a micro-batch, which drops nothing.
+static NetworkCall call_of(const Model* m, const MicroBatch& part) {
+    NetworkCall call = call_of(m, part.B, part.first);
+    call.timesteps = part.timesteps + part.first;
+    return call;
+}
+
+// The same in training, where dropout drops.
+static NetworkCall training_call(const Model* m, const MicroBatch& part) {
+    NetworkCall call = call_of(m, part);
+    call.dropout_step = &m->state->step;
+    return call;
+}
+
+// Noises the images (B, C, H, W) for a call: makes the network's input and m->target.
+static void add_noise(Model* m, const float* images, const NetworkCall& call, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{.x_t = unet_input(m, part.B),
+    run(AddNoise<floatX>{.x_t = unet_input(m, call.B),
                          .target = m->target,
                          .images = images,
                          .schedule = m->schedule,
-                         .timesteps = timesteps,
+                         .timesteps = call.timesteps,
                          .step = step,
-                         .first = part.first,
+                         .first = call.first,
                          .channels = c.in_channels,
                          .offset_noise = c.path_steps ? 0 : c.offset_noise,  // a path begins with a sampler's noise
                          .seed = c.seed,
@@ -4271,10 +4302,10 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
 static void predict_earlier(Model* m, const MicroBatch& part) {
-    std::swap(m->timesteps, m->pairs.timesteps);  // the network reads m->timesteps; `part` keeps the samples' own
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
-    unet_forward(m, part.B, part.first);
-    std::swap(m->timesteps, m->pairs.timesteps);
+    NetworkCall earlier = training_call(m, part);
+    earlier.timesteps = m->pairs.timesteps + part.first;
+    add_noise(m, m->images, earlier, STREAM_NOISE);
+    unet_forward(m, earlier);
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
@@ -4286,7 +4317,7 @@ static void load_noised_images(Trainer* t, const MicroBatch& part) {
                    .source = t->source,
                    .B = part.B});
     if (has_pairs(m->config)) predict_earlier(m, part);
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
+    add_noise(m, m->images, call_of(m, part), STREAM_NOISE);
 }
 
 // Makes the network's input and m->target from points of paths.
@@ -4299,42 +4330,49 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .consistency_steps = m->config.consistency_steps});
 }
 
-// The next three functions make the network's input in a step that matches distributions, and return the images
-// (B, C, H, W) that they have noised.
+// What the network sees in a step that matches distributions: images, noised.
+struct NoisedImages {
+    float* images;  // one of DistributionMatching's arrays; null: zeros, so that the network sees noise alone
+    RandomStream stream;
+};
+static const NoisedImages NOISE_ALONE = {nullptr, STREAM_NOISE};
 
-// The student's first step of drawing: it sees noise alone, and the images are 0.
-static const float* load_first_step(Model* m, const MicroBatch& part) {
-    size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
-    backend_zero(m->images, values * sizeof(float));
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
-    return m->images;
-}
-
-// The student's last step of drawing, from its drafts. Where it draws in one step, this is also the first.
-static const float* load_last_step(Model* m, const MicroBatch& part) {
-    if (!m->matching.drafts) return load_first_step(m, part);
-
-    const float* drafts = images_of(m->matching.drafts, m, part);
-    add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
-    return drafts;
+// What the student sees in its last step of drawing: its drafts. Where it draws in one step, this is also the first.
+static NoisedImages student_input(const Model* m) {
+    if (!m->matching.drafts) return NOISE_ALONE;
+    return {m->matching.drafts, STREAM_SECOND_NOISE};
 }
 
 // What the fake and the teacher see: the pictures that the student drew.
-static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-    return pictures;
+static NoisedImages drawn_pictures(const Model* m) { return {m->matching.pictures, STREAM_MATCHING_NOISE}; }
+
+// Makes the network's input and m->target from these images. Returns the micro-batch's, (B, C, H, W).
+static const float* load_noised(Model* m, const NoisedImages& noised, const MicroBatch& part) {
+    const float* images = m->images;
+    if (noised.images) {
+        images = images_of(noised.images, m, part);
+    } else {
+        size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
+        backend_zero(m->images, values * sizeof(float));
+    }
+    add_noise(m, images, call_of(m, part), noised.stream);
+    return images;
 }
 
-// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W) to `predicted`, one of
-// DistributionMatching's arrays.
-static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
-    run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
+// Where the x0 goes that the network predicts from noised images.
+struct PredictedImages {
+    float* images;  // one of DistributionMatching's arrays
+    bool clamps;
+};
+
+// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W).
+static void predict_x0(Model* m, const PredictedImages& predicted, const float* images, const MicroBatch& part) {
+    run(PredictX0<floatX>{.predicted = images_of(predicted.images, m, part),
                           .loss = part,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
-                          .clamps = clamps});
+                          .clamps = predicted.clamps});
 }
 
 // Makes m->target the student's, from its prediction.
@@ -4359,27 +4397,25 @@ static void load_pair_target(Model* m, const MicroBatch& part) {
 static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    m->dropout_step = &m->state->step;
     switch (objective) {
         case OBJECTIVE_IMAGES: load_noised_images(t, part); break;
         case OBJECTIVE_PATHS: load_path_points(m, part); break;
-        case OBJECTIVE_FAKE: load_drawn_pictures(m, part); break;
-        case OBJECTIVE_STUDENT: load_last_step(m, part); break;
+        case OBJECTIVE_FAKE: load_noised(m, drawn_pictures(m), part); break;
+        case OBJECTIVE_STUDENT: load_noised(m, student_input(m), part); break;
     }
-    unet_forward(m, part.B, part.first);
+    unet_forward(m, training_call(m, part));
 
     if (has_pairs(c)) load_pair_target(m, part);
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     if (objective == OBJECTIVE_FAKE) {
-        const float* pictures = images_of(m->matching.pictures, m, part);
-        predict_x0(m, m->matching.fake_x0, pictures, part, clamps_x0(c));  // load_matching_target will need it
+        PredictedImages fake_x0 = {m->matching.fake_x0, clamps_x0(c)};  // load_matching_target will need it
+        predict_x0(m, fake_x0, images_of(m->matching.pictures, m, part), part);
     }
 
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
-    unet_backward(m, part.B, dw);
-    m->dropout_step = nullptr;
+    unet_backward(m, dw);
 }
 
 // dw = the gradient of these micro-batches: that of the first half plus that of the others, so that their number alone
@@ -4472,12 +4508,12 @@ static void update_weights(Model* m, const OptimiserMemory& memory, floatX* work
     run(update);
 }
 
-// Calls predict_x0 for all this rank's samples: of the images that `load` returns, with the input that it makes.
-static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
-    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-        const float* images = load(m, part);
-        unet_forward(m, part.B, part.first);
-        predict_x0(m, predicted, images, part, clamps);
+// Predicts x0 for all this rank's samples, at the timesteps of this objective.
+static void predict_all(Model* m, Objective objective, const NoisedImages& noised, const PredictedImages& predicted) {
+    for (const MicroBatch& part : own_microbatches(m, objective)) {
+        const float* images = load_noised(m, noised, part);
+        unet_forward(m, call_of(m, part));
+        predict_x0(m, predicted, images, part);
     }
 }
 
@@ -4497,19 +4533,17 @@ static void match_distributions(Trainer* t) {
                       .seed = c.seed});
 
     if (matching.drafts) {
-        predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
+        predict_all(m, OBJECTIVE_STUDENT, NOISE_ALONE, {.images = matching.drafts, .clamps = clamps_x0(c)});
         run(SetTimesteps{m->timesteps, c.batch_size, t->source.starts[1]});
     }
-    predict_all(m, matching.pictures, load_last_step, false);
+    predict_all(m, OBJECTIVE_STUDENT, student_input(m), {.images = matching.pictures, .clamps = false});
 
-    std::swap(m->timesteps, matching.timesteps);  // the network and the losses read m->timesteps
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    predict_all(m, matching.teacher_x0, load_drawn_pictures, clamps_x0(c));
-    std::swap(m->timesteps, matching.timesteps);
+    predict_all(m, OBJECTIVE_FAKE, drawn_pictures(m), {.images = matching.teacher_x0, .clamps = clamps_x0(c)});
     use_weights(m, m->master);
 }
 
@@ -4731,13 +4765,14 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     Model* m = &t->model;
     load_validation_images(t, last_words, first, B);
 
+    NetworkCall call = call_of(m, B);
+    call.first = first;  // the noise goes by an image's number among all validation images
+    add_noise(m, m->images, call, STREAM_VAL_NOISE);
+    unet_forward(m, call);
+
     BatchLoss loss = batch_loss(m, OBJECTIVE_IMAGES);
     loss.batch_size = B;
     loss.B = B;
-    BatchLoss numbered = loss;
-    numbered.first = first;  // the noise goes by an image's number among all validation images
-    add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
-    unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));

@@ -299,7 +299,7 @@ static void print_calls(const Config& config, const std::string& list) {
     prepare_drawing(&m, config, (int)std::ranges::max(batches));
     for (uint32_t B : batches) {
         double ms = time_replays([&] {
-            for (int n = 0; n < CALLS; n++) unet_forward(&m, (int)B);
+            for (int n = 0; n < CALLS; n++) unet_forward(&m, call_of(&m, (int)B));
         });
         printf("one network call, batch %u: %.4f ms\n", B, ms / CALLS);
         fflush(stdout);
@@ -337,7 +337,7 @@ static void run_program(int argc, char** argv) {
 
     Model m;
     prepare_drawing(&m, config, drawn);
-    double call_ms = time_replays([&] { unet_forward(&m, drawn); });
+    double call_ms = time_replays([&] { unet_forward(&m, call_of(&m, drawn)); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
 
     Trainer t;
