@@ -1350,6 +1350,12 @@ struct NetworkCall {
     const int64_t* dropout_step = nullptr;  // the step that the masks depend on too; null: nothing is dropped
 };
 
+// What samples are drawn in.
+struct SamplerMemory {
+    struct SampleSpec* specs;  // (B): the seed and the class of each sample
+    float *x, *saved;          // (B, H, W, PIXEL): see SampleUpdate
+};
+
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
 struct Model : OptimiserMemory {
     Config config;
@@ -1368,15 +1374,16 @@ struct Model : OptimiserMemory {
     Arena scratch, late;          // what the current block may take from: its buffers scratch_... and late
     Event embedding_ready = 0;    // block 0's output is there
     floatX* input;                // (B, H, W, PIXEL): the noised images
-    NetworkCall call;             // the newest: backward reads it again
+    NetworkCall call;             // of unet_forward; backward reads it again
 
     // Of a batch. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
-    int* timesteps;               // (batch_size); while samples are drawn, of the rows of a call, as are the labels
-    int* sources;                 // (batch_size)
-    int* labels;                  // (batch_size): its class, or num_classes for none; only with --class_cond
-    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
-    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
-    struct SampleSpec* specs;     // (B): the seed and the class of each sample that is drawn
+    // Samples are drawn between training steps. Then images and target are free, and lend the sampler their memory.
+    int* timesteps;         // (batch_size), or those of the samples that are drawn
+    int* labels;            // the same: their classes, or num_classes for none; only with --class_cond
+    int* sources;           // (batch_size)
+    float* images;          // (B, C, H, W): clean, planar, as in files
+    float* target;          // (B, H, W, PIXEL): what the network should predict
+    SamplerMemory sampler;
 
     // Of a training step.
     struct StepState* state;           // of the current step: see section 7
@@ -3207,16 +3214,15 @@ struct SetModelInputs {
 };
 
 // ---- samples of a model -----------------------------------------------------------------------------------
-// Between training steps m->target and m->images are free: they hold x and what the sampler saves.
 static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
             .channels = m->config.in_channels,
             .clamps = clamps_x0(m->config),
             .guidance = guidance,
-            .x = m->target,
-            .saved = m->images,
-            .specs = m->specs};
+            .x = m->sampler.x,
+            .saved = m->sampler.saved,
+            .specs = m->sampler.specs};
 }
 
 // Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the
@@ -3240,7 +3246,7 @@ static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const Sa
     int rows = batch.rows();
     run(SetModelInputs{.timesteps = m->timesteps,
                        .labels = m->labels,
-                       .specs = m->specs,
+                       .specs = m->sampler.specs,
                        .timestep = step.timestep,
                        .rows = rows,
                        .samples = batch.input.B,
@@ -3682,7 +3688,10 @@ static void place_batch(Model* m, Arena* arena) {
     place(arena, B * pixels * PIXEL, m->input, m->target, m->images);
     place(arena, batch, m->timesteps, m->sources);
     if (label_rows(c)) place(arena, batch, m->labels);
-    place(arena, B, m->specs);
+
+    place(arena, B, m->sampler.specs);
+    m->sampler.x = m->target;
+    m->sampler.saved = m->images;  // which therefore have room for PIXEL channels
 
     size_t losses = batch * loss_chunks((int)pixels);
     place(arena, losses, m->losses);
@@ -4601,7 +4610,7 @@ static void draw_paths(Trainer* t, int64_t number) {
 
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
-        run(StartPaths{m->specs, t->source, part.B, part.first, number});
+        run(StartPaths{m->sampler.specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
 
@@ -4705,19 +4714,19 @@ static bool agree_to_stop(Model* m) {
     return stop_agreed;
 }
 
-// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through m->target, which is free while nothing is
-// trained. These two ranks call it.
+// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through the memory of the sampler's x, which is
+// free by then. These two ranks call it.
 template <typename T> static void send_share(Model* m, std::vector<T>* values, size_t unit, int rank) {
     auto [begin, end] = share_of(values->size(), rank, unit);
     for (size_t first = begin; first < end; first += unit) {
         T* piece = &(*values)[first];
         size_t bytes = std::min(unit, end - first) * sizeof(T);
-        std::span buffer((std::byte*)m->target, bytes);
+        std::span buffer((std::byte*)m->sampler.x, bytes);
         if (world.rank == 0) {
             backend_exchange(rank, {}, buffer);
-            backend_download(piece, m->target, bytes);
+            backend_download(piece, m->sampler.x, bytes);
         } else {
-            backend_upload(m->target, piece, bytes);
+            backend_upload(m->sampler.x, piece, bytes);
             backend_exchange(0, buffer, {});
         }
     }
@@ -4886,7 +4895,7 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
     CallGraphs graphs;
     return share_among_ranks(m, samples, most * elements, [&](size_t first, size_t count) {
         int B = (int)(count / elements);
-        backend_upload(m->specs, &specs[first / elements], B * sizeof(SampleSpec));
+        backend_upload(m->sampler.specs, &specs[first / elements], B * sizeof(SampleSpec));
         SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
         sample_batch(m, batch, steps, &graphs, &progress);
         backend_download(&(*samples)[first], batch.x, count * sizeof(float));

@@ -271,17 +271,17 @@ static void prepare_drawing(Model* m, Config config, int B) {
     initialise_weights(m, config.seed);
     std::vector<SampleSpec> specs;
     for (uint32_t seed : consecutive(config.seed, B)) specs.push_back({seed, 0});
-    backend_upload(m->specs, specs.data(), B * sizeof(SampleSpec));
+    backend_upload(m->sampler.specs, specs.data(), B * sizeof(SampleSpec));
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
-    run(SetModelInputs{m->timesteps, m->labels, m->specs, halfway.timestep, B, B, 0});
+    run(SetModelInputs{m->timesteps, m->labels, m->sampler.specs, halfway.timestep, B, B, 0});
     run(UpdateSamples<floatX>{{.input = unet_input(m, B),
                                 .out = unet_output(m),
                                 .channels = config.in_channels,
                                 .clamps = false,
                                 .guidance = 1,
-                                .x = m->target,
-                                .saved = m->images,
-                                .specs = m->specs},
+                                .x = m->sampler.x,
+                                .saved = m->sampler.saved,
+                                .specs = m->sampler.specs},
                               halfway});
 }
 
