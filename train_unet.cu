@@ -1328,6 +1328,7 @@ struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier timestep of each sample
     float* gaps;     // (batch_size): the noise_fraction of the sample's own timestep minus that of the earlier one
     float* errors;   // (B, H, W, PIXEL): see EarlierErrors
+    float* weights;  // (batch_size): of the samples' squared errors, see PairWeights
 };
 
 // Distribution matching: see section 6. The student is the network that is tuned.
@@ -1397,7 +1398,6 @@ struct Model : OptimiserMemory {
 
     // Of tuning, and of the optimiser.
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
-    float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
@@ -2786,13 +2786,12 @@ template <typename Real> struct EarlierErrors {
     }
 };
 
-// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
+// pairs.weights: of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
 // outweighing the others: the squared error of x0 is divided by its own root, held constant (the paper's
 // adaptive weight, with c = 0), and by the gap. An item is a sample.
 struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    float* weights;  // (batch_size)
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
@@ -2802,7 +2801,7 @@ struct PairWeights {
         for (int i = 0; i < chunks; i++) squares += loss.chunk_sums[sample * chunks + i];
 
         float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
-        weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
+        pairs.weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
 };
 
@@ -3664,7 +3663,7 @@ static void place_paths(Model* m, Arena* arena) {
 }
 
 static void place_pairs(Model* m, Arena* arena) {
-    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
+    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
     place(arena, m->plan.batch * pixels_of(m->config) * PIXEL, m->pairs.errors);
 }
 
@@ -4243,7 +4242,7 @@ static BatchLoss batch_loss(const Model* m, Objective objective) {
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_chunk_sums = m->variance_losses,
-            .weights = m->pair_weights,
+            .weights = m->pairs.weights,
             .on_paths = objective == OBJECTIVE_PATHS,
             .width = c.image_size};
 }
@@ -4399,7 +4398,7 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
 static void load_pair_target(Model* m, const MicroBatch& part) {
     run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     run(PredictionLoss<floatX>{part, unet_output(m), m->target});
-    run(PairWeights{m->pairs, part, m->pair_weights});
+    run(PairWeights{m->pairs, part});
 }
 
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
@@ -4465,7 +4464,7 @@ static void gather_results(Model* m, const int* stop) {
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
             if (losses) gather(losses, images * chunks);
-        if (m->pair_weights) gather(m->pair_weights, images);
+        if (m->pairs.weights) gather(m->pairs.weights, images);
         gather(m->grad_norm_sums, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
