@@ -1351,7 +1351,7 @@ struct NetworkCall {
     const int64_t* dropout_step = nullptr;  // the step that the masks depend on too; null: nothing is dropped
 };
 
-// What samples are drawn in.
+// Where samples are drawn.
 struct SamplerMemory {
     struct SampleSpec* specs;  // (B): the seed and the class of each sample
     float *x, *saved;          // (B, H, W, PIXEL): see SampleUpdate
@@ -2215,12 +2215,9 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 
 // ---- forward and backward --------------------------------------------------------------------------------
-// A call for B samples of the batch, from number `first` on.
-static NetworkCall call_of(const Model* m, int B, int first = 0) {
-    return {.B = B,
-            .timesteps = m->timesteps + first,
-            .labels = m->labels ? m->labels + first : nullptr,
-            .first = first};
+// A call for the first B samples of the model's batch.
+static NetworkCall call_of(const Model* m, int B) {
+    return {.B = B, .timesteps = m->timesteps, .labels = m->labels};
 }
 
 // input (B, H, W, PIXEL) and the call's timesteps and labels -> the last block's output.
@@ -4279,9 +4276,10 @@ static float* images_of(float* images, const Model* m, const MicroBatch& part) {
 
 // The network's call for a micro-batch, which drops nothing.
 static NetworkCall call_of(const Model* m, const MicroBatch& part) {
-    NetworkCall call = call_of(m, part.B, part.first);
-    call.timesteps = part.timesteps + part.first;
-    return call;
+    return {.B = part.B,
+            .timesteps = part.timesteps + part.first,
+            .labels = m->labels ? m->labels + part.first : nullptr,
+            .first = part.first};
 }
 
 // The same in training, where dropout drops.
@@ -4367,7 +4365,7 @@ static const float* load_noised(Model* m, const NoisedImages& noised, const Micr
     return images;
 }
 
-// Where the x0 goes that the network predicts from noised images.
+// Where the x0 goes that the network predicts from noised images, and whether it is clamped to [-1, 1].
 struct PredictedImages {
     float* images;  // one of DistributionMatching's arrays
     bool clamps;
@@ -4416,7 +4414,8 @@ static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatc
     if (has_pairs(c)) load_pair_target(m, part);
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     if (objective == OBJECTIVE_FAKE) {
-        PredictedImages fake_x0 = {m->matching.fake_x0, clamps_x0(c)};  // load_matching_target will need it
+        // load_matching_target will need it.
+        PredictedImages fake_x0 = {.images = m->matching.fake_x0, .clamps = clamps_x0(c)};
         predict_x0(m, fake_x0, images_of(m->matching.pictures, m, part), part);
     }
 
