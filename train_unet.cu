@@ -1328,6 +1328,7 @@ struct ConsistencyPairs {
     int* timesteps;  // (batch_size): the earlier timestep of each sample
     float* gaps;     // (batch_size): the noise_fraction of the sample's own timestep minus that of the earlier one
     float* errors;   // (B, H, W, PIXEL): see EarlierErrors
+    float* weights;  // (batch_size): of the samples' squared errors, see PairWeights
 };
 
 // Distribution matching: see section 6. The student is the network that is tuned.
@@ -1339,6 +1340,21 @@ struct DistributionMatching {
     float* drafts;            // the same: where it draws in two steps, what it draws in the first; otherwise null
     float* fake_x0;           // the same: the x0 that the fake predicts from these pictures, noised
     float* teacher_x0;        // the same: the x0 that the teacher predicts
+};
+
+// A call of the network, with what it reads besides the images, which are Model.input.
+struct NetworkCall {
+    int B;                                  // its samples, up to plan.batch
+    const int* timesteps;                   // (B)
+    const int* labels = nullptr;            // (B): classes, or num_classes for none; null: the network knows none
+    int first = 0;                          // the first sample's number: noise and dropout's masks depend on it
+    const int64_t* dropout_step = nullptr;  // the step that the masks depend on too; null: nothing is dropped
+};
+
+// Where samples are drawn.
+struct SamplerMemory {
+    struct SampleSpec* specs;  // (B): the seed and the class of each sample
+    float *x, *saved;          // (B, H, W, PIXEL): see SampleUpdate
 };
 
 // The model of a run: its configuration, its plan, and where its memory lies, which `memory` owns: see lay_out_model.
@@ -1359,15 +1375,18 @@ struct Model : OptimiserMemory {
     Arena scratch, late;          // what the current block may take from: its buffers scratch_... and late
     Event embedding_ready = 0;    // block 0's output is there
     floatX* input;                // (B, H, W, PIXEL): the noised images
-    float* target;                // (B, H, W, PIXEL): what the network should predict; while sampling x
-    float* images;                // (B, C, H, W): clean, planar, as in files; while sampling `saved`, (B, H, W, PIXEL)
-    int* timesteps;               // (batch_size): of the whole batch, also where B is a part of it
-    int first;                    // the sample of the batch that this micro-batch begins with
-    const int64_t* dropout_step;  // the step that --dropout's masks depend on; null: nothing is dropped
+    NetworkCall call;             // of unet_forward; backward reads it again
 
-    // Of a training step. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
-    int* sources;                      // (batch_size)
-    int* labels;                       // (batch_size): its class, or num_classes for none; only with --class_cond
+    // Of a batch. A sample's source is its image, or -1 - image where that is mirrored, or its point of a path.
+    // Samples are drawn between training steps. Then images and target are free, and lend the sampler their memory.
+    int* timesteps;         // (batch_size), or those of the samples that are drawn
+    int* labels;            // the same: their classes, or num_classes for none; only with --class_cond
+    int* sources;           // (batch_size)
+    float* images;          // (B, C, H, W): clean, planar, as in files
+    float* target;          // (B, H, W, PIXEL): what the network should predict
+    SamplerMemory sampler;
+
+    // Of a training step.
     struct StepState* state;           // of the current step: see section 7
     float* losses;                     // (batch_size, loss_chunks)
     float* variance_losses = nullptr;  // (batch_size, loss_chunks), with --learn_sigma
@@ -1375,17 +1394,14 @@ struct Model : OptimiserMemory {
     int* stops;                        // (ranks): whether each was asked to stop
     float* received;                   // (ranks, shard): the others' gradients of this rank's shard
     struct ScheduleRow* schedule;      // (diffusion_steps)
+    uint32_t* last_words;              // (diffusion_steps): see draw_timestep
 
     // Of tuning, and of the optimiser.
     ConsistencyPairs pairs = {};         // with --consistency and no --path_steps
-    float* pair_weights = nullptr;       // (batch_size), with pairs: the weight of a sample's squared error
     float* teacher = nullptr;            // with --path_steps: the parameters that are tuned, as they were
     float* points;                       // with --path_steps, of every micro-batch: see LoadPathPoints
     DistributionMatching matching = {};  // with --matching_fraction
     Muon muon = {};                      // with --optimizer muon
-    uint32_t* last_words;                // (diffusion_steps): see draw_timestep
-
-    struct SampleSpec* specs;  // (B): the seed and the class of each sample that is drawn
 
     std::shared_ptr<char[]> memory;
     size_t bytes;
@@ -1571,7 +1587,7 @@ struct EmbedBlock : Module {
     Tensor embedding = take_from(&kept_hidden, 1, E);
     Linear linear1_layer = layer<Linear>(EMBED_LINEAR1);
     Linear linear2_layer = layer<Linear>(EMBED_LINEAR2);
-    const int* labels = m->labels ? m->labels + m->first : nullptr;
+    const int* labels = m->call.labels;
 
     // Where the labels' table begins in the parameters. It has no bias.
     size_t table() const { return m->plan.tensors[block.param + 2 * EMBED_LABELS].offset; }
@@ -1587,7 +1603,7 @@ struct EmbedBlock : Module {
         double unit = m->config.rescale_timesteps ? 1000.0 / m->config.diffusion_steps : 1;
 
         m->embedding_ready = on_side_stream([=, *this] {
-            timestep_embedding(sinusoids, m->timesteps + m->first, m->config.max_period, unit);
+            timestep_embedding(sinusoids, m->call.timesteps, m->config.max_period, unit);
             conv1x1_forward(hidden, sinusoids, linear1_layer);
             run(SiluForward<floatX>{.out = silu_hidden, .x = hidden});
 
@@ -1670,7 +1686,7 @@ struct ResBlock : Module {
     bool resizes = block.H != block.out_H;
     bool adds_x = !changes_width && !resizes;  // the residual is x itself
     bool modulates = m->config.use_scale_shift_norm;
-    bool drops = m->dropout_step && m->config.dropout > 0;
+    bool drops = m->call.dropout_step && m->config.dropout > 0;
 
     Tensor h = take_from(&kept_hidden, block.out_H, block.O);
     Norm norm1 = norm_of(RES_NORM1, x);
@@ -1685,7 +1701,7 @@ struct ResBlock : Module {
 
     void drop(Tensor y) const {
         const Config& c = m->config;
-        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->first, m->dropout_step});
+        run(Dropout<floatX>{y, c.dropout, c.seed, (uint32_t)block.param, m->call.first, m->call.dropout_step});
     }
 
     Tensor normed1 = {}, normed2 = {};  // what the convolutions read
@@ -2199,21 +2215,26 @@ static Plan make_plan(const Config& c, int batch, bool training) {
 }
 
 // ---- forward and backward --------------------------------------------------------------------------------
-// input (B, H, W, PIXEL), timesteps [first, first + B) -> the last block's output, for B up to plan.batch.
-static void unet_forward(Model* m, int B, int first = 0) {
-    m->first = first;
+// A call for the first B samples of the model's batch.
+static NetworkCall call_of(const Model* m, int B) {
+    return {.B = B, .timesteps = m->timesteps, .labels = m->labels};
+}
+
+// input (B, H, W, PIXEL) and the call's timesteps and labels -> the last block's output.
+static void unet_forward(Model* m, const NetworkCall& call) {
+    m->call = call;
     for (const Block& block : m->plan.blocks) {
         PROFILE(block.name);
         m->scratch = arena_of(m, block.scratch_forward);
-        network.forward(m, block, B);
+        network.forward(m, block, call.B);
     }
 }
 
 static floatX* unet_output(const Model* m) { return output_of(m, m->plan.blocks.back(), 1).data; }
 
-// The last block's output gradient -> every weight gradient, dw (num_floats). A block's last weight gradient
-// on the side stream may go on beside the backward of the next block; the block's others are waited for.
-static void unet_backward(Model* m, int B, float* dw) {
+// Backward of m->call: the last block's output gradient -> every weight gradient, dw (num_floats). A block's last
+// weight gradient on the side stream may go on beside the backward of the next block; its others are waited for.
+static void unet_backward(Model* m, float* dw) {
     m->dw = dw;
     for (int i = (int)m->plan.blocks.size() - 1; i >= 0; i--) {
         const Block& block = m->plan.blocks[i];
@@ -2222,7 +2243,7 @@ static void unet_backward(Model* m, int B, float* dw) {
         m->late = arena_of(m, block.late);
 
         Event of_block_before = newest_event;
-        network.backward(m, block, B);
+        network.backward(m, block, m->call.B);
         // Waits for all but the newest event, which is of this block; or for all, if the block started none.
         wait_for(std::max(newest_event - 1, of_block_before));
     }
@@ -2762,13 +2783,12 @@ template <typename Real> struct EarlierErrors {
     }
 };
 
-// The weights of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
+// pairs.weights: of the samples' squared errors, which PredictionLoss has added up. They keep any sample from
 // outweighing the others: the squared error of x0 is divided by its own root, held constant (the paper's
 // adaptive weight, with c = 0), and by the gap. An item is a sample.
 struct PairWeights {
     ConsistencyPairs pairs;
     BatchLoss loss;
-    float* weights;  // (batch_size)
 
     size_t items() const { return loss.B; }
     HOST_DEVICE void operator()(size_t b) const {
@@ -2778,7 +2798,7 @@ struct PairWeights {
         for (int i = 0; i < chunks; i++) squares += loss.chunk_sums[sample * chunks + i];
 
         float root = fmaxf(sqrtf(squares / (float)(loss.pixels * loss.channels)), 1e-6f);
-        weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
+        pairs.weights[sample] = fabsf(loss.at(b).x0_error) / (pairs.gaps[sample] * root);
     }
 };
 
@@ -3190,16 +3210,15 @@ struct SetModelInputs {
 };
 
 // ---- samples of a model -----------------------------------------------------------------------------------
-// Between training steps m->target and m->images are free: they hold x and what the sampler saves.
 static SampleBatch<floatX> samples_of(Model* m, int B, float guidance) {
     return {.input = unet_input(m, B),
             .out = unet_output(m),
             .channels = m->config.in_channels,
             .clamps = clamps_x0(m->config),
             .guidance = guidance,
-            .x = m->target,
-            .saved = m->images,
-            .specs = m->specs};
+            .x = m->sampler.x,
+            .saved = m->sampler.saved,
+            .specs = m->sampler.specs};
 }
 
 // Clears what the first step multiplies by 0, because 0 times a NaN would be one: x, what was saved, and the
@@ -3223,12 +3242,12 @@ static void predict_samples(Model* m, const SampleBatch<floatX>& batch, const Sa
     int rows = batch.rows();
     run(SetModelInputs{.timesteps = m->timesteps,
                        .labels = m->labels,
-                       .specs = m->specs,
+                       .specs = m->sampler.specs,
                        .timestep = step.timestep,
                        .rows = rows,
                        .samples = batch.input.B,
                        .no_class = m->config.num_classes});
-    launch_graph(&(*graphs)[rows], [&] { unet_forward(m, rows); });
+    launch_graph(&(*graphs)[rows], [&] { unet_forward(m, call_of(m, rows)); });
 }
 
 static void take_sampler_step(Model* m, const SampleBatch<floatX>& batch, const SamplerStep& step,
@@ -3641,7 +3660,7 @@ static void place_paths(Model* m, Arena* arena) {
 }
 
 static void place_pairs(Model* m, Arena* arena) {
-    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pair_weights);
+    place(arena, images_of_step(m), m->pairs.timesteps, m->pairs.gaps, m->pairs.weights);
     place(arena, m->plan.batch * pixels_of(m->config) * PIXEL, m->pairs.errors);
 }
 
@@ -3665,7 +3684,10 @@ static void place_batch(Model* m, Arena* arena) {
     place(arena, B * pixels * PIXEL, m->input, m->target, m->images);
     place(arena, batch, m->timesteps, m->sources);
     if (label_rows(c)) place(arena, batch, m->labels);
-    place(arena, B, m->specs);
+
+    place(arena, B, m->sampler.specs);
+    m->sampler.x = m->target;
+    m->sampler.saved = m->images;  // which therefore have room for PIXEL channels
 
     size_t losses = batch * loss_chunks((int)pixels);
     place(arena, losses, m->losses);
@@ -4206,18 +4228,18 @@ static void prepare_steps(Trainer* t) {
     t->epochs = t->step * c.batch_size / t->images.count;
 }
 
-// The loss of a batch. Only pairs have weights other than the schedule's.
+// The loss of a batch. Only pairs have weights other than the schedule's, and only the fake other timesteps.
 static BatchLoss batch_loss(const Model* m, Objective objective) {
     const Config& c = m->config;
     return {.chunk_sums = m->losses,
-            .timesteps = m->timesteps,
+            .timesteps = objective == OBJECTIVE_FAKE ? m->matching.timesteps : m->timesteps,
             .schedule = m->schedule,
             .batch_size = c.batch_size,
             .pixels = (int)pixels_of(c),
             .channels = c.in_channels,
             .diffusion_steps = c.diffusion_steps,
             .variance_chunk_sums = m->variance_losses,
-            .weights = m->pair_weights,
+            .weights = m->pairs.weights,
             .on_paths = objective == OBJECTIVE_PATHS,
             .width = c.image_size};
 }
@@ -4252,17 +4274,32 @@ static float* images_of(float* images, const Model* m, const MicroBatch& part) {
     return images + part.own * m->config.in_channels * pixels_of(m->config);
 }
 
-// Noises a micro-batch's images (B, C, H, W) to these timesteps (B): makes the network's input and m->target.
-static void add_noise(Model* m, const float* images, const BatchLoss& part, const int* timesteps, RandomStream stream) {
+// The network's call for a micro-batch, which drops nothing.
+static NetworkCall call_of(const Model* m, const MicroBatch& part) {
+    return {.B = part.B,
+            .timesteps = part.timesteps + part.first,
+            .labels = m->labels ? m->labels + part.first : nullptr,
+            .first = part.first};
+}
+
+// The same in training, where dropout drops.
+static NetworkCall training_call(const Model* m, const MicroBatch& part) {
+    NetworkCall call = call_of(m, part);
+    call.dropout_step = &m->state->step;
+    return call;
+}
+
+// Noises the images (B, C, H, W) for a call: makes the network's input and m->target.
+static void add_noise(Model* m, const float* images, const NetworkCall& call, RandomStream stream) {
     const Config& c = m->config;
     const int64_t* step = stream == STREAM_VAL_NOISE ? nullptr : &m->state->step;
-    run(AddNoise<floatX>{.x_t = unet_input(m, part.B),
+    run(AddNoise<floatX>{.x_t = unet_input(m, call.B),
                          .target = m->target,
                          .images = images,
                          .schedule = m->schedule,
-                         .timesteps = timesteps,
+                         .timesteps = call.timesteps,
                          .step = step,
-                         .first = part.first,
+                         .first = call.first,
                          .channels = c.in_channels,
                          .offset_noise = c.path_steps ? 0 : c.offset_noise,  // a path begins with a sampler's noise
                          .seed = c.seed,
@@ -4271,10 +4308,10 @@ static void add_noise(Model* m, const float* images, const BatchLoss& part, cons
 
 // Calls the network at the earlier timesteps, and makes pairs.errors.
 static void predict_earlier(Model* m, const MicroBatch& part) {
-    std::swap(m->timesteps, m->pairs.timesteps);  // the network reads m->timesteps; `part` keeps the samples' own
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
-    unet_forward(m, part.B, part.first);
-    std::swap(m->timesteps, m->pairs.timesteps);
+    NetworkCall earlier = training_call(m, part);
+    earlier.timesteps = m->pairs.timesteps + part.first;
+    add_noise(m, m->images, earlier, STREAM_NOISE);
+    unet_forward(m, earlier);
     run(EarlierErrors<floatX>{m->pairs, part, unet_output(m), m->target});
 }
 
@@ -4286,7 +4323,7 @@ static void load_noised_images(Trainer* t, const MicroBatch& part) {
                    .source = t->source,
                    .B = part.B});
     if (has_pairs(m->config)) predict_earlier(m, part);
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
+    add_noise(m, m->images, call_of(m, part), STREAM_NOISE);
 }
 
 // Makes the network's input and m->target from points of paths.
@@ -4299,42 +4336,49 @@ static void load_path_points(Model* m, const MicroBatch& part) {
                                .consistency_steps = m->config.consistency_steps});
 }
 
-// The next three functions make the network's input in a step that matches distributions, and return the images
-// (B, C, H, W) that they have noised.
+// What the network sees in a step that matches distributions: images, noised.
+struct NoisedImages {
+    float* images;  // one of DistributionMatching's arrays; null: zeros, so that the network sees noise alone
+    RandomStream stream;
+};
+static const NoisedImages NOISE_ALONE = {nullptr, STREAM_NOISE};
 
-// The student's first step of drawing: it sees noise alone, and the images are 0.
-static const float* load_first_step(Model* m, const MicroBatch& part) {
-    size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
-    backend_zero(m->images, values * sizeof(float));
-    add_noise(m, m->images, part, m->timesteps + part.first, STREAM_NOISE);
-    return m->images;
-}
-
-// The student's last step of drawing, from its drafts. Where it draws in one step, this is also the first.
-static const float* load_last_step(Model* m, const MicroBatch& part) {
-    if (!m->matching.drafts) return load_first_step(m, part);
-
-    const float* drafts = images_of(m->matching.drafts, m, part);
-    add_noise(m, drafts, part, m->timesteps + part.first, STREAM_SECOND_NOISE);
-    return drafts;
+// What the student sees in its last step of drawing: its drafts. Where it draws in one step, this is also the first.
+static NoisedImages student_input(const Model* m) {
+    if (!m->matching.drafts) return NOISE_ALONE;
+    return {m->matching.drafts, STREAM_SECOND_NOISE};
 }
 
 // What the fake and the teacher see: the pictures that the student drew.
-static const float* load_drawn_pictures(Model* m, const MicroBatch& part) {
-    const float* pictures = images_of(m->matching.pictures, m, part);
-    add_noise(m, pictures, part, m->timesteps + part.first, STREAM_MATCHING_NOISE);
-    return pictures;
+static NoisedImages drawn_pictures(const Model* m) { return {m->matching.pictures, STREAM_MATCHING_NOISE}; }
+
+// Makes the network's input and m->target from these images. Returns the micro-batch's, (B, C, H, W).
+static const float* load_noised(Model* m, const NoisedImages& noised, const MicroBatch& part) {
+    const float* images = m->images;
+    if (noised.images) {
+        images = images_of(noised.images, m, part);
+    } else {
+        size_t values = (size_t)part.B * m->config.in_channels * pixels_of(m->config);
+        backend_zero(m->images, values * sizeof(float));
+    }
+    add_noise(m, images, call_of(m, part), noised.stream);
+    return images;
 }
 
-// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W) to `predicted`, one of
-// DistributionMatching's arrays.
-static void predict_x0(Model* m, float* predicted, const float* images, const MicroBatch& part, bool clamps) {
-    run(PredictX0<floatX>{.predicted = images_of(predicted, m, part),
+// Where the x0 goes that the network predicts from noised images, and whether it is clamped to [-1, 1].
+struct PredictedImages {
+    float* images;  // one of DistributionMatching's arrays
+    bool clamps;
+};
+
+// Writes the x0 that the network has predicted from a micro-batch's noised images (B, C, H, W).
+static void predict_x0(Model* m, const PredictedImages& predicted, const float* images, const MicroBatch& part) {
+    run(PredictX0<floatX>{.predicted = images_of(predicted.images, m, part),
                           .loss = part,
                           .images = images,
                           .out = unet_output(m),
                           .target = m->target,
-                          .clamps = clamps});
+                          .clamps = predicted.clamps});
 }
 
 // Makes m->target the student's, from its prediction.
@@ -4352,34 +4396,33 @@ static void load_matching_target(Model* m, const MicroBatch& part) {
 static void load_pair_target(Model* m, const MicroBatch& part) {
     run(AddFloats{m->target, m->target, m->pairs.errors, unet_input(m, part.B).count()});
     run(PredictionLoss<floatX>{part, unet_output(m), m->target});
-    run(PairWeights{m->pairs, part, m->pair_weights});
+    run(PairWeights{m->pairs, part});
 }
 
 // dw = the gradient of a micro-batch: load, noise, forward, loss, backward.
 static void microbatch_gradient(Trainer* t, Objective objective, const MicroBatch& part, float* dw) {
     Model* m = &t->model;
     const Config& c = m->config;
-    m->dropout_step = &m->state->step;
     switch (objective) {
         case OBJECTIVE_IMAGES: load_noised_images(t, part); break;
         case OBJECTIVE_PATHS: load_path_points(m, part); break;
-        case OBJECTIVE_FAKE: load_drawn_pictures(m, part); break;
-        case OBJECTIVE_STUDENT: load_last_step(m, part); break;
+        case OBJECTIVE_FAKE: load_noised(m, drawn_pictures(m), part); break;
+        case OBJECTIVE_STUDENT: load_noised(m, student_input(m), part); break;
     }
-    unet_forward(m, part.B, part.first);
+    unet_forward(m, training_call(m, part));
 
     if (has_pairs(c)) load_pair_target(m, part);
     if (objective == OBJECTIVE_STUDENT) load_matching_target(m, part);
     if (objective == OBJECTIVE_FAKE) {
-        const float* pictures = images_of(m->matching.pictures, m, part);
-        predict_x0(m, m->matching.fake_x0, pictures, part, clamps_x0(c));  // load_matching_target will need it
+        // load_matching_target will need it.
+        PredictedImages fake_x0 = {.images = m->matching.fake_x0, .clamps = clamps_x0(c)};
+        predict_x0(m, fake_x0, images_of(m->matching.pictures, m, part), part);
     }
 
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), part.B).data;
     const float* images = c.learn_sigma ? m->images : nullptr;
     run(PredictionLoss<floatX>{part, unet_output(m), m->target, dout, images});
-    unet_backward(m, part.B, dw);
-    m->dropout_step = nullptr;
+    unet_backward(m, dw);
 }
 
 // dw = the gradient of these micro-batches: that of the first half plus that of the others, so that their number alone
@@ -4420,7 +4463,7 @@ static void gather_results(Model* m, const int* stop) {
     backend_together([&] {
         for (float* losses : {m->losses, m->variance_losses})
             if (losses) gather(losses, images * chunks);
-        if (m->pair_weights) gather(m->pair_weights, images);
+        if (m->pairs.weights) gather(m->pairs.weights, images);
         gather(m->grad_norm_sums, m->shard / NORM_CHUNK);
         gather(m->stops, 1);
     });
@@ -4472,12 +4515,12 @@ static void update_weights(Model* m, const OptimiserMemory& memory, floatX* work
     run(update);
 }
 
-// Calls predict_x0 for all this rank's samples: of the images that `load` returns, with the input that it makes.
-static void predict_all(Model* m, float* predicted, const float* (*load)(Model*, const MicroBatch&), bool clamps) {
-    for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_FAKE)) {
-        const float* images = load(m, part);
-        unet_forward(m, part.B, part.first);
-        predict_x0(m, predicted, images, part, clamps);
+// Predicts x0 for all this rank's samples, at the timesteps of this objective.
+static void predict_all(Model* m, Objective objective, const NoisedImages& noised, const PredictedImages& predicted) {
+    for (const MicroBatch& part : own_microbatches(m, objective)) {
+        const float* images = load_noised(m, noised, part);
+        unet_forward(m, call_of(m, part));
+        predict_x0(m, predicted, images, part);
     }
 }
 
@@ -4497,19 +4540,17 @@ static void match_distributions(Trainer* t) {
                       .seed = c.seed});
 
     if (matching.drafts) {
-        predict_all(m, matching.drafts, load_first_step, clamps_x0(c));
+        predict_all(m, OBJECTIVE_STUDENT, NOISE_ALONE, {.images = matching.drafts, .clamps = clamps_x0(c)});
         run(SetTimesteps{m->timesteps, c.batch_size, t->source.starts[1]});
     }
-    predict_all(m, matching.pictures, load_last_step, false);
+    predict_all(m, OBJECTIVE_STUDENT, student_input(m), {.images = matching.pictures, .clamps = false});
 
-    std::swap(m->timesteps, matching.timesteps);  // the network and the losses read m->timesteps
     use_weights(m, matching.fake.master);
     batch_gradient(t, OBJECTIVE_FAKE);
     update_weights(m, matching.fake, nullptr, matching.state);
 
     use_weights(m, m->teacher);
-    predict_all(m, matching.teacher_x0, load_drawn_pictures, clamps_x0(c));
-    std::swap(m->timesteps, matching.timesteps);
+    predict_all(m, OBJECTIVE_FAKE, drawn_pictures(m), {.images = matching.teacher_x0, .clamps = clamps_x0(c)});
     use_weights(m, m->master);
 }
 
@@ -4567,7 +4608,7 @@ static void draw_paths(Trainer* t, int64_t number) {
 
     use_weights(m, m->teacher);
     for (const MicroBatch& part : own_microbatches(m, OBJECTIVE_PATHS)) {
-        run(StartPaths{m->specs, t->source, part.B, part.first, number});
+        run(StartPaths{m->sampler.specs, t->source, part.B, part.first, number});
         SampleBatch<floatX> batch = samples_of(m, part.B, 1);
         begin_samples(m, batch);
 
@@ -4671,19 +4712,19 @@ static bool agree_to_stop(Model* m) {
     return stop_agreed;
 }
 
-// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through m->target, which is free while nothing is
-// trained. These two ranks call it.
+// Gives rank 0 a rank's share of `values`, `unit` of them at a time, through the memory of the sampler's x, which is
+// free by then. These two ranks call it.
 template <typename T> static void send_share(Model* m, std::vector<T>* values, size_t unit, int rank) {
     auto [begin, end] = share_of(values->size(), rank, unit);
     for (size_t first = begin; first < end; first += unit) {
         T* piece = &(*values)[first];
         size_t bytes = std::min(unit, end - first) * sizeof(T);
-        std::span buffer((std::byte*)m->target, bytes);
+        std::span buffer((std::byte*)m->sampler.x, bytes);
         if (world.rank == 0) {
             backend_exchange(rank, {}, buffer);
-            backend_download(piece, m->target, bytes);
+            backend_download(piece, m->sampler.x, bytes);
         } else {
-            backend_upload(m->target, piece, bytes);
+            backend_upload(m->sampler.x, piece, bytes);
             backend_exchange(0, buffer, {});
         }
     }
@@ -4731,13 +4772,14 @@ static double validation_batch_loss(Trainer* t, const std::vector<uint32_t>& las
     Model* m = &t->model;
     load_validation_images(t, last_words, first, B);
 
+    NetworkCall call = call_of(m, B);
+    call.first = first;  // the noise goes by an image's number among all validation images
+    add_noise(m, m->images, call, STREAM_VAL_NOISE);
+    unet_forward(m, call);
+
     BatchLoss loss = batch_loss(m, OBJECTIVE_IMAGES);
     loss.batch_size = B;
     loss.B = B;
-    BatchLoss numbered = loss;
-    numbered.first = first;  // the noise goes by an image's number among all validation images
-    add_noise(m, m->images, numbered, m->timesteps, STREAM_VAL_NOISE);
-    unet_forward(m, B);
     run(PredictionLoss<floatX>{loss, unet_output(m), m->target});
 
     std::vector<float> sums((size_t)B * loss_chunks(loss.pixels));
@@ -4851,7 +4893,7 @@ static bool sample(Model* m, std::vector<float>* samples, const std::vector<Samp
     CallGraphs graphs;
     return share_among_ranks(m, samples, most * elements, [&](size_t first, size_t count) {
         int B = (int)(count / elements);
-        backend_upload(m->specs, &specs[first / elements], B * sizeof(SampleSpec));
+        backend_upload(m->sampler.specs, &specs[first / elements], B * sizeof(SampleSpec));
         SampleBatch<floatX> batch = samples_of(m, B, c.guidance_scale);
         sample_batch(m, batch, steps, &graphs, &progress);
         backend_download(&(*samples)[first], batch.x, count * sizeof(float));

@@ -141,7 +141,7 @@ static double forward_loss(Model* m, int B) {
     batch.batch_size = batch.B = B;
     floatX* dout = output_gradient_of(m, m->plan.blocks.back(), B).data;
     const float* images = m->variance_losses ? m->images : nullptr;
-    unet_forward(m, B);
+    unet_forward(m, call_of(m, B));
     run(PredictionLoss<floatX>{batch, unet_output(m), m->target, dout, images});
     double loss = 0;
     for (const float* losses : {m->losses, m->variance_losses}) {

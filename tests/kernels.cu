@@ -933,14 +933,14 @@ static void test_diffusion(int B, int H, int W, int predict, bool with_state) {
     }
     gaps.upload();
     Pair<int> earlier(before);
-    auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(errors)}; };
+    auto pairs = [&](auto on) { return ConsistencyPairs{on(earlier), on(gaps), on(errors), on(weights)}; };
     check("errors of the earlier", shape, {{&errors, WRITTEN, "errors", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
         on.run(EarlierErrors<typename decltype(on)::T>{pairs(on), batch, on(out), on(target)});
     });
     check("weights of pairs", shape, {{&weights, WRITTEN, "weights", FLOAT_LIMIT}}, [&](auto on) {
         BatchLoss batch = {on(losses), on(mixed), on(chain), B, H * W, channels, 1000};
-        on.run(PairWeights{pairs(on), batch, on(weights)});
+        on.run(PairWeights{pairs(on), batch});
     });
     check("pseudo-Huber loss", shape, {{&losses, WRITTEN, "losses", FLOAT_LIMIT}, {&dout, WRITTEN, "dout", LIMIT}},
           [&](auto on) {
@@ -1090,7 +1090,8 @@ static void test_step(int count, int batch, int size, int64_t step, int lr_sched
     Floats gaps(batch);
     check("begin step on pairs", shape,
           {{&earlier, WRITTEN, "earlier", EXACT}, {&gaps, WRITTEN, "gaps", EXACT}}, [&](auto on) {
-              ConsistencyPairs pairs = {on(earlier), on(gaps), nullptr};
+              ConsistencyPairs pairs = {
+                  .timesteps = on(earlier), .gaps = on(gaps), .errors = nullptr, .weights = nullptr};
               on.run(BeginStep{on(state), on(timesteps), on(sources), on(told), source(on), config.hyper,
                                on(chain), pairs});
           });

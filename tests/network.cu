@@ -449,7 +449,7 @@ static void test_finite_differences() {
     std::vector<float> weights = downloaded(m.master, P), direction(P);
     backend_zero(m.gradients, P * sizeof(float));
     forward_loss(&m, B);
-    unet_backward(&m, B, m.gradients);
+    unet_backward(&m, m.gradients);
     std::vector<float> gradient = gradients_of(&m);
 
     double worst = 0, norm = 0;
@@ -644,7 +644,7 @@ static void test_configurations() {
             if (k == 2) continue;
             memset(m->gradients, k ? 255 : 0,
                    m->plan.num_floats * sizeof(float));  // what is there is overwritten
-            unet_backward(m, used, m->gradients);
+            unet_backward(m, m->gradients);
             gradient[k] = gradients_of(m);
             double sum = 0;
             for (float g : gradient[k]) sum += fabs(g);
@@ -659,7 +659,7 @@ static void test_configurations() {
             backend_zero(exact.gradients, exact.plan.num_floats * sizeof(float));
             side_stream = when;
             forward_loss(&exact, used);
-            unet_backward(&exact, used, exact.gradients);
+            unet_backward(&exact, exact.gradients);
             side_stream = AT_ONCE;
             return output_values(&exact, used) == output[0] && gradients_of(&exact) == gradient[0];
         };
@@ -896,10 +896,10 @@ static void test_batches() {
     auto run = [&](int first, int n) {
         backend_upload(m.input, &input[first * image], n * image * sizeof(float));
         backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
-        unet_forward(&m, n);
+        unet_forward(&m, call_of(&m, n));
         backend_upload(output_gradient_of(&m, m.plan.blocks.back(), n).data, &dout[first * image],
                        n * image * sizeof(float));
-        unet_backward(&m, n, m.gradients);
+        unet_backward(&m, m.gradients);
         return output_values(&m, n);
     };
     std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
@@ -1185,7 +1185,7 @@ static void test_model(const char* weights, const char* state) {
     }
     double loss = forward_loss(&m, B);
     backend_zero(m.gradients, m.plan.num_floats * sizeof(float));
-    unet_backward(&m, B, m.gradients);
+    unet_backward(&m, m.gradients);
 
     Verdict output(1e-5), scalar(1e-5), gradient(1e-5);
     output.compare("out", output_values(&m, B), interleaved("out"));

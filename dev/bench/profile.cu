@@ -271,17 +271,17 @@ static void prepare_drawing(Model* m, Config config, int B) {
     initialise_weights(m, config.seed);
     std::vector<SampleSpec> specs;
     for (uint32_t seed : consecutive(config.seed, B)) specs.push_back({seed, 0});
-    backend_upload(m->specs, specs.data(), B * sizeof(SampleSpec));
+    backend_upload(m->sampler.specs, specs.data(), B * sizeof(SampleSpec));
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
-    run(SetModelInputs{m->timesteps, m->labels, m->specs, halfway.timestep, B, B, 0});
+    run(SetModelInputs{m->timesteps, m->labels, m->sampler.specs, halfway.timestep, B, B, 0});
     run(UpdateSamples<floatX>{{.input = unet_input(m, B),
                                 .out = unet_output(m),
                                 .channels = config.in_channels,
                                 .clamps = false,
                                 .guidance = 1,
-                                .x = m->target,
-                                .saved = m->images,
-                                .specs = m->specs},
+                                .x = m->sampler.x,
+                                .saved = m->sampler.saved,
+                                .specs = m->sampler.specs},
                               halfway});
 }
 
@@ -299,7 +299,7 @@ static void print_calls(const Config& config, const std::string& list) {
     prepare_drawing(&m, config, (int)std::ranges::max(batches));
     for (uint32_t B : batches) {
         double ms = time_replays([&] {
-            for (int n = 0; n < CALLS; n++) unet_forward(&m, (int)B);
+            for (int n = 0; n < CALLS; n++) unet_forward(&m, call_of(&m, (int)B));
         });
         printf("one network call, batch %u: %.4f ms\n", B, ms / CALLS);
         fflush(stdout);
@@ -337,7 +337,7 @@ static void run_program(int argc, char** argv) {
 
     Model m;
     prepare_drawing(&m, config, drawn);
-    double call_ms = time_replays([&] { unet_forward(&m, drawn); });
+    double call_ms = time_replays([&] { unet_forward(&m, call_of(&m, drawn)); });
     size_t bytes_to_draw = m.bytes + workspace_bytes();
 
     Trainer t;

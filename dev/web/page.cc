@@ -99,11 +99,11 @@ EXPORT(load) void load(const uint8_t* weights, size_t bytes, uint32_t checksum, 
     allocate_workspace();
     model.arena = allocate_zeros<char>(model.plan.arena_bytes);
     model.input = allocate_zeros<float>(values);
-    model.target = allocate_zeros<float>(values);  // the sampler's x
-    model.images = allocate_zeros<float>(values);  // what it saves
+    model.sampler = {.specs = allocate_zeros<SampleSpec>(rows),
+                     .x = allocate_zeros<float>(values),
+                     .saved = allocate_zeros<float>(values)};
     model.timesteps = allocate_zeros<int>(rows);
     if (label_rows(config)) model.labels = allocate_zeros<int>(rows);
-    model.specs = allocate_zeros<SampleSpec>(rows);
 }
 
 // ---- drawing ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ static void take_step(bool shows_x0) {
 
 // x becomes the noise of each picture's seed.
 static void begin_with_noise(uint32_t Request::*seed) {
-    for (size_t i = 0; i < wanted.size(); i++) model.specs[i] = {wanted[i].*seed, wanted[i].label};
+    for (size_t i = 0; i < wanted.size(); i++) model.sampler.specs[i] = {wanted[i].*seed, wanted[i].label};
     begin_samples(&model, samples_of(&model, (int)wanted.size(), config.guidance_scale));
     taken = 0;
     take_step(false);
@@ -167,13 +167,13 @@ EXPORT(start) int start() {
     shown.assign(values / PIXEL * 4, 0);
 
     begin_with_noise(&Request::other_seed);
-    std::vector<float> others(model.target, model.target + values);
+    std::vector<float> others(model.sampler.x, model.sampler.x + values);
     begin_with_noise(&Request::seed);
     for (size_t i = 0; i < wanted.size(); i++)
         if (wanted[i].part > 0 && wanted[i].seed != wanted[i].other_seed)
-            turn(model.target + i * size, &others[i * size], size, wanted[i].part);
+            turn(model.sampler.x + i * size, &others[i * size], size, wanted[i].part);
     for (int answer = 0; answer < 1 + is_guided(config); answer++)
-        std::copy_n(model.target, values, model.input + answer * values);
+        std::copy_n(model.sampler.x, values, model.input + answer * values);
     return (int)steps.size() - 1;
 }
 
