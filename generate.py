@@ -617,7 +617,7 @@ def draw(args, model, device, classes, guide, edit):
                    start=slerp(*ends, args.count, some) if args.interpolate else None,
                    classes=classes and classes[some], guidance_scale=args.guidance_scale,
                    guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit,
-                   watch=lambda i, x, x0: strip.extend([x0.cpu()] * shown.count(i)))
+                   watch=lambda i, x, x0: strip.extend(x0.cpu() for step in shown if step == i))
         if args.strip:
             strips.append(unet_io.to_uint8(torch.stack(strip, 1).numpy()))
         if not torch.isfinite(x).all():
