@@ -64,24 +64,26 @@ from tqdm import tqdm
 
 from unet_io import UserError, class_order, counted, listed, nfc, printable
 
-# What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
-# decoder. TGA comes last, because its files begin with no mark of their own.
+# What Pillow may open. It knows more formats, but EPS starts another program, and the others hold no pictures or
+# have no decoder. TGA comes last, because its files begin with no mark of their own.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "DIB", "JPEG2000", "PPM", "ICO", "PSD",
            "DDS", "QOI", "SGI", "PCX", "TGA")
 ENDINGS = {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}
 OPENED = [kind for kind in FORMATS if kind in Image.OPEN]  # some builds of Pillow lack a decoder
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
-MAX_IDX_BYTES = 1 << 36     # of an IDX file, as its header claims
-AHEAD = 64                  # pictures decoded before they are written, at most ...
-AHEAD_BYTES = 256 << 20     # ... and bytes of them
-HANDFUL = 5                 # images that a class should have
-LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # beside what begins with a dot
+MAX_IDX_BYTES = 1 << 36     # the most that the header of an IDX file may claim
+AHEAD = 64                  # so many pictures at most are decoded before they are written ...
+AHEAD_BYTES = 256 << 20     # ... and so many bytes of them
+HANDFUL = 5                 # a class should have as many images
+LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # hidden like what begins with a dot
 
 
 class Share:
     """At most `total` of something in use at a time; who asks for more than that waits to be alone."""
     def __init__(self, total):
-        self.total, self.used, self.changed = total, 0, threading.Condition()
+        self.total = total
+        self.used = 0
+        self.changed = threading.Condition()
 
     @contextlib.contextmanager
     def take(self, n):
@@ -97,10 +99,10 @@ class Share:
                 self.changed.notify_all()
 
 
-# Memory. Who holds pixels never waits for file bytes, so that nobody waits for ever.
+# What all threads together may hold. A thread that holds PIXELS never waits for FILE_BYTES, so that none waits for ever.
 FILE_BYTES = Share(MAX_FILE_BYTES)
 PIXELS = Share(64 << 20)  # each takes up to 16 bytes while a picture is decoded, laid on white and resized
-# glibc gives blocks of this size back as soon as they are freed; smaller ones it keeps, for each thread.
+# glibc returns blocks of this size to the system as soon as they are freed; smaller ones it keeps, for each thread.
 Image.core.set_block_size(64 << 20)
 
 
@@ -130,13 +132,19 @@ def as_class(text):
 class Source:
     """What Folder and Zip have in common.
 
-    names: the files to try, sorted. known: (device, inode) of every file that is read. repeated: how often
-    what was taken already was met again. others: {ending: files that are not tried}, hidden ones aside.
-    hidden: {name that is_hidden: files that it leaves out}.
+    names: the files to try, sorted.
+    known: (device, inode) of every file that is read.
+    repeated: how often a name led to what was taken already.
+    others: {ending: how many files are not tried}, hidden ones aside.
+    hidden: {a hidden name: how many files are left out with it}.
     """
     def __init__(self, path):
-        self.path, self.names, self.known = path, [], set()
-        self.repeated, self.others, self.hidden = 0, collections.Counter(), collections.Counter()
+        self.path = path
+        self.names = []
+        self.known = set()
+        self.repeated = 0
+        self.others = collections.Counter()
+        self.hidden = collections.Counter()
 
     def leave_alone(self, name):
         self.others[os.path.splitext(name)[1].lower()] += 1
@@ -149,11 +157,16 @@ class Source:
             kinds = listed(name for name, _ in self.hidden.most_common())
             yield f"{counted(self.hidden.total(), 'file')} left out as hidden: {kinds}"
         if self.others:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in self.others.most_common(6))
-            yield (f"{counted(self.others.total(), 'file')} not tried, because no picture ends so: {kinds}"
-                   + (" ..." if len(self.others) > 6 else "")
-                   + ("; Pillow can't read .heic: convert them first, for instance with heif-convert"
-                      if {".heic", ".heif"} & set(self.others) else ""))
+            yield self.note_of_others()
+
+    def note_of_others(self):
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.others.most_common(6))
+        text = f"{counted(self.others.total(), 'file')} not tried, because no picture ends so: {kinds}"
+        if len(self.others) > 6:
+            text += " ..."
+        if ".heic" in self.others or ".heif" in self.others:
+            text += "; Pillow can't read .heic: convert them first, for instance with heif-convert"
+        return text
 
 
 def files_below(entry):
@@ -175,36 +188,52 @@ class Folder(Source):
     def __init__(self, path, only=""):
         super().__init__(path)
         self.faults = {}  # name: why it is no file to open
-        folders, found, links = set(), collections.deque([only]), collections.deque()
-        while found or links:
-            name, is_link = (found.popleft(), False) if found else (links.popleft(), True)
-            place = os.path.join(path, name)
-            try:
-                status = os.stat(place)
-            except OSError as error:
-                if not is_link:
-                    raise self.unreadable(place, error) from None
-                self.names.append(name)
-                self.faults[name] = f"a link that leads nowhere ({error.strerror})"
-                continue
-            identity = status.st_dev, status.st_ino
-            if stat.S_ISDIR(status.st_mode) and identity not in folders:
-                folders.add(identity)
-                for entry in self.entries(place):
-                    if is_hidden(entry.name):
-                        self.hidden[entry.name] += files_below(entry)
-                    else:
-                        (links if entry.is_symlink() else found).append(os.path.join(name, entry.name))
-            elif stat.S_ISDIR(status.st_mode) or may_be_image(name) and identity in self.known:
-                self.repeated += 1
-            elif may_be_image(name):
-                self.names.append(name)
-                self.known.add(identity)
-                if not stat.S_ISREG(status.st_mode):
-                    self.faults[name] = "no regular file"
+        self.folders = set()  # (device, inode) of every folder that was listed
+        self.waiting = collections.deque([only])  # names that are no links
+        self.waiting_links = collections.deque()
+        while self.waiting or self.waiting_links:
+            if self.waiting:
+                self.take(self.waiting.popleft(), is_link=False)
             else:
-                self.leave_alone(name)
+                self.take(self.waiting_links.popleft(), is_link=True)
         self.names.sort()
+
+    def take(self, name, is_link):
+        """List the folder, or take in the file, that a name stands for."""
+        place = os.path.join(self.path, name)
+        try:
+            status = os.stat(place)
+        except OSError as error:
+            if not is_link:
+                raise self.unreadable(place, error) from None
+            self.names.append(name)
+            self.faults[name] = f"a link that leads nowhere ({error.strerror})"
+            return
+        identity = status.st_dev, status.st_ino
+        if stat.S_ISDIR(status.st_mode):
+            if identity in self.folders:
+                self.repeated += 1
+            else:
+                self.folders.add(identity)
+                self.list_folder(name)
+        elif not may_be_image(name):
+            self.leave_alone(name)
+        elif identity in self.known:
+            self.repeated += 1
+        else:
+            self.names.append(name)
+            self.known.add(identity)
+            if not stat.S_ISREG(status.st_mode):
+                self.faults[name] = "no regular file"
+
+    def list_folder(self, name):
+        """Put what lies in a folder among the names that wait to be taken."""
+        for entry in self.entries(os.path.join(self.path, name)):
+            if is_hidden(entry.name):
+                self.hidden[entry.name] += files_below(entry)
+                continue
+            queue = self.waiting_links if entry.is_symlink() else self.waiting
+            queue.append(os.path.join(name, entry.name))
 
     def entries(self, place):
         """What lies in a folder, sorted."""
@@ -224,9 +253,12 @@ class Folder(Source):
         """(open file, its bytes) of a regular file. Raises ValueError where it is something else, OSError."""
         if name in self.faults:
             raise ValueError(self.faults[name])
-        # Should a pipe have taken the file's place meanwhile, opening it must not wait for a writer.
-        with open(os.path.join(self.path, name), "rb",
-                  opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+
+        def open_at_once(path, flags):
+            """Opens a pipe too, should one have taken the file's place meanwhile, without waiting for a writer."""
+            return os.open(path, flags | os.O_NONBLOCK)
+
+        with open(os.path.join(self.path, name), "rb", opener=open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("no regular file")
@@ -250,14 +282,18 @@ class Zip(Source):
         except OSError as error:
             raise UserError(f"{path} can't be read: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises nearly anything on damaged files
-            takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
-            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}"
-                            + takes * (not path.lower().endswith(".zip"))) from None
+            takes = ""
+            if not path.lower().endswith(".zip"):
+                takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
+            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}{takes}") from None
         self.known.add((status.st_dev, status.st_ino))
-        entries = [(self.name_of(entry), entry) for entry in self.archive.infolist()]
-        entries = [(name, entry) for name, entry in entries if not name.endswith("/")]
-        self.entries = dict(entries)
-        self.repeated = len(entries) - len(self.entries)
+        self.entries = {}
+        for entry in self.archive.infolist():
+            name = self.name_of(entry)
+            if name.endswith("/"):  # a folder
+                continue
+            self.repeated += name in self.entries
+            self.entries[name] = entry
         for name in sorted(self.entries):
             hidden = next(filter(is_hidden, name.split("/")), None)
             if hidden:
@@ -297,12 +333,12 @@ def open_source(data_dir):
     """The Source of a folder, a zip or a picture. Raises UserError."""
     if os.path.isdir(data_dir):
         return Folder(data_dir)
-    if os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
+    if not os.path.isfile(data_dir):
+        what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
+        raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
+    if os.path.splitext(data_dir)[1].lower() in ENDINGS:
         return Folder(os.path.dirname(data_dir) or ".", os.path.basename(data_dir))
-    if os.path.isfile(data_dir):
-        return Zip(data_dir)
-    what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
-    raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
+    return Zip(data_dir)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -311,8 +347,10 @@ def open_source(data_dir):
 FILE_COLUMNS = {"file", "file_name", "filename", "filepath", "file_path", "path", "image", "image_name",
                 "image_path", "image_id", "img", "id"}
 LABEL_COLUMNS = {"label", "labels", "class", "class_name", "classname", "category", "target"}
-TRAINING, HELD_OUT = {"train", "training"}, {"test", "testing", "val", "valid", "validation"}
-NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}  # names of folders
+# Names of folders: of the two sides of a split, and all that are no class.
+TRAINING = {"train", "training"}
+HELD_OUT = {"test", "testing", "val", "valid", "validation"}
+NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}
 
 
 def labelled(source, labels, level):
@@ -333,32 +371,46 @@ def labelled(source, labels, level):
         raise UserError(f"{source.path} has no picture with a class: all have {why}, as {without[0]}")
     if without:
         note(f"{counted(len(without), 'picture')} left out, with {why}: {listed(without)}")
-    return {name: label for name, label in found.items() if label}, labels not in ("folder", "prefix")
+    with_class = {name: label for name, label in found.items() if label}
+    return with_class, labels != "prefix"
 
 
 def folder_classes(source, level):
     """{file: name of the folder that gives its class}"""
-    folders = {name: name.split("/")[:-1] for name in source.names}
+    folders = {name: name.split("/")[:-1] for name in source.names}  # around each file, the outermost first
     if level:
         for name, path in folders.items():
             if len(path) < level:
                 raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
                                 f" in {source.path} has {len(path)}")
         return one_class_each({name: path[level - 1] for name, path in folders.items()})
+
     own = os.path.basename(os.path.abspath(source.path))
-    own = own if os.path.isdir(source.path) else os.path.splitext(own)[0]
+    if not os.path.isdir(source.path):
+        own = os.path.splitext(own)[0]
     stray = [name for name, path in folders.items() if not path]
     if 0 < len(stray) < len(folders):
-        note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders: {listed(stray)}")
+        note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders:"
+             f" {listed(stray)}")
     found = one_class_each({name: path[-1] if path else own for name, path in folders.items()})
-    inner = set(found.values())
-    outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
-    offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
-              for i, names in enumerate(outer, 1) if len(names) > 1]
+    note_outer_folders(folders.values(), set(found.values()))
+    return found
+
+
+def note_outer_folders(paths, inner):
+    """Offer --label_level where the innermost folders look like no classes.
+
+    paths: the folders around each file. inner: the classes by the innermost of them.
+    """
+    depth = min(map(len, paths)) - 1  # as many levels lie outside of every innermost folder
+    offers = []
+    for i in range(depth):
+        names = {as_class(path[i]) for path in paths}
+        if len(names) > 1:
+            offers.append(f"--label_level {i + 1} gives {len(names)} ({listed(class_order(names))})")
     if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
         note(f"the innermost folders give {counted(len(inner), 'class')} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
-    return found
 
 
 def one_class_each(folders):
@@ -384,22 +436,16 @@ def prefix_class(name):
 
 def file_classes(source, path):
     """{file: name of its class, "" without one} as a .csv, .tsv or .json says. Raises UserError."""
-    try:
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = file.read().decode("utf-8-sig")
-        else:
-            text = source.read(path).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not in UTF-8: save it so") from None
-    except Exception as error:  # zipfile raises nearly anything on damaged files
-        raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
-                        f" {getattr(error, 'strerror', None) or error}") from None
+    text = read_labels(source, path)
     find = Finder(path, source)
     pairs = json_pairs(path, text) if path.lower().endswith(".json") else table_pairs(path, text, find)
-    found, missing = dict.fromkeys(source.names, ""), []
+    if not pairs:
+        raise UserError(f"{path} holds no labels")
+    found = dict.fromkeys(source.names, "")
+    missing = []
     for file, label in pairs:
-        name, label = find(file), as_class(label)
+        name = find(file)
+        label = as_class(label)
         if name is None:
             missing.append(file)
         elif found[name] not in ("", label):
@@ -408,10 +454,26 @@ def file_classes(source, path):
             found[name] = label
     if len(missing) == len(pairs):
         raise UserError(f"{path} names no picture in {source.path}: it begins with {missing[0]}, the pictures"
-                        f" with {source.names[0]}" if pairs else f"{path} holds no labels")
+                        f" with {source.names[0]}")
     if missing:
         note(f"{counted(len(missing), 'file')} of {path} not found in {source.path}: {listed(missing)}")
     return found
+
+
+def read_labels(source, path):
+    """The text of a file of labels: of the one at this path, or else of that within the source. Raises UserError."""
+    try:
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                data = file.read()
+        else:
+            data = source.read(path)
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not in UTF-8: save it so") from None
+    except Exception as error:  # zipfile raises nearly anything on damaged files
+        raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
+                        f" {getattr(error, 'strerror', None) or error}") from None
 
 
 class Finder:
@@ -420,7 +482,10 @@ class Finder:
     Either path may be the end of the other's, and what is named may lack its ending.
     """
     def __init__(self, path, source):
-        self.path, self.source, self.whole, self.ends = path, source, {}, {}
+        self.path = path
+        self.source = source
+        self.whole = {}  # path of a picture, with and without its ending: the pictures that it may mean
+        self.ends = {}   # the same for every end of such a path
         for name in source.names:
             for named in (name, os.path.splitext(name)[0]):
                 named = nfc(named)
@@ -456,25 +521,32 @@ def table_pairs(path, text, find):
     rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
     if not rows:
         return []
-    head = [cell.lower() for cell in rows[0]]
-    files, labels = ([i for i, cell in enumerate(head) if cell in words] for words in (FILE_COLUMNS, LABEL_COLUMNS))
-    if len(files) == len(labels) == 1:
-        column, label_column = files[0], labels[0]
-        rows = rows[1:]
-    elif len(head) == 2:
-        column, label_column = 0, 1
-        ending = os.path.splitext(head[0])[1]
-        if ending not in ENDINGS and find(rows[0][0]) is None:
-            note(f"{path} begins with {','.join(rows[0])}, which is taken for a header")
-            rows = rows[1:]
-    else:
-        raise UserError(f"{path} has {counted(len(head), 'column')}, of which a header must call one `file` and one"
-                        f" `label`; it begins with {','.join(rows[0])}")
+    file_column, label_column, has_header = table_columns(path, rows[0], find)
     for row in rows:
-        if len(row) != len(head):
-            raise UserError(f"{path} has a line of {counted(len(row), 'column')} where others have {len(head)}:"
+        if len(row) != len(rows[0]):
+            raise UserError(f"{path} has a line of {counted(len(row), 'column')} where others have {len(rows[0])}:"
                             f" {','.join(row)}")
-    return [(row[column], row[label_column]) for row in rows]
+    return [(row[file_column], row[label_column]) for row in rows[has_header:]]
+
+
+def table_columns(path, first, find):
+    """(column of the files, column of the labels, whether the first row is a header) of a table that begins with it."""
+    files = columns_called(FILE_COLUMNS, first)
+    labels = columns_called(LABEL_COLUMNS, first)
+    if len(files) == len(labels) == 1:
+        return files[0], labels[0], True
+    if len(first) != 2:
+        raise UserError(f"{path} has {counted(len(first), 'column')}, of which a header must call one `file` and one"
+                        f" `label`; it begins with {','.join(first)}")
+    ending = os.path.splitext(first[0])[1].lower()
+    is_header = ending not in ENDINGS and find(first[0]) is None
+    if is_header:
+        note(f"{path} begins with {','.join(first)}, which is taken for a header")
+    return 0, 1, is_header
+
+
+def columns_called(words, header):
+    return [i for i, cell in enumerate(header) if cell.lower() in words]
 
 
 class Pairs(list):
@@ -495,15 +567,20 @@ def json_pairs(path, text):
     pairs = []
     for entry in content:
         if isinstance(entry, Pairs):
-            files, labels = ([value for key, value in entry if key.lower() in words]
-                             for words in (FILE_COLUMNS, LABEL_COLUMNS))
-            entry = files + labels if len(files) == len(labels) == 1 else []
+            entry = file_and_label(entry)
         if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[0], str) \
                 or type(entry[1]) not in (str, int):
             shown = json.dumps(entry)[:80]
             raise UserError(f"{path} holds {shown}, which is no file with a label, a text or a whole number")
         pairs.append((entry[0], str(entry[1])))
     return pairs
+
+
+def file_and_label(entry):
+    """[file, label] of an object of JSON that has one of each; otherwise []."""
+    files = [value for key, value in entry if key.lower() in FILE_COLUMNS]
+    labels = [value for key, value in entry if key.lower() in LABEL_COLUMNS]
+    return files + labels if len(files) == len(labels) == 1 else []
 
 
 def with_gaps(names):
@@ -513,26 +590,30 @@ def with_gaps(names):
     if max(map(len, names)) > 9:  # far more than there can be images
         return names
     end = max(map(int, names)) + 1
-    return [str(number) for number in range(end)] if end <= 2 * len(names) else names
+    if end > 2 * len(names):
+        return names
+    return [str(number) for number in range(end)]
 
 
 def print_classes(names, numbers):
-    """A table of the classes: how many images each has, and how many held out.
+    """A table of the classes: how many images each has, and how many held out. Of more than 40 it shows 25.
 
     names: every class. numbers: {name: images} of the file and, where images are held out, of their file.
     """
-    wide = max(min(40, max(map(len, names))), len("name"))
-    heads = ("images", "held out")[:len(numbers)]
-    unet_io.say(f"  class  {'name':{wide}}" + "".join(f"  {head:>8}" for head in heads))
-    most = 40
-    shown = range(len(names)) if len(names) <= most else [*range(most // 2), None, *range(len(names) - 5, len(names))]
-    for i in shown:
-        if i is None:
-            unet_io.say(f"    ...  {len(names) - most // 2 - 5} more")
-            continue
-        name = names[i] if len(names[i]) <= wide else names[i][:wide - 3] + "..."
-        unet_io.say(f"  {i:5}  {name:{wide}}" + "".join(f"  {count[names[i]]:8}" for count in numbers))
-    if len(names) > most:
+    width = max(min(40, max(map(len, names))), len("name"))
+
+    def print_row(number, name, cells):
+        unet_io.say(f"  {number:>5}  {name:{width}}" + "".join(f"  {cell:>8}" for cell in cells))
+
+    print_row("class", "name", ("images", "held out")[:len(numbers)])
+    hidden = range(20, len(names) - 5) if len(names) > 40 else range(0)
+    for i, name in enumerate(names):
+        if i not in hidden:
+            shown = name if len(name) <= width else name[:width - 3] + "..."
+            print_row(i, shown, [count[name] for count in numbers])
+        elif i == hidden[0]:
+            unet_io.say(f"    ...  {len(hidden)} more")
+    if hidden:
         counts = [numbers[0][name] for name in names]
         unet_io.say(f"{len(names)} classes of {min(counts)} to {max(counts)} images")
 
@@ -546,9 +627,9 @@ def warn_of_classes(names, numbers):
     if len(names) == 1:
         note(f"all images are of one class, {names[0]}, which tells a model nothing")
     empty = [name for name in names if not numbers[0][name]]
-    few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if empty:
         note(f"{counted(len(empty), 'class')} without an image to train on, to be left out when drawing: {listed(empty)}")
+    few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if few:
         note(f"{counted(len(few), 'class')} of fewer than {HANDFUL} images to train on: {listed(few)}")
 
