@@ -73,8 +73,11 @@ def pointer_alone(path):
 
 
 def what_it_is(path):
-    """"bin", "torch", "safetensors", "page" (of --export_page), "index" (of files that hold parts) or "folder": by what
-    it holds, whatever its name is; where that tells nothing, by its ending. Raises UserError for what can't be any."""
+    """What a file is: "bin", "torch", "safetensors", "page" (of --export_page), "index" (of parts), "folder".
+
+    Its content decides, whatever its name is; only where that tells nothing does its ending. Raises UserError for what
+    can be none of these.
+    """
     if os.path.isdir(path):
         return "folder"
     try:
@@ -98,14 +101,16 @@ def what_it_is(path):
         return "index"
     if path.endswith(".safetensors"):
         return "safetensors"
-    return "torch" if path.endswith((".pt", ".pth", ".ckpt")) else "bin"
+    if path.endswith((".pt", ".pth", ".ckpt")):
+        return "torch"
+    return "bin"
 
 
 def tells_all(path):
     """Whether a file of weights tells its whole configuration, so that flags can only contradict it."""
     kind = what_it_is(path)
     if kind == "safetensors":
-        return "config" in _read_safetensors(path, False)[1]
+        return "config" in _read_safetensors(path, tensors=False)[1]
     return kind in ("bin", "page")
 
 
@@ -135,9 +140,10 @@ def read_tensors(path):
 
 
 def _read_torch(path):
-    # What checkpoints hold besides tensors and is harmless: argparse's results and NumPy's numbers.
-    harmless = [argparse.Namespace, np.dtype, type(np.dtype("f8")), type(np.dtype("f4")), type(np.dtype("i8"))]
-    torch.serialization.add_safe_globals(harmless + [np.float64(0).__reduce__()[0]])
+    # Checkpoints also hold the results of argparse and NumPy's numbers, which are harmless.
+    make_number = np.float64(0).__reduce__()[0]
+    number_types = [type(np.dtype(name)) for name in ("f8", "f4", "i8")]
+    torch.serialization.add_safe_globals([argparse.Namespace, np.dtype, *number_types, make_number])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -159,7 +165,9 @@ def _read_safetensors(path, tensors=True):
     try:
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            return {name: file.get_tensor(name) if tensors else None for name in file.keys()}, metadata
+            if not tensors:
+                return dict.fromkeys(file.keys()), metadata
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or 'no such file'}") from None
     except Exception as error:
@@ -211,8 +219,9 @@ def _read_json(path):
 # ----------------------------------------------------------------------------------------------------
 # 2. which of its weights
 
-# Words of a name, between dots and underscores, that say that weights are averaged, or are no weights at all.
+# What a name, of which dots and underscores separate the words, has where weights are averaged ...
 AVERAGED = {"ema", "averaged", "average", "avg", "swa", "shadow"}
+# ... and where something is no weights at all.
 NO_WEIGHTS = {"opt", "optim", "optimizer", "optimizers", "scheduler", "sched", "scaler", "callbacks", "loops", "args",
               "hyper", "hparams", "config", "cfg"}
 # Where the weights are if a checkpoint has several dicts of tensors that are not averaged.
@@ -231,14 +240,19 @@ def _has_tensors(value):
     return isinstance(value, dict) and any(map(torch.is_tensor, value.values()))
 
 
-def _states_within(value, name=""):
-    """(name, its tensors) of the state dicts and the lists of tensors that lie in a dict, down to the fourth level."""
-    if _has_tensors(value) or _is_list(value):
-        yield name, value
-    elif isinstance(value, dict) and name.count(".") < 3:
-        for key, inner in value.items():
-            if isinstance(key, str) and not _words(key) & NO_WEIGHTS:
-                yield from _states_within(inner, f"{name}.{key}" if name else key)
+def _states_within(loaded, inside=""):
+    """(name, its tensors) of the state dicts and the lists of tensors that lie in a dict, down to the fourth level.
+
+    inside: the name of the dict where it lies in another.
+    """
+    for key, value in loaded.items():
+        if not isinstance(key, str) or _words(key) & NO_WEIGHTS:
+            continue
+        name = f"{inside}.{key}" if inside else key
+        if _has_tensors(value) or _is_list(value):
+            yield name, value
+        elif isinstance(value, dict) and name.count(".") < 3:
+            yield from _states_within(value, name)
 
 
 def _is_list(value):
@@ -253,30 +267,31 @@ def take_weights(path, loaded, use_ema=1):
     """
     if not isinstance(loaded, dict):
         return loaded, False
-    within = [pair for key, value in loaded.items() if isinstance(key, str) and not _words(key) & NO_WEIGHTS
-              for pair in _states_within(value, key)]
-    if _has_tensors(loaded) and not (within and all(torch.numel(value) == 1 for value in loaded.values()
-                                                    if torch.is_tensor(value))):
-        return loaded, False
-    found = dict(within)
+    found = dict(_states_within(loaded))
+    if _has_tensors(loaded):
+        only_numbers = all(torch.numel(value) == 1 for value in loaded.values() if torch.is_tensor(value))
+        if not found or not only_numbers:
+            return loaded, False
     averaged = [name for name in found if _words(name) & AVERAGED]
     raw = [name for name in found if name not in averaged and not isinstance(found[name], (list, tuple))]
     raw.sort(key=lambda name: USUAL.index(name) if name in USUAL else len(USUAL))
     if len(raw) > 1 and raw[0] not in USUAL:
         raise UserError(f"{path} holds more than one state dict, {', '.join(raw)}: save one of them alone")
-    if not found or not averaged and not raw:
+    if not averaged and not raw:
         return {}, False
     is_averaged = bool(averaged and (use_ema or not raw))
     name = averaged[0] if is_averaged else raw[0]
     state = found[name]
     if isinstance(state, (list, tuple)):
         state = _by_order(path, name, state, found[raw[0]] if raw else {})
-    others = [other for other in (*averaged, *raw) if other != name]
-    if others or is_averaged:
+    if is_averaged or len(averaged) + len(raw) > 1:
         kind = "averaged" if is_averaged else "raw"
-        note(path, f"holds {' and '.join(found)}: the {kind} weights, {name}, are taken"
-             + (", --use_ema 0 takes the raw ones" if is_averaged and raw else "")
-             + (", for there are no raw ones" if is_averaged and not use_ema else ""))
+        text = f"holds {' and '.join(found)}: the {kind} weights, {name}, are taken"
+        if is_averaged and raw:
+            text += ", --use_ema 0 takes the raw ones"
+        elif is_averaged and not use_ema:
+            text += ", for there are no raw ones"
+        note(path, text)
     return state, is_averaged
 
 
@@ -300,12 +315,8 @@ def take_network(path, loaded, use_ema=1):
     for name, value in state.items():
         if not isinstance(name, str):
             raise UserError(f"{path} holds no state dict of tensors: {name!r} names a {type(value).__name__.lower()}")
-    plain = {re.sub(r"(^|\.)(?:(?:_orig_mod|module)\.)+", r"\1", name): value
-             for name, value in state.items()}  # those of torch.compile and DistributedDataParallel
-    if len(plain) < len(state):
-        raise UserError(f"{path} holds two tensors of one name")
-    prefixes = list(dict.fromkeys(name.removesuffix(anchor) for anchor in ANCHORS for name in plain
-                                  if name == anchor or name.endswith("." + anchor)))
+    plain = _without_torch_prefixes(path, state)
+    prefixes = _network_prefixes(plain)
     if not prefixes:  # names that nobody knows
         prefix = next((word for word in WRAPPERS if all(name.startswith(word) for name in plain)), "")
         return {name.removeprefix(prefix): value for name, value in plain.items()}, averaged
@@ -314,7 +325,8 @@ def take_network(path, loaded, use_ema=1):
     if max(len(raw), len(of_means)) > 1:
         raise UserError(f"{path} holds more than one network, {', '.join(map(repr, raw or of_means))}: save one of them"
                         f" alone")
-    prefix = (of_means if of_means and (use_ema or not raw) else raw)[0]
+    takes_means = of_means and (use_ema or not raw)
+    prefix = of_means[0] if takes_means else raw[0]
     longer = tuple(other for other in prefixes if len(other) > len(prefix))
     taken = {name.removeprefix(prefix): value for name, value in plain.items()
              if name.startswith(prefix) and not name.startswith(longer)}
@@ -323,18 +335,41 @@ def take_network(path, loaded, use_ema=1):
         averaged = prefix in of_means
         text = f"the {'averaged' if averaged else 'raw'} weights, named {prefix}..., are taken"
     elif use_ema and (means := _flat_names(plain, prefix)):
-        taken, averaged = means, True
+        taken = means
+        averaged = True
         text = "the averaged weights, named model_ema..., are taken, --use_ema 0 takes the raw ones"
     left = len(plain) - len(taken)
-    if left or of_means:
+    if left:
         other = next((name for name in plain if not name.startswith(prefix)), "")
-        note(path, text + (f", and {unet_io.counted(left, 'other')} such as {other} left out" if left else ""))
+        text += f", and {unet_io.counted(left, 'other')} such as {other} left out"
+    if left or of_means:
+        note(path, text)
     return taken, averaged
 
 
+def _without_torch_prefixes(path, state):
+    """The tensors of a state dict without what torch.compile and DistributedDataParallel put into their names."""
+    plain = {re.sub(r"(^|\.)(?:(?:_orig_mod|module)\.)+", r"\1", name): value for name, value in state.items()}
+    if len(plain) < len(state):
+        raise UserError(f"{path} holds two tensors of one name")
+    return plain
+
+
+def _network_prefixes(names):
+    """What stands before the names of each network among these, "" where nothing does: a list."""
+    prefixes = {}
+    for anchor in ANCHORS:
+        for name in names:
+            if name == anchor or name.endswith("." + anchor):
+                prefixes[name.removesuffix(anchor)] = True
+    return list(prefixes)
+
+
 def _flat_names(state, prefix):
-    """{name: mean} where a state dict also has the means under the same names without their dots, as
-    latent-diffusion's LitEma keeps them; otherwise {}."""
+    """{name: mean} where a state dict has the means too, otherwise {}.
+
+    As in latent-diffusion's LitEma their names are those of the network's tensors without the dots.
+    """
     names = [name for name in state if name.startswith(prefix)]
     flat = {name: "model_ema." + name.removeprefix("model.").replace(".", "") for name in names}
     if not all(mean in state for mean in flat.values()):
@@ -348,7 +383,8 @@ def _flat_names(state, prefix):
 def _from_safetensors(path, state, metadata):
     """Checkpoint from save_weights' .safetensors."""
     try:
-        config, step = json.loads(metadata["config"]), int(metadata.get("step", 0))
+        config = json.loads(metadata["config"])
+        step = int(metadata.get("step", 0))
         names = json.loads(metadata.get("class_names", "[]"))
     except (ValueError, RecursionError):
         config = step = names = None
@@ -363,9 +399,11 @@ def _from_state(path, state, config, step, class_names):
     for name in config:
         if name not in known:
             raise UserError(f"{path} has the setting {name}, which this program doesn't know")
+    values = dict(config)
     try:
-        values = {name: known[name](value) if known[name] in (tuple, unet_io.Rates) else value
-                  for name, value in config.items()}
+        for name, value in config.items():
+            if known[name] in (tuple, unet_io.Rates):
+                values[name] = known[name](value)
     except (TypeError, ValueError):
         raise UserError(f"{path} is damaged: its configuration can't be read") from None
     config = Config(**values).check(f"{path}: its configuration")
@@ -409,17 +447,19 @@ def _shapes(model):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def _flat_weights(path, state, model, where, hint=lambda name, found, expected: ""):
+def _flat_weights(path, state, model, where, hint=None):
     """A dict's tensors, which must fit the model, as one float32 array in the order of a .bin.
 
-    hint: what to say of a tensor that doesn't fit, from its name and its shape here and there.
+    where: what the model is called in an error. hint: a function that says more of a tensor that doesn't fit, from
+    its name and its shape here and there.
     """
-    found, expected = {name: tuple(value.shape) for name, value in state.items()}, _shapes(model)
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    expected = _shapes(model)
     for name in [*expected, *found]:
         if found.get(name) != expected.get(name):
+            more = hint(name, found.get(name), expected.get(name)) if hint else ""
             raise UserError(f"{path}: {name} is {found.get(name, 'missing')} there and"
-                            f" {expected.get(name, 'no parameter')} in {where}"
-                            + hint(name, found.get(name), expected.get(name)))
+                            f" {expected.get(name, 'no parameter')} in {where}{more}")
     tensors = file_order(model, [state[name] for name in expected])
     return np.concatenate([array.reshape(-1) for array in to_numpy(tensors)])
 
@@ -439,7 +479,9 @@ def save_weights(path, model, checkpoint):
     torch.load reads with weights_only=True; .safetensors, with "config" (JSON) and "step" in its metadata.
     Where they are known the names of the classes go with them, as "class_names": a list, there in JSON.
     """
-    config, step, names = dataclasses.asdict(checkpoint.config), checkpoint.step, list(checkpoint.class_names)
+    step = checkpoint.step
+    names = list(checkpoint.class_names)
+    config = dataclasses.asdict(checkpoint.config)
     config["ema_rate"] = tuple(config["ema_rate"])  # torch.load takes no class of ours
     state = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     if path.endswith(".bin"):
@@ -447,11 +489,14 @@ def save_weights(path, model, checkpoint):
         run = {name: value for name, value in checkpoint.run.items() if name != "use_ema"}  # there is nothing to choose
         unet_io.write_checkpoint(path, Checkpoint(checkpoint.config, weights, step, run=run))
     elif path.endswith((".pt", ".pth")):
-        told = dict(class_names=names) if names else {}
-        save_pickle(path, dict(state_dict=state, config=config, step=step) | told)
+        value = dict(state_dict=state, config=config, step=step)
+        if names:
+            value["class_names"] = names
+        save_pickle(path, value)
     elif path.endswith(".safetensors"):
         metadata = dict(format="pt", config=json.dumps(config), step=str(step))
-        metadata |= dict(class_names=json.dumps(names)) if names else {}
+        if names:
+            metadata["class_names"] = json.dumps(names)
         block = _need_safetensors(path).torch.save(state, metadata)
         with unet_io.replacing(path) as file:
             file.write(block)
@@ -463,10 +508,10 @@ def save_weights(path, model, checkpoint):
 # ----------------------------------------------------------------------------------------------------
 # 4. bare state dicts
 
-# The names of the layers in the state dicts of the trainer before this one, and guided-diffusion's.
+# What the layers were called in the state dicts of the trainer before this one: guided-diffusion's names for them.
 OLD_NAMES = {"gn1": "in_layers.0", "cv3_1": "in_layers.2", "l_emb": "emb_layers.1", "gn2": "out_layers.0",
              "cv3_2": "out_layers.3", "gn": "norm", "proj": "proj_out"}
-# Which flag decides about a tensor, by the end of its name; the first that fits.
+# Which flags decide about the shape of a tensor, by a part of its name; the first that fits counts.
 DECIDES = (("time_embed.", "--num_channels"), ("label_emb.", "--class_cond and --num_classes"),
            ("input_blocks.0.0.", "--in_channels and --num_channels"),
            ("out.2.", "--in_channels and --learn_sigma"),
@@ -479,9 +524,10 @@ DECIDES = (("time_embed.", "--num_channels"), ("label_emb.", "--class_cond and -
 
 def _deciding_flag(name, found, expected):
     """What to say of a tensor that doesn't fit the model that a bare state dict is taken for."""
-    flag = next((flags for part, flags in DECIDES if part in name),
-                "--channel_mult, --num_res_blocks and --attention_resolutions")
-    return (f"; {flag} decide{'s' * (' and ' not in flag)} about it: say what it is with --preset or --image_size,"
+    flags = next((flags for part, flags in DECIDES if part in name),
+                 "--channel_mult, --num_res_blocks and --attention_resolutions")
+    verb = "decide" if " and " in flags else "decides"
+    return (f"; {flags} {verb} about it: say what it is with --preset or --image_size,"
             f" --num_channels, --channel_mult, --attention_resolutions ...")
 
 
@@ -498,30 +544,40 @@ def _read_bare(path, state, averaged, overrides):
         raise UserError(f"{path} holds a DiT: python3 dev/dit/train_dit.py --import makes a .bin of it")
     guided = any(".in_layers." in name for name in state)
     overrides = dict(conv_resample=any(".op." in name for name in state)) | overrides
-    first = state.get(ANCHORS[0], next(iter(state.values()))).shape  # (4 num_channels, num_channels)
-    config = Config(num_channels=first[-1] if len(first) == 2 else 0, max_period=10000 if guided else 1000)
     if "label_emb.weight" in state:
         rows = len(state["label_emb.weight"]) - (overrides.get("cond_drop_prob", 0) > 0)
         overrides = dict(class_cond=True, num_classes=rows) | overrides
-    config = dataclasses.replace(config, **overrides) if guided else with_old_attention(config, overrides)
+    first = state.get(ANCHORS[0], next(iter(state.values()))).shape  # (4 num_channels, num_channels)
+    config = Config(num_channels=first[-1] if len(first) == 2 else 0, max_period=10000 if guided else 1000)
+    if guided:
+        config = dataclasses.replace(config, **overrides)
+    else:
+        config = with_old_attention(config, overrides)
     model = unet_without_memory(config.check("" if overrides else path), path)
     expected = _shapes(model)
-    names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
-    if not any(".in_layers." in name for name in names):
-        if what_it_is(path) == "safetensors":
-            raise UserError(f"{path} names its tensors as no known model does, such as {names[0]}, and has them in no"
-                            f" order")
-        names = [*expected, *names[len(expected):]]
+    names = _names_of_bare(path, state, list(expected))
     named = {name: _without_ones(value, expected.get(name)) for name, value in zip(names, state.values())}
     if len(named) < len(state):
         raise UserError(f"{path} holds two tensors of one name")
     weights = _flat_weights(path, named, model, "the model that it is taken for", _deciding_flag)
     untold = ["image_size", "num_head_channels", "norm_groups", "max_period", *DIFFUSION[:3]]
-    untold += ["use_new_attention_order"] if guided else []
-    assumed = [f"{name} {getattr(config, name)}" for name in untold
-               if name not in overrides and not (name == "num_head_channels" and config.num_heads)]
-    note_assumed(path, assumed)
+    if guided:
+        untold.append("use_new_attention_order")
+    if config.num_heads:
+        untold.remove("num_head_channels")
+    note_assumed(path, [f"{name} {getattr(config, name)}" for name in untold if name not in overrides])
     return Checkpoint(config, _sections(weights, averaged), tensors=len(expected), old=True)
+
+
+def _names_of_bare(path, state, expected):
+    """What a UNet calls the tensors of a bare state dict, one by one. expected: its parameters' names, in order."""
+    names = [".".join(OLD_NAMES.get(part, part) for part in name.split(".")) for name in state]
+    if any(".in_layers." in name for name in names):
+        return names
+    if what_it_is(path) == "safetensors":
+        raise UserError(f"{path} names its tensors as no known model does, such as {names[0]}, and has them in no"
+                        f" order")
+    return [*expected, *names[len(expected):]]
 
 
 def note_assumed(path, assumed):
@@ -532,8 +588,10 @@ def note_assumed(path, assumed):
 
 
 def _sections(weights, averaged):
-    """Those of a Checkpoint. Where the weights are averaged, there is nothing else, and so they stand for both."""
-    return dict(weights=weights, ema=weights) if averaged else dict(weights=weights)
+    """The sections of a Checkpoint. Where the weights are averaged, there are no others, and so they stand for both."""
+    if averaged:
+        return dict(weights=weights, ema=weights)
+    return dict(weights=weights)
 
 
 def _without_ones(value, shape):

@@ -357,9 +357,8 @@ NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "phot
 def labelled(source, labels, level):
     """({file: name of its class}, sorted, of the files that have one; whether the names may be class numbers).
 
-    Raises UserError.
-
     labels: folder, prefix or a file of labels. level: which folder's name counts, 0 for the innermost.
+    Raises UserError.
     """
     if labels == "folder":
         return folder_classes(source, level), False
