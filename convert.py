@@ -508,7 +508,7 @@ def save_weights(path, model, checkpoint):
 # ----------------------------------------------------------------------------------------------------
 # 4. bare state dicts
 
-# What the layers were called in the state dicts of the trainer before this one: guided-diffusion's names for them.
+# The names of layers in the state dicts of the trainer before this one, and what guided-diffusion calls them.
 OLD_NAMES = {"gn1": "in_layers.0", "cv3_1": "in_layers.2", "l_emb": "emb_layers.1", "gn2": "out_layers.0",
              "cv3_2": "out_layers.3", "gn": "norm", "proj": "proj_out"}
 # Which flags decide about the shape of a tensor, by a part of its name; the first that fits counts.
@@ -603,20 +603,21 @@ def _without_ones(value, shape):
 # ----------------------------------------------------------------------------------------------------
 # 5. diffusers
 
-# What the layers within a residual or an attention block are called in diffusers' UNet2DModel.
+# What diffusers' UNet2DModel calls the layers within a residual or an attention block.
 DIFFUSERS_NAMES = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj",
                    "out_layers.0": "norm2", "out_layers.3": "conv2", "skip_connection": "conv_shortcut",
                    "norm": "group_norm", "proj_out": "to_out.0", "op": "conv", "conv": "conv"}
-# And what those of an attention block were called before its version 0.12.
+# What diffusers called those of an attention block before its version 0.12, and calls them now.
 OLDER_DIFFUSERS_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-# It resamples with 3x3 convolutions as with conv_resample, or as with resblock_updown. With these weights, in
-# each channel alone, the first such convolution is the mean of 2x2 pixels and the second changes nothing.
+# UNet2DModel resamples by 3x3 convolutions, as with conv_resample, or as with resblock_updown. For a model without
+# either, its convolutions get these weights within each channel, and 0 between channels: the first then takes the
+# mean of 2x2 pixels, and the second, after pixels were repeated, changes nothing.
 MEAN_KERNEL = ((0, 0, 0), (0, 0.25, 0.25), (0, 0.25, 0.25))
 SAME_KERNEL = ((0, 0, 0), (0, 1, 0), (0, 0, 0))
 
 
 def _diffusers_places(model):
-    """(name in UNet2DModel, module of a UNet): each block, each resampling, each layer outside of these."""
+    """Yield (name in UNet2DModel, module of a UNet) of each block, each resampling and each layer outside of these."""
     yield "time_embedding.linear_1", model.time_embed[0]
     yield "time_embedding.linear_2", model.time_embed[2]
     if model.config.class_cond:
@@ -650,24 +651,17 @@ def diffusers_tensors(model):
     Its timestep embedding is as wide as the first level, k = channel_mult[0] times ours, and holds ours in
     every k-th column; the others get the weight 0. Where it can't be computed there, it is in a table.
     """
-    config, tensors = model.config, {}
+    config = model.config
+    tensors = {}
     ordered = dict(zip(model.parameters(), file_order(model, model.parameters())))
     for name, layer in _diffusers_places(model):
         if isinstance(layer, ResBlock):
-            channels = layer.out_layers[0].num_channels
+            channels = layer.out_layers[0].num_channels  # of the resampling that follows, too
         elif isinstance(layer, (Downsample, Upsample)) and not config.conv_resample:
             tensors[f"{name}.conv.weight"] = _fixed_kernel(layer, channels)
             tensors[f"{name}.conv.bias"] = torch.zeros(channels)
-        for path, value in layer.named_parameters():
-            inner, _, kind = path.rpartition(".")
-            value = ordered[value].detach().float().cpu()
-            if isinstance(layer, AttentionBlock) and inner != "norm" and kind == "weight":
-                value = value.squeeze(-1)  # a linear layer there
-            if inner == "qkv":
-                for part, third in zip("qkv", value.chunk(3)):
-                    tensors[f"{name}.to_{part}.{kind}"] = third.clone()
-            else:
-                tensors[f"{name}.{DIFFUSERS_NAMES[inner]}.{kind}" if inner else f"{name}.{kind}"] = value
+        for path, parameter in layer.named_parameters():
+            tensors |= _diffusers_parameter(name, layer, path, ordered[parameter].detach().float().cpu())
 
     def widened(columns):
         wide = torch.zeros(len(columns), config.level_widths()[0])
@@ -676,10 +670,22 @@ def diffusers_tensors(model):
 
     tensors["time_embedding.linear_1.weight"] = widened(tensors["time_embedding.linear_1.weight"])
     if _needs_table(config):
-        tensors["time_proj.weight"] = widened(timestep_embedding(
-            torch.arange(config.diffusion_steps), config.num_channels, config.max_period,
-            config.timestep_unit()))
+        timesteps = torch.arange(config.diffusion_steps)
+        sinusoids = timestep_embedding(timesteps, config.num_channels, config.max_period, config.timestep_unit())
+        tensors["time_proj.weight"] = widened(sinusoids)
     return tensors
+
+
+def _diffusers_parameter(name, layer, path, value):
+    """{name: tensor} in UNet2DModel of a parameter: `path` is its name in the layer, `name` the layer's in UNet2DModel."""
+    inner, _, kind = path.rpartition(".")
+    if isinstance(layer, AttentionBlock) and inner != "norm" and kind == "weight":
+        value = value.squeeze(-1)  # a linear layer there
+    if inner == "qkv":
+        return {f"{name}.to_{part}.{kind}": third.clone() for part, third in zip("qkv", value.chunk(3))}
+    if inner:
+        return {f"{name}.{DIFFUSERS_NAMES[inner]}.{kind}": value}
+    return {f"{name}.{kind}": value}
 
 
 def _needs_table(config):
@@ -695,12 +701,12 @@ UNLIMITED = 1e6  # what no prediction exceeds: JSON knows no infinity
 def scheduler_config(config, run):
     """What a DDPMScheduler is made of, and from its .config any other of diffusers' schedulers: a dict.
 
-    run: a checkpoint's settings. Schedulers without clip_sample, such as DPM-Solver's, clamp by `thresholding`: with
-    sample_max_value 1 it is the same. timestep_spacing is `trailing`, whatever --spacing was, since DDIMScheduler
-    steps from t to t - T / N whatever the spacing, and goes wrong with `linspace`. Raises UserError for
-    a noise that no such scheduler has.
+    run: a checkpoint's settings. Schedulers without clip_sample, such as DPM-Solver's, clamp by `thresholding`, which
+    with sample_max_value 1 does the same. timestep_spacing is `trailing`, whatever --spacing was: DDIMScheduler always
+    steps from t to t - T / N, which is wrong with `linspace`. Raises UserError for a noise that no such scheduler has.
     """
-    T, threshold = config.diffusion_steps, run.get("threshold", "clamp")
+    T = config.diffusion_steps
+    threshold = run.get("threshold", "clamp")
     if config.noise_schedule not in SCHEDULES or config.predict not in PREDICTIONS:
         raise UserError(f"this model has --noise_schedule {config.noise_schedule} and --predict {config.predict}, which"
                         f" diffusers' DDPMScheduler does not know: it knows {unet_io.listed(SCHEDULES)}, and"
@@ -720,54 +726,78 @@ def diffusers_configs(config, run=None, class_names=()):
 
     run, class_names: a checkpoint's. Raises UserError for what UNet2DModel can't be.
     """
-    T, attended = config.diffusion_steps, [s in config.attention_resolutions for s in config.level_sizes()]
+    index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
+                 scheduler=("diffusers", "DDPMScheduler"))
+    unet = _unet2d_config(config, class_names)
+    scheduler = scheduler_config(config, run or {})
+    files = {"model_index.json": index, "scheduler/scheduler_config.json": scheduler, "unet/config.json": unet}
+    # the first version that has time_embedding_dim
+    return {name: values | dict(_diffusers_version="0.32.0") for name, values in files.items()}
+
+
+def _unet2d_config(config, class_names):
+    """The config.json of a UNet2DModel: a dict. Raises UserError."""
     widths = config.level_widths()
     if widths[0] % config.num_channels:
         raise UserError(f"diffusers' UNet2DModel tells the timestep by as many sinusoids as its first level has"
                         f" channels, here {widths[0]}, and this model's {config.num_channels} don't fit: its"
                         f" channel_mult would have to begin with a whole number")
-    heads = {width // config.heads(width, decoder) for width, here in zip(widths, attended) if here
-             for decoder in (False, True)} | {widths[-1] // config.heads(widths[-1], False)}
-    if len(heads) > 1 and config.num_heads == 1 and config.num_heads_upsample in (0, 1):
-        heads = {None}  # one head of all channels, at every width
-    if len(heads) > 1:
-        raise UserError(f"diffusers' UNet2DModel has heads of one number of channels, and by num_heads this"
-                        f" model has some of {' and some of '.join(map(str, sorted(heads)))}")
-    resampling, down, up = (("resnet", "ResnetDownsampleBlock2D", "ResnetUpsampleBlock2D")
-                            if config.resblock_updown else ("conv", "DownBlock2D", "UpBlock2D"))
-    more = dict(time_embedding_type="learned", num_train_timesteps=T) if _needs_table(config) else {}
+    attended = [size in config.attention_resolutions for size in config.level_sizes()]
+    if config.resblock_updown:
+        resampling = "resnet"
+        down = "ResnetDownsampleBlock2D"
+        up = "ResnetUpsampleBlock2D"
+    else:
+        resampling = "conv"
+        down = "DownBlock2D"
+        up = "UpBlock2D"
+    more = {}
+    if _needs_table(config):
+        more |= dict(time_embedding_type="learned", num_train_timesteps=config.diffusion_steps)
     if config.class_cond:
-        more["_cond_drop_prob"] = config.cond_drop_prob  # what begins with _ diffusers keeps, in silence
+        more["_cond_drop_prob"] = config.cond_drop_prob  # diffusers keeps what begins with _, and says nothing of it
     if class_names:  # as DiTPipeline's id2label
         more["_id2label"] = dict(enumerate(class_names))
-    index = dict(_class_name="DDPMPipeline", unet=("diffusers", "UNet2DModel"),
-                 scheduler=("diffusers", "DDPMScheduler"))
-    unet = dict(
+    return dict(
         _class_name="UNet2DModel", sample_size=config.image_size, in_channels=config.in_channels,
         out_channels=config.in_channels * (1 + config.learn_sigma), freq_shift=0, flip_sin_to_cos=True,
         time_embedding_dim=4 * config.num_channels, block_out_channels=widths, downsample_type=resampling,
-        upsample_type=resampling, layers_per_block=config.num_res_blocks, attention_head_dim=heads.pop(),
-        down_block_types=["AttnDownBlock2D" if here else down for here in attended],
-        up_block_types=["AttnUpBlock2D" if here else up for here in reversed(attended)],
+        upsample_type=resampling, layers_per_block=config.num_res_blocks, attention_head_dim=_head_channels(config),
+        down_block_types=["AttnDownBlock2D" if attends else down for attends in attended],
+        up_block_types=["AttnUpBlock2D" if attends else up for attends in reversed(attended)],
         norm_num_groups=config.norm_groups, attn_norm_num_groups=config.norm_groups, norm_eps=1e-5,
         act_fn="silu", downsample_padding=1, dropout=config.dropout,
         resnet_time_scale_shift="scale_shift" if config.use_scale_shift_norm else "default",
         num_class_embeds=config.label_rows() or None, **more)
-    files = {"model_index.json": index, "scheduler/scheduler_config.json": scheduler_config(config, run or {}),
-             "unet/config.json": unet}
-    # the first version that has time_embedding_dim
-    return {name: values | dict(_diffusers_version="0.32.0") for name, values in files.items()}
+
+
+def _head_channels(config):
+    """The channels of every attention head; None where each block has one head of all its channels. Raises UserError."""
+    widths = config.level_widths()
+    found = {widths[-1] // config.heads(widths[-1], False)}  # in the middle
+    for width, size in zip(widths, config.level_sizes()):
+        if size in config.attention_resolutions:
+            for decoder in (False, True):
+                found.add(width // config.heads(width, decoder))
+    if len(found) == 1:
+        return found.pop()
+    if config.num_heads == 1 and config.num_heads_upsample in (0, 1):
+        return None
+    raise UserError(f"diffusers' UNet2DModel has heads of one number of channels, and by num_heads this"
+                    f" model has some of {' and some of '.join(map(str, sorted(found)))}")
 
 
 def save_diffusers(folder, model, checkpoint=None):
     """Write a folder that diffusers' DDPMPipeline.from_pretrained opens, and UNet2DModel's with its unet/.
 
     checkpoint: where the model comes from, which tells how it is drawn with and the names of its classes.
-    All are written before the first gets its name; then those of an older export go, and these get theirs,
-    the weights first and model_index.json last: so a folder that lacks none is whole, and of one model.
+    All files are written before the first gets its name. Then those of an older export are removed, and the new ones
+    get their names, the weights first and model_index.json last. So a folder that lacks no file is of one model.
     """
-    run, names = (checkpoint.run, checkpoint.class_names) if checkpoint else ({}, ())
-    configs = diffusers_configs(model.config, run, names)
+    if checkpoint:
+        configs = diffusers_configs(model.config, checkpoint.run, checkpoint.class_names)
+    else:
+        configs = diffusers_configs(model.config)
     files = {os.path.join(folder, name): (json.dumps(values, indent=2) + "\n").encode()
              for name, values in configs.items()}
     weights = _need_safetensors(folder).torch.save(diffusers_tensors(model), dict(format="pt"))
@@ -776,7 +806,7 @@ def save_diffusers(folder, model, checkpoint=None):
         unet_io.check_folder(part)
     for part in map(os.path.dirname, files):
         os.makedirs(part, exist_ok=True)
-    with contextlib.ExitStack() as stack:  # which renames the last file first
+    with contextlib.ExitStack() as stack:  # at its end the last file gets its name first
         for path, content in files.items():
             file = stack.enter_context(unet_io.replacing(path))
             file.write(content)
@@ -795,9 +825,10 @@ UNET2D_DEFAULTS = dict(
     act_fn="silu", attention_head_dim=8, norm_num_groups=32, attn_norm_num_groups=None, norm_eps=1e-5,
     resnet_time_scale_shift="default", add_attention=True, class_embed_type=None, num_class_embeds=None,
     num_train_timesteps=None)
-# What there is one value for here.
+# What has only one value here.
 FIXED_IN_UNET2D = dict(center_input_sample=False, mid_block_type="UNetMidBlock2D", mid_block_scale_factor=1,
                        act_fn="silu", norm_eps=1e-5, class_embed_type=None)
+# The names of UNet2DModel's blocks: (whether they have attention, what the block resamples by where its name tells).
 BLOCKS = {"DownBlock2D": (False, "conv"), "AttnDownBlock2D": (True, None), "ResnetDownsampleBlock2D": (False, "resnet"),
           "UpBlock2D": (False, "conv"), "AttnUpBlock2D": (True, None), "ResnetUpsampleBlock2D": (False, "resnet")}
 WEIGHT_FILES = [f"diffusion_pytorch_model{variant}.{ending}" for variant in ("", ".fp16")
@@ -817,32 +848,44 @@ class Pipeline:
 def _find_pipeline(path, use_ema, weights_known=False):
     """The Pipeline of a folder with unet/ and scheduler/, of a folder with config.json, or of weights in such a one.
 
-    weights_known: they have been read.
+    weights_known: whether they have been read, so that no file of them is looked for.
     """
-    def first(folder, *names):
-        return next((place for place in (os.path.join(folder, name) for name in names) if os.path.isfile(place)), "")
-
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    found, place = Pipeline(), folder
-    if os.path.isdir(path) and not first(path, "config.json"):
-        parts = ["unet_ema", "unet"] if use_ema else ["unet", "unet_ema"]
-        parts = [part for part in parts if first(os.path.join(path, part), "config.json")]
-        if not parts:
-            raise UserError(f"{path} is a folder without a config.json: a file is needed, or the folder of a UNet2DModel"
-                            f" or of a pipeline of diffusers")
-        place = os.path.join(folder, parts[0])
-        if len(parts) > 1:
-            note(path, f"holds averaged weights, unet_ema, and raw ones, unet: {parts[0]} is taken")
-    found.averaged = os.path.basename(os.path.abspath(place)) == "unet_ema"
-    found.unet = place if first(place, "config.json") else ""
+    folder = _unet_folder(path, use_ema)
+    found = Pipeline(averaged=os.path.basename(os.path.abspath(folder)) == "unet_ema")
+    if _first_file(folder, "config.json"):
+        found.unet = folder
     if not weights_known:
-        non_ema = [name.replace("model.", "model.non_ema.", 1) for name in WEIGHT_FILES]
-        found.weights = path if os.path.isfile(path) else first(place, *[*non_ema] * (not use_ema), *WEIGHT_FILES)
-    around = os.path.dirname(os.path.abspath(place))
-    found.scheduler = (first(place, "scheduler_config.json", "scheduler/scheduler_config.json")
-                       or first(around, "scheduler/scheduler_config.json"))
-    found.index = first(place, "model_index.json") or first(around, "model_index.json")
+        names = WEIGHT_FILES
+        if not use_ema:
+            names = [name.replace("model.", "model.non_ema.", 1) for name in WEIGHT_FILES] + names
+        found.weights = path if os.path.isfile(path) else _first_file(folder, *names)
+    around = os.path.dirname(os.path.abspath(folder))
+    found.scheduler = (_first_file(folder, "scheduler_config.json", "scheduler/scheduler_config.json")
+                       or _first_file(around, "scheduler/scheduler_config.json"))
+    found.index = _first_file(folder, "model_index.json") or _first_file(around, "model_index.json")
     return found
+
+
+def _first_file(folder, *names):
+    """The path of the first of these files that is in the folder; "" where there is none."""
+    paths = (os.path.join(folder, name) for name in names)
+    return next((path for path in paths if os.path.isfile(path)), "")
+
+
+def _unet_folder(path, use_ema):
+    """The folder of the UNet2DModel that a folder or a file of weights belongs to."""
+    if not os.path.isdir(path):
+        return os.path.dirname(path) or "."
+    if _first_file(path, "config.json"):
+        return path
+    parts = ["unet_ema", "unet"] if use_ema else ["unet", "unet_ema"]
+    parts = [part for part in parts if _first_file(os.path.join(path, part), "config.json")]
+    if not parts:
+        raise UserError(f"{path} is a folder without a config.json: a file is needed, or the folder of a UNet2DModel"
+                        f" or of a pipeline of diffusers")
+    if len(parts) > 1:
+        note(path, f"holds averaged weights, unet_ema, and raw ones, unet: {parts[0]} is taken")
+    return os.path.join(path, parts[0])
 
 
 def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
@@ -872,14 +915,7 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     told |= noise
     index = _read_json(found.index) if found.index else {}
     names = _names_of(path, values.get("_id2label") or values.get("id2label") or index.get("id2label"))
-    rows = told.pop("rows")
-    if rows:
-        drop = values.get("_cond_drop_prob", overrides.get("cond_drop_prob", 0.1 if len(names) == rows - 1 > 0 else 0))
-        if not unet_io.is_number(drop, float):
-            raise UserError(f"{path}: its config.json says _cond_drop_prob {drop!r:.40}, which is no number")
-        told |= dict(class_cond=True, num_classes=rows - (drop > 0), cond_drop_prob=float(drop))
-    else:
-        told |= dict(class_cond=False, num_classes=0, cond_drop_prob=0.0)
+    told |= _classes_told(path, told.pop("rows"), len(names), values, overrides)
     flags = {name: value for name, value in overrides.items() if name in told and name not in free}
     refuse_contradictions(flags, argparse.Namespace(**told), path)
     config = Config(**(overrides | told)).check(f"{path}, by its config.json")
@@ -893,6 +929,17 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     weights = _flat_weights(path, _from_diffusers(path, model, state), model, "the model of its config.json")
     sections = _sections(weights, averaged or found.averaged) | _named(path, names, config)
     return Checkpoint(config, sections, tensors=len(_shapes(model)), run=run)
+
+
+def _classes_told(path, rows, named, values, overrides):
+    """Fields of Config by the rows of the label table, the last of which may be of no class. named: how many have names."""
+    if not rows:
+        return dict(class_cond=False, num_classes=0, cond_drop_prob=0.0)
+    likely = 0.1 if named == rows - 1 > 0 else 0
+    drop = values.get("_cond_drop_prob", overrides.get("cond_drop_prob", likely))
+    if not unet_io.is_number(drop, float):
+        raise UserError(f"{path}: its config.json says _cond_drop_prob {drop!r:.40}, which is no number")
+    return dict(class_cond=True, num_classes=rows - (drop > 0), cond_drop_prob=float(drop))
 
 
 def _newer_name(name):
@@ -928,61 +975,126 @@ def _told_by_unet(path, values, state):
 
 
 def _fields_of_unet(path, values, state):
-    values["act_fn"] = "silu" if values["act_fn"] == "swish" else values["act_fn"]
-    reasons = [f"{name} {values[name]} (here it is {fixed})" for name, fixed in FIXED_IN_UNET2D.items()
-               if values[name] != fixed]
-    widths, levels = list(values["block_out_channels"]), len(values["block_out_channels"])
-    kinds = {}
-    for part in ("down", "up"):
-        names = [name.removeprefix("UNetRes") for name in values[f"{part}_block_types"]]
-        reasons += [f"the block {name}" for name in names if name not in BLOCKS]
-        kinds[part] = [BLOCKS.get(name, (False, None)) for name in names]
-        if len(names) != levels:
-            raise ValueError
-    attended = [attends for attends, _ in kinds["down"]]
-    if attended != [attends for attends, _ in reversed(kinds["up"])]:
-        reasons.append("attention at other levels on the way up than on the way down")
-    resampling = {kind or values[f"{part}sample_type"] or "conv" for part in kinds for _, kind in kinds[part][:-1]}
-    if len(resampling) > 1 or not resampling <= {"conv", "resnet"}:
-        reasons.append(f"levels that are resampled in several ways ({', '.join(map(str, sorted(resampling)))})")
-    by_convolution = resampling == {"conv"}
-    if by_convolution and values["downsample_padding"] != 1:
-        reasons.append(f"downsample_padding {values['downsample_padding']} (here it is 1: another would move the"
-                       f" picture)")
-    kind = values["time_embedding_type"]
-    if kind not in ("positional", "learned"):
-        reasons.append(f"time_embedding_type {kind} (here it is positional)")
-    if kind == "positional" and values["freq_shift"]:
-        reasons.append(f"freq_shift {values['freq_shift']} (here it is 0: other frequencies)")
-    if values["resnet_time_scale_shift"] not in ("default", "scale_shift"):
-        reasons.append(f"resnet_time_scale_shift {values['resnet_time_scale_shift']}")
-    groups = values["norm_num_groups"]
-    modulates = values["resnet_time_scale_shift"] == "scale_shift"
-    if values["add_attention"] and (values["attn_norm_num_groups"] or (None if modulates else groups)) != groups:
-        reasons.append(f"attn_norm_num_groups {values['attn_norm_num_groups']} (here it is norm_num_groups, {groups})")
-    if min(widths) < 2 * groups:
-        reasons.append(f"norm_num_groups {groups} of {min(widths)} channels (here a group has two or more)")
-    inputs, outputs = values["in_channels"], values["out_channels"]
-    if outputs not in (inputs, 2 * inputs):
-        reasons.append(f"{outputs} out_channels of {inputs} in_channels (here they are as many, or with learn_sigma"
-                       f" twice as many)")
+    if values["act_fn"] == "swish":
+        values["act_fn"] = "silu"
+    widths = list(values["block_out_channels"])
+    levels = len(widths)
     width = values["time_embedding_dim"] or 4 * widths[0]
     columns = _columns(values, state, width // 4)
+    reasons = [*_reasons_of_blocks(values), *_reasons_of_timesteps(values), *_reasons_of_layers(values)]
     if width % 4 or columns is None:
         reasons.append(f"time_embedding_dim {width} (here it is 4 times the channels that channel_mult counts in, and of"
                        f" these there are as many sinusoids)")
     if reasons:
         raise UserError(f"{path} can't be held by this architecture: {'; '.join(reasons)}")
-    told = dict(num_channels=width // 4, num_res_blocks=values["layers_per_block"], in_channels=inputs,
-                norm_groups=groups, dropout=float(values["dropout"]), learn_sigma=outputs != inputs,
-                channel_mult=tuple(4 * w // width if 4 * w % width == 0 else 4 * w / width for w in widths),
-                resblock_updown=resampling == {"resnet"}, use_scale_shift_norm=modulates, rescale_timesteps=False,
-                max_period=10000, conv_resample=by_convolution and not _resamples_plainly(state, levels),
+
+    resampling = _resampling_told(values)
+    by_convolution = resampling == {"conv"}
+    told = dict(num_channels=width // 4, num_res_blocks=values["layers_per_block"], in_channels=values["in_channels"],
+                norm_groups=values["norm_num_groups"], dropout=float(values["dropout"]),
+                learn_sigma=values["out_channels"] != values["in_channels"],
+                channel_mult=tuple(_multiplier(w, width) for w in widths),
+                resblock_updown=resampling == {"resnet"}, rescale_timesteps=False, max_period=10000,
+                use_scale_shift_norm=values["resnet_time_scale_shift"] == "scale_shift",
+                conv_resample=by_convolution and not _resamples_plainly(state, levels),
                 rows=values["num_class_embeds"] or 0)
     if values["attention_head_dim"] is None:
         told["num_heads"] = 1
     else:
         told |= dict(num_head_channels=values["attention_head_dim"], num_heads=0)
+    told |= _sizes_told(path, values)
+    told |= _timesteps_told(path, values, state, width // 4, columns)
+    if not values["add_attention"]:
+        _add_no_attention(state, widths[-1])
+        note(path, "has no attention in the middle: it is given one whose weights are 0, which adds nothing")
+    return told
+
+
+def _multiplier(width, embedding):
+    """Of channel_mult, for a level this wide, where the timestep embedding has 4 times num_channels."""
+    if 4 * width % embedding == 0:
+        return 4 * width // embedding
+    return 4 * width / embedding
+
+
+def _block_names(values, way):
+    """The names of the blocks on a way, "down" or "up", as they are in BLOCKS, one for each level. Raises ValueError."""
+    names = [name.removeprefix("UNetRes") for name in values[f"{way}_block_types"]]
+    if len(names) != len(values["block_out_channels"]):
+        raise ValueError
+    return names
+
+
+def _blocks(values, way):
+    """What BLOCKS says of each block on a way."""
+    return [BLOCKS.get(name, (False, None)) for name in _block_names(values, way)]
+
+
+def _attended(values, way):
+    """Whether each block on a way has attention."""
+    return [attends for attends, _ in _blocks(values, way)]
+
+
+def _resampling_told(values):
+    """By what levels are resampled, "conv", "resnet" or others: a set, empty where there is one level."""
+    found = set()
+    for way in ("down", "up"):
+        for _, kind in _blocks(values, way)[:-1]:  # nothing is resampled after the last
+            found.add(kind or values[f"{way}sample_type"] or "conv")
+    return found
+
+
+def _reasons_of_blocks(values):
+    """What this architecture can't have of a UNet2DModel's constants, blocks and resampling: texts."""
+    for name, fixed in FIXED_IN_UNET2D.items():
+        if values[name] != fixed:
+            yield f"{name} {values[name]} (here it is {fixed})"
+    for way in ("down", "up"):
+        for name in _block_names(values, way):
+            if name not in BLOCKS:
+                yield f"the block {name}"
+    if _attended(values, "down") != _attended(values, "up")[::-1]:
+        yield "attention at other levels on the way up than on the way down"
+    resampling = _resampling_told(values)
+    if len(resampling) > 1 or not resampling <= {"conv", "resnet"}:
+        yield f"levels that are resampled in several ways ({', '.join(map(str, sorted(resampling)))})"
+    if resampling == {"conv"} and values["downsample_padding"] != 1:
+        yield (f"downsample_padding {values['downsample_padding']} (here it is 1: another would move the"
+               f" picture)")
+
+
+def _reasons_of_timesteps(values):
+    """The same of how it tells the timestep."""
+    kind = values["time_embedding_type"]
+    if kind not in ("positional", "learned"):
+        yield f"time_embedding_type {kind} (here it is positional)"
+    if kind == "positional" and values["freq_shift"]:
+        yield f"freq_shift {values['freq_shift']} (here it is 0: other frequencies)"
+    if values["resnet_time_scale_shift"] not in ("default", "scale_shift"):
+        yield f"resnet_time_scale_shift {values['resnet_time_scale_shift']}"
+
+
+def _reasons_of_layers(values):
+    """The same of its norms and of its channels."""
+    groups = values["norm_num_groups"]
+    attention_groups = values["attn_norm_num_groups"]
+    if not attention_groups and values["resnet_time_scale_shift"] != "scale_shift":
+        attention_groups = groups
+    if values["add_attention"] and (attention_groups or None) != groups:
+        yield f"attn_norm_num_groups {values['attn_norm_num_groups']} (here it is norm_num_groups, {groups})"
+    narrowest = min(values["block_out_channels"])
+    if narrowest < 2 * groups:
+        yield f"norm_num_groups {groups} of {narrowest} channels (here a group has two or more)"
+    inputs = values["in_channels"]
+    outputs = values["out_channels"]
+    if outputs not in (inputs, 2 * inputs):
+        yield (f"{outputs} out_channels of {inputs} in_channels (here they are as many, or with learn_sigma"
+               f" twice as many)")
+
+
+def _sizes_told(path, values):
+    """Fields of Config by sample_size: the images' size, and those at which there is attention. Raises UserError."""
+    attended = _attended(values, "down")
     size = values["sample_size"]
     if isinstance(size, (list, tuple)):
         if len(set(size)) > 1:
@@ -990,21 +1102,27 @@ def _fields_of_unet(path, values, state):
                             f" can be")
         size = size[0]
     if size:
-        told |= dict(image_size=size)
-        told["attention_resolutions"] = tuple(size >> level for level in range(levels) if attended[level])
-    elif any(attended):
+        resolutions = tuple(size >> level for level, attends in enumerate(attended) if attends)
+        return dict(image_size=size, attention_resolutions=resolutions)
+    if any(attended):
         raise UserError(f"{path} doesn't tell the size of its images: put it into its config.json, as sample_size")
+    return {}
+
+
+def _timesteps_told(path, values, state, sinusoids, columns):
+    """Fields of Config by a table of timesteps, where there is one, which is taken out of the tensors.
+
+    The first layer of the timestep embedding becomes as wide as ours there: every column-th of it counts, see _columns.
+    """
+    kind = values["time_embedding_type"]
     first = state["time_embedding.linear_1.weight"]
     if values["flip_sin_to_cos"] is not True and kind == "positional":  # sines first: ours are second
         first = first.roll(first.shape[1] // 2, 1)
     state["time_embedding.linear_1.weight"] = first[:, ::columns]
-    if kind == "learned":
-        table = state.pop("time_proj.weight")
-        told |= _told_by_table(path, table[:, ::columns], width // 4) | dict(diffusion_steps=len(table))
-    if not values["add_attention"]:
-        _add_no_attention(state, widths[-1])
-        note(path, "has no attention in the middle: it is given one whose weights are 0, which adds nothing")
-    return told
+    if kind != "learned":
+        return {}
+    table = state.pop("time_proj.weight")
+    return _told_by_table(path, table[:, ::columns], sinusoids) | dict(diffusion_steps=len(table))
 
 
 def _columns(values, state, sinusoids):
@@ -1015,7 +1133,9 @@ def _columns(values, state, sinusoids):
     k = weight.shape[1] // sinusoids
     others = weight.clone()
     others[:, ::k] = 0
-    return None if k > 1 and (others.any() or values["flip_sin_to_cos"] is not True) else k
+    if k > 1 and (others.any() or values["flip_sin_to_cos"] is not True):
+        return None
+    return k
 
 
 def _resamples_plainly(state, levels):
@@ -1032,7 +1152,9 @@ def _resamples_plainly(state, levels):
 
 def _told_by_table(path, table, sinusoids):
     """max_period and rescale_timesteps of a table of sinusoids, (T, sinusoids), as an export has it."""
-    T, half, table = len(table), sinusoids // 2, table.float()
+    T = len(table)
+    half = sinusoids // 2
+    table = table.float()
     for rescales in (False, True):
         unit = 1000 / T if rescales else 1
         slowest = math.asin(min(max(float(table[1, -1]), 1e-30), 1)) / unit
@@ -1053,35 +1175,57 @@ def _add_no_attention(state, channels):
     for layer in ("to_q", "to_k", "to_v", "to_out.0"):
         state[f"{name}.{layer}.weight"] = torch.zeros(channels, channels)
         state[f"{name}.{layer}.bias"] = torch.zeros(channels)
-    state[f"{name}.group_norm.weight"], state[f"{name}.group_norm.bias"] = torch.ones(channels), torch.zeros(channels)
+    state[f"{name}.group_norm.weight"] = torch.ones(channels)
+    state[f"{name}.group_norm.bias"] = torch.zeros(channels)
 
 
 def _told_by_scheduler(path, file):
     """Fields of Config by a scheduler_config.json, and `run`, what of a run's settings it tells."""
     values = _read_json(file)
-    known, kind = "beta_start" in values or "beta_schedule" in values, values.get("_class_name", "DDPMScheduler")
+    kind = values.get("_class_name", "DDPMScheduler")
+    has_betas = "beta_start" in values or "beta_schedule" in values
     values = dict(num_train_timesteps=1000, beta_start=1e-4, beta_end=0.02, beta_schedule="linear", trained_betas=None,
                   prediction_type="epsilon", rescale_betas_zero_snr=False, thresholding=False, sample_max_value=1.0,
                   clip_sample=kind in ("DDPMScheduler", "DDIMScheduler"), clip_sample_range=1.0,
                   variance_type="fixed_small") | values
-    T, schedule = values["num_train_timesteps"], values["beta_schedule"]
-    names = {theirs: ours for ours, theirs in SCHEDULES.items()}
+    schedules = {theirs: ours for ours, theirs in SCHEDULES.items()}
     predictions = {theirs: ours for ours, theirs in PREDICTIONS.items()}
     reasons = []
-    if not known:
+    if not has_betas:
         reasons.append(f"no betas, being a {kind!s:.60},")
-    elif values["trained_betas"] is not None or schedule not in names:
-        reasons.append(f"beta_schedule {schedule}" if schedule not in names else "betas of its own")
-    elif not unet_io.is_number(T, int) or T < 1:
-        reasons.append(f"num_train_timesteps {T!r:.40}")
-    elif schedule == "linear" and not np.allclose([values["beta_start"], values["beta_end"]], [0.1 / T, 20 / T],
-                                                  rtol=1e-6):
-        reasons.append(f"betas from {values['beta_start']} to {values['beta_end']} (here they go from {0.1 / T:g} to"
-                       f" {20 / T:g} in {T} timesteps)")
+    else:
+        reasons += _reasons_of_betas(values, schedules)
     if values["prediction_type"] not in predictions:
         reasons.append(f"prediction_type {values['prediction_type']}")
     if reasons:
         raise UserError(f"{path}: its scheduler has {' and '.join(reasons)}, and there is no such noise here")
+    threshold = _threshold_told(path, values)
+    if values["variance_type"] not in ("fixed_small", "fixed_small_log", "learned_range"):
+        note(path, f"has a scheduler with variance_type {values['variance_type']}: --sampler ddpm here adds the least"
+             f" noise, as fixed_small does")
+    return dict(diffusion_steps=values["num_train_timesteps"], noise_schedule=schedules[values["beta_schedule"]],
+                predict=predictions[values["prediction_type"]],
+                zero_terminal_snr=bool(values["rescale_betas_zero_snr"]), run=dict(threshold=threshold))
+
+
+def _reasons_of_betas(values, schedules):
+    """Why there are no such betas here: a list of one text, or of none. schedules: those there are."""
+    T = values["num_train_timesteps"]
+    schedule = values["beta_schedule"]
+    if schedule not in schedules:
+        return [f"beta_schedule {schedule}"]
+    if values["trained_betas"] is not None:
+        return ["betas of its own"]
+    if not unet_io.is_number(T, int) or T < 1:
+        return [f"num_train_timesteps {T!r:.40}"]
+    ends = [values["beta_start"], values["beta_end"]]
+    if schedule == "linear" and not np.allclose(ends, [0.1 / T, 20 / T], rtol=1e-6):
+        return [f"betas from {ends[0]} to {ends[1]} (here they go from {0.1 / T:g} to {20 / T:g} in {T} timesteps)"]
+    return []
+
+
+def _threshold_told(path, values):
+    """--threshold as a scheduler clamps; notes where that is none or differs."""
     threshold = "clamp" if values["clip_sample"] else "none"
     if values["thresholding"]:
         threshold = "dynamic" if values["sample_max_value"] > 1 else "clamp"
@@ -1092,17 +1236,14 @@ def _told_by_scheduler(path, file):
         limit = values["clip_sample_range"]
         note(path, f"has a scheduler that clamps to [-{limit}, {limit}]: --threshold clamp does to [-1, 1], none not at"
              f" all")
-    if values["variance_type"] not in ("fixed_small", "fixed_small_log", "learned_range"):
-        note(path, f"has a scheduler with variance_type {values['variance_type']}: --sampler ddpm here adds the least"
-             f" noise, as fixed_small does")
-    return dict(diffusion_steps=T, noise_schedule=names[schedule], predict=predictions[values["prediction_type"]],
-                zero_terminal_snr=bool(values["rescale_betas_zero_snr"]), run=dict(threshold=threshold))
+    return threshold
 
 
 def _from_diffusers(path, model, tensors):
     """{name in a UNet: tensor} from those of a UNet2DModel, of which each must have its place."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    left, state = dict(tensors), {}
+    left = dict(tensors)
+    state = {}
 
     def take(name, shape):
         if name not in left:
