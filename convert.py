@@ -1011,7 +1011,7 @@ def _fields_of_unet(path, values, state):
 
 
 def _multiplier(width, embedding):
-    """Of channel_mult, for a level this wide, where the timestep embedding has 4 times num_channels."""
+    """The entry of channel_mult for a level of this width. embedding: that of the timestep embedding, 4 num_channels."""
     if 4 * width % embedding == 0:
         return 4 * width // embedding
     return 4 * width / embedding
@@ -1064,7 +1064,7 @@ def _reasons_of_blocks(values):
 
 
 def _reasons_of_timesteps(values):
-    """The same of how it tells the timestep."""
+    """What this architecture can't have of the ways in which a UNet2DModel takes the timestep: texts."""
     kind = values["time_embedding_type"]
     if kind not in ("positional", "learned"):
         yield f"time_embedding_type {kind} (here it is positional)"
@@ -1075,7 +1075,7 @@ def _reasons_of_timesteps(values):
 
 
 def _reasons_of_layers(values):
-    """The same of its norms and of its channels."""
+    """What this architecture can't have of a UNet2DModel's norms and numbers of channels: texts."""
     groups = values["norm_num_groups"]
     attention_groups = values["attn_norm_num_groups"]
     if not attention_groups and values["resnet_time_scale_shift"] != "scale_shift":
@@ -1110,9 +1110,10 @@ def _sizes_told(path, values):
 
 
 def _timesteps_told(path, values, state, sinusoids, columns):
-    """Fields of Config by a table of timesteps, where there is one, which is taken out of the tensors.
+    """Fields of Config by the table of timesteps that a "learned" embedding has; {} without one.
 
-    The first layer of the timestep embedding becomes as wide as ours there: every column-th of it counts, see _columns.
+    Changes the tensors: the table goes, and the first layer of the timestep embedding keeps as many columns as there
+    are sinusoids here. columns: see _columns.
     """
     kind = values["time_embedding_type"]
     first = state["time_embedding.linear_1.weight"]

@@ -256,7 +256,7 @@ class Folder(Source):
             raise ValueError(self.faults[name])
 
         def open_at_once(path, flags):
-            """Opens a pipe too, should one have taken the file's place meanwhile, without waiting for a writer."""
+            """Open without waiting: a pipe may have taken the file's place meanwhile, and would wait for a writer."""
             return os.open(path, flags | os.O_NONBLOCK)
 
         with open(os.path.join(self.path, name), "rb", opener=open_at_once) as file:
@@ -548,6 +548,7 @@ def table_columns(path, first, find):
 
 
 def columns_called(words, header):
+    """The columns over which a table's header has one of these words."""
     return [i for i, cell in enumerate(header) if cell.lower() in words]
 
 
@@ -755,7 +756,7 @@ def changes_nothing(transform, mode):
 
 
 def profile_kind(mode):
-    """The mode by which to_srgb is asked for a picture of this mode."""
+    """The mode for which to_srgb has a transform, of a picture in this mode."""
     if mode in GREYS:
         return "L"
     if mode in ("CMYK", "LAB"):
@@ -1041,7 +1042,7 @@ def array_names(arrays):
 
 
 def has_images(shape, channels, height, width):
-    """Whether an array of this shape may hold images, with these as the numbers of its dimensions."""
+    """Whether an array of this shape may hold images. channels, height, width: which of its dimensions these are."""
     return len(shape) == 4 and min(shape) > 0 and 1 <= shape[channels] <= 4 and shape[height] == shape[width]
 
 
@@ -1075,7 +1076,10 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
 
 
 def scale_factor(path, floats, n, data_std):
-    """By what the images floats(0) ... floats(n - 1) are multiplied for data_std; says it. Raises UserError."""
+    """What gives the images floats(0) ... floats(n - 1) the standard deviation data_std; 1 where data_std is 0.
+
+    Prints it and what they have. Raises UserError.
+    """
     mean, std = mean_and_std(floats, n)
     if not 0 < std < math.inf:
         raise UserError(f"{path} has the mean {mean:g} and the standard deviation {std:g}: nothing can be"
@@ -1091,7 +1095,7 @@ def scale_factor(path, floats, n, data_std):
 
 
 def mean_and_std(floats, n):
-    """Those of all values of the images floats(0) ... floats(n - 1), which may be no finite numbers."""
+    """The mean and the standard deviation of the images floats(0) ... floats(n - 1); either may be infinite or NaN."""
     with np.errstate(over="ignore", invalid="ignore"):
         mean = sum(floats(i).astype(np.float64).mean() for i in range(n)) / n
         if not math.isfinite(mean):
@@ -1177,7 +1181,7 @@ def _finish(writers, are_numbers):
 
 
 def show_classes(names, numbers):
-    """Print the classes, where there are any: once the files are there, so that a closed output costs the table alone."""
+    """Print the classes, where there are any. It comes after the files, so that a closed output costs the table alone."""
     if names:
         print_classes(names, numbers)
         warn_of_classes(names, numbers)
