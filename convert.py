@@ -325,11 +325,13 @@ def take_network(path, loaded, use_ema=1):
     if max(len(raw), len(of_means)) > 1:
         raise UserError(f"{path} holds more than one network, {', '.join(map(repr, raw or of_means))}: save one of them"
                         f" alone")
+
     takes_means = of_means and (use_ema or not raw)
     prefix = of_means[0] if takes_means else raw[0]
     longer = tuple(other for other in prefixes if len(other) > len(prefix))
     taken = {name.removeprefix(prefix): value for name, value in plain.items()
              if name.startswith(prefix) and not name.startswith(longer)}
+
     text = f"the tensors named {prefix}... are taken"
     if of_means:
         averaged = prefix in of_means
@@ -554,12 +556,14 @@ def _read_bare(path, state, averaged, overrides):
     else:
         config = with_old_attention(config, overrides)
     model = unet_without_memory(config.check("" if overrides else path), path)
+
     expected = _shapes(model)
     names = _names_of_bare(path, state, list(expected))
     named = {name: _without_ones(value, expected.get(name)) for name, value in zip(names, state.values())}
     if len(named) < len(state):
         raise UserError(f"{path} holds two tensors of one name")
     weights = _flat_weights(path, named, model, "the model that it is taken for", _deciding_flag)
+
     untold = ["image_size", "num_head_channels", "norm_groups", "max_period", *DIFFUSION[:3]]
     if guided:
         untold.append("use_new_attention_order")
@@ -894,7 +898,7 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     known: (its tensors, whether they are averaged), where they have been read. Raises UserError for what a UNet can't
     compute, and says what no file told.
     """
-    found = _find_pipeline(path, use_ema, known is not None)
+    found = _find_pipeline(path, use_ema, weights_known=known is not None)
     if not found.unet:
         raise UserError(f"{path} holds weights by the names of diffusers' UNet2DModel, whose config.json must lie"
                         f" beside it")
@@ -903,9 +907,14 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     values = _read_json(os.path.join(found.unet, "config.json"))
     if values.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise UserError(f"{path} is a {values['_class_name']!s:.60} of diffusers; only a UNet2DModel can be taken")
-    state, averaged = known or take_network(found.weights, read_tensors(found.weights)[0], use_ema)
+    if known:
+        state, averaged = known
+    else:
+        loaded, _ = read_tensors(found.weights)
+        state, averaged = take_network(found.weights, loaded, use_ema)
     check_tensors(path, state)
     state = {_newer_name(name): value for name, value in state.items()}
+
     told = _told_by_unet(path, UNET2D_DEFAULTS | values, state)
     noise = _told_by_scheduler(path, found.scheduler) if found.scheduler else {}
     if noise and told.get("diffusion_steps", noise["diffusion_steps"]) != noise["diffusion_steps"]:
@@ -916,6 +925,7 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     index = _read_json(found.index) if found.index else {}
     names = _names_of(path, values.get("_id2label") or values.get("id2label") or index.get("id2label"))
     told |= _classes_told(path, told.pop("rows"), len(names), values, overrides)
+
     flags = {name: value for name, value in overrides.items() if name in told and name not in free}
     refuse_contradictions(flags, argparse.Namespace(**told), path)
     config = Config(**(overrides | told)).check(f"{path}, by its config.json")
@@ -925,6 +935,7 @@ def read_diffusers(path, overrides, use_ema=1, free=(), known=None):
     unknown = [name for name in values if name not in UNET2D_DEFAULTS and name != "id2label" and name[:1] != "_"]
     if unknown:
         note(path, f"has settings that UNet2DModel doesn't have, which are ignored: {', '.join(unknown)}")
+
     model = unet_without_memory(config, path)
     weights = _flat_weights(path, _from_diffusers(path, model, state), model, "the model of its config.json")
     sections = _sections(weights, averaged or found.averaged) | _named(path, names, config)
@@ -1127,7 +1138,7 @@ def _timesteps_told(path, values, state, sinusoids, columns):
 
 
 def _columns(values, state, sinusoids):
-    """k, where every k-th column of the timestep embedding counts, and these are `sinusoids`; None otherwise."""
+    """k, where only every k-th column of the timestep embedding counts, as many as there are sinusoids; None otherwise."""
     weight = state["time_embedding.linear_1.weight"]
     if sinusoids < 1 or weight.shape[1] % sinusoids:
         return None

@@ -801,6 +801,7 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     profile = file.info.get("icc_profile")
     tags = getattr(file, "tag_v2", {})
     is_deep = any(";16" in str(tile[3]) for tile in file.tile)
+
     pixels = file.width * file.height
     if fit != "trim":  # of which only a part may be needed
         file.draft(file.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
@@ -809,7 +810,8 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     with PIXELS.take(pixels + image_size**2):
         ImageOps.exif_transpose(file, in_place=True)
         image = in_8_bits(file, tags, is_deep, white_level, remarks)
-        to_convert = transform_of(image, profile, remarks)
+        to_convert = transform_of(image, profile, remarks)  # once it is resized
+
         if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
             image = image.convert("RGBA")
             if channels < 4:
@@ -817,6 +819,7 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
         keeps_mode = to_convert and to_convert[1] in ("CMYK", "LAB")
         if not keeps_mode:
             image = image.convert("RGBA" if channels == 4 else "RGB")
+
         if fit == "trim":
             image = trimmed(image)
         image = resized(image, image_size, fit)
