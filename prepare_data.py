@@ -286,7 +286,7 @@ class Zip(Source):
             takes = ""
             if not path.lower().endswith(".zip"):
                 takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
-            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}{takes}") from None
+            raise UserError(f"{path} can't be read as a zip: {str(error) or 'it is damaged'}{takes}") from None
         self.known.add((status.st_dev, status.st_ino))
         self.entries = {}
         for entry in self.archive.infolist():
@@ -1333,7 +1333,7 @@ class PictureSet:
         except UnidentifiedImageError:
             return None, f"{name}: not a picture of a known format"
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
+            return None, f"{name}: {getattr(error, 'strerror', '') or str(error) or type(error).__name__}"
 
     def refuse_empty(self, counts, repeated, held_out):
         """Raise UserError where a file would have no images. repeated: how many --distinct left out."""
