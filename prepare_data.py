@@ -41,6 +41,7 @@ import collections
 import concurrent.futures
 import contextlib
 import csv
+import dataclasses
 import functools
 import gzip
 import io
@@ -64,24 +65,26 @@ from tqdm import tqdm
 
 from unet_io import UserError, class_order, counted, listed, nfc, printable
 
-# What Pillow may open. It knows more, but EPS starts another program, and others are no pictures or have no
-# decoder. TGA comes last, because its files begin with no mark of their own.
+# What Pillow may open. It knows more formats, but EPS starts another program, and the others hold no pictures or
+# have no decoder. TGA comes last, because its files begin with no mark of their own.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "GIF", "TIFF", "BMP", "DIB", "JPEG2000", "PPM", "ICO", "PSD",
            "DDS", "QOI", "SGI", "PCX", "TGA")
 ENDINGS = {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}
 OPENED = [kind for kind in FORMATS if kind in Image.OPEN]  # some builds of Pillow lack a decoder
 MAX_FILE_BYTES = 256 << 20  # a larger file is no picture worth decoding
-MAX_IDX_BYTES = 1 << 36     # of an IDX file, as its header claims
-AHEAD = 64                  # pictures decoded before they are written, at most ...
-AHEAD_BYTES = 256 << 20     # ... and bytes of them
-HANDFUL = 5                 # images that a class should have
-LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # beside what begins with a dot
+MAX_IDX_BYTES = 1 << 36     # the most that the header of an IDX file may claim
+AHEAD = 64                  # so many pictures at most are decoded before they are written ...
+AHEAD_BYTES = 256 << 20     # ... and so many bytes of them
+HANDFUL = 5                 # a class should have as many images
+LEFT_OUT = {"@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX"}  # hidden like what begins with a dot
 
 
 class Share:
     """At most `total` of something in use at a time; who asks for more than that waits to be alone."""
     def __init__(self, total):
-        self.total, self.used, self.changed = total, 0, threading.Condition()
+        self.total = total
+        self.used = 0
+        self.changed = threading.Condition()
 
     @contextlib.contextmanager
     def take(self, n):
@@ -97,10 +100,10 @@ class Share:
                 self.changed.notify_all()
 
 
-# Memory. Who holds pixels never waits for file bytes, so that nobody waits for ever.
+# What all threads together may hold. A thread that holds PIXELS never waits for FILE_BYTES, so that none waits for ever.
 FILE_BYTES = Share(MAX_FILE_BYTES)
 PIXELS = Share(64 << 20)  # each takes up to 16 bytes while a picture is decoded, laid on white and resized
-# glibc gives blocks of this size back as soon as they are freed; smaller ones it keeps, for each thread.
+# glibc returns blocks of this size to the system as soon as they are freed; smaller ones it keeps, for each thread.
 Image.core.set_block_size(64 << 20)
 
 
@@ -130,13 +133,19 @@ def as_class(text):
 class Source:
     """What Folder and Zip have in common.
 
-    names: the files to try, sorted. known: (device, inode) of every file that is read. repeated: how often
-    what was taken already was met again. others: {ending: files that are not tried}, hidden ones aside.
-    hidden: {name that is_hidden: files that it leaves out}.
+    names: the files to try, sorted.
+    known: (device, inode) of every file that is read.
+    repeated: how often a name led to what was taken already.
+    others: {ending: how many files are not tried}, hidden ones aside.
+    hidden: {a hidden name: how many files are left out with it}.
     """
     def __init__(self, path):
-        self.path, self.names, self.known = path, [], set()
-        self.repeated, self.others, self.hidden = 0, collections.Counter(), collections.Counter()
+        self.path = path
+        self.names = []
+        self.known = set()
+        self.repeated = 0
+        self.others = collections.Counter()
+        self.hidden = collections.Counter()
 
     def leave_alone(self, name):
         self.others[os.path.splitext(name)[1].lower()] += 1
@@ -149,11 +158,16 @@ class Source:
             kinds = listed(name for name, _ in self.hidden.most_common())
             yield f"{counted(self.hidden.total(), 'file')} left out as hidden: {kinds}"
         if self.others:
-            kinds = ", ".join(f"{n} {kind}" for kind, n in self.others.most_common(6))
-            yield (f"{counted(self.others.total(), 'file')} not tried, because no picture ends so: {kinds}"
-                   + (" ..." if len(self.others) > 6 else "")
-                   + ("; Pillow can't read .heic: convert them first, for instance with heif-convert"
-                      if {".heic", ".heif"} & set(self.others) else ""))
+            yield self.note_of_others()
+
+    def note_of_others(self):
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.others.most_common(6))
+        text = f"{counted(self.others.total(), 'file')} not tried, because no picture ends so: {kinds}"
+        if len(self.others) > 6:
+            text += " ..."
+        if ".heic" in self.others or ".heif" in self.others:
+            text += "; Pillow can't read .heic: convert them first, for instance with heif-convert"
+        return text
 
 
 def files_below(entry):
@@ -175,36 +189,52 @@ class Folder(Source):
     def __init__(self, path, only=""):
         super().__init__(path)
         self.faults = {}  # name: why it is no file to open
-        folders, found, links = set(), collections.deque([only]), collections.deque()
-        while found or links:
-            name, is_link = (found.popleft(), False) if found else (links.popleft(), True)
-            place = os.path.join(path, name)
-            try:
-                status = os.stat(place)
-            except OSError as error:
-                if not is_link:
-                    raise self.unreadable(place, error) from None
-                self.names.append(name)
-                self.faults[name] = f"a link that leads nowhere ({error.strerror})"
-                continue
-            identity = status.st_dev, status.st_ino
-            if stat.S_ISDIR(status.st_mode) and identity not in folders:
-                folders.add(identity)
-                for entry in self.entries(place):
-                    if is_hidden(entry.name):
-                        self.hidden[entry.name] += files_below(entry)
-                    else:
-                        (links if entry.is_symlink() else found).append(os.path.join(name, entry.name))
-            elif stat.S_ISDIR(status.st_mode) or may_be_image(name) and identity in self.known:
-                self.repeated += 1
-            elif may_be_image(name):
-                self.names.append(name)
-                self.known.add(identity)
-                if not stat.S_ISREG(status.st_mode):
-                    self.faults[name] = "no regular file"
+        self.folders = set()  # (device, inode) of every folder that was listed
+        self.waiting = collections.deque([only])  # names that are no links
+        self.waiting_links = collections.deque()
+        while self.waiting or self.waiting_links:
+            if self.waiting:
+                self.take(self.waiting.popleft(), is_link=False)
             else:
-                self.leave_alone(name)
+                self.take(self.waiting_links.popleft(), is_link=True)
         self.names.sort()
+
+    def take(self, name, is_link):
+        """List the folder, or take in the file, that a name stands for."""
+        place = os.path.join(self.path, name)
+        try:
+            status = os.stat(place)
+        except OSError as error:
+            if not is_link:
+                raise self.unreadable(place, error) from None
+            self.names.append(name)
+            self.faults[name] = f"a link that leads nowhere ({error.strerror})"
+            return
+        identity = status.st_dev, status.st_ino
+        if stat.S_ISDIR(status.st_mode):
+            if identity in self.folders:
+                self.repeated += 1
+            else:
+                self.folders.add(identity)
+                self.list_folder(name)
+        elif not may_be_image(name):
+            self.leave_alone(name)
+        elif identity in self.known:
+            self.repeated += 1
+        else:
+            self.names.append(name)
+            self.known.add(identity)
+            if not stat.S_ISREG(status.st_mode):
+                self.faults[name] = "no regular file"
+
+    def list_folder(self, name):
+        """Put what lies in a folder among the names that wait to be taken."""
+        for entry in self.entries(os.path.join(self.path, name)):
+            if is_hidden(entry.name):
+                self.hidden[entry.name] += files_below(entry)
+                continue
+            queue = self.waiting_links if entry.is_symlink() else self.waiting
+            queue.append(os.path.join(name, entry.name))
 
     def entries(self, place):
         """What lies in a folder, sorted."""
@@ -224,9 +254,12 @@ class Folder(Source):
         """(open file, its bytes) of a regular file. Raises ValueError where it is something else, OSError."""
         if name in self.faults:
             raise ValueError(self.faults[name])
-        # Should a pipe have taken the file's place meanwhile, opening it must not wait for a writer.
-        with open(os.path.join(self.path, name), "rb",
-                  opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+
+        def open_at_once(path, flags):
+            """Open without waiting: a pipe may have taken the file's place meanwhile, and would wait for a writer."""
+            return os.open(path, flags | os.O_NONBLOCK)
+
+        with open(os.path.join(self.path, name), "rb", opener=open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("no regular file")
@@ -250,14 +283,18 @@ class Zip(Source):
         except OSError as error:
             raise UserError(f"{path} can't be read: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises nearly anything on damaged files
-            takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
-            raise UserError(f"{path} can't be read as a zip: {error or 'it is damaged'}"
-                            + takes * (not path.lower().endswith(".zip"))) from None
+            takes = ""
+            if not path.lower().endswith(".zip"):
+                takes = "; --data_dir takes a folder or a zip of images, a picture, an IDX file, a .npy or a .npz"
+            raise UserError(f"{path} can't be read as a zip: {str(error) or 'it is damaged'}{takes}") from None
         self.known.add((status.st_dev, status.st_ino))
-        entries = [(self.name_of(entry), entry) for entry in self.archive.infolist()]
-        entries = [(name, entry) for name, entry in entries if not name.endswith("/")]
-        self.entries = dict(entries)
-        self.repeated = len(entries) - len(self.entries)
+        self.entries = {}
+        for entry in self.archive.infolist():
+            name = self.name_of(entry)
+            if name.endswith("/"):  # a folder
+                continue
+            self.repeated += name in self.entries
+            self.entries[name] = entry
         for name in sorted(self.entries):
             hidden = next(filter(is_hidden, name.split("/")), None)
             if hidden:
@@ -297,12 +334,12 @@ def open_source(data_dir):
     """The Source of a folder, a zip or a picture. Raises UserError."""
     if os.path.isdir(data_dir):
         return Folder(data_dir)
-    if os.path.isfile(data_dir) and os.path.splitext(data_dir)[1].lower() in ENDINGS:
+    if not os.path.isfile(data_dir):
+        what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
+        raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
+    if os.path.splitext(data_dir)[1].lower() in ENDINGS:
         return Folder(os.path.dirname(data_dir) or ".", os.path.basename(data_dir))
-    if os.path.isfile(data_dir):
-        return Zip(data_dir)
-    what = "is neither a folder nor a file" if os.path.exists(data_dir) else "does not exist"
-    raise UserError(f"{data_dir} {what}: --data_dir takes a folder or a zip of images")
+    return Zip(data_dir)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -311,14 +348,17 @@ def open_source(data_dir):
 FILE_COLUMNS = {"file", "file_name", "filename", "filepath", "file_path", "path", "image", "image_name",
                 "image_path", "image_id", "img", "id"}
 LABEL_COLUMNS = {"label", "labels", "class", "class_name", "classname", "category", "target"}
-TRAINING, HELD_OUT = {"train", "training"}, {"test", "testing", "val", "valid", "validation"}
-NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}  # names of folders
+# Names of folders: of the two sides of a split, and all that are no class.
+TRAINING = {"train", "training"}
+HELD_OUT = {"test", "testing", "val", "valid", "validation"}
+NO_CLASSES = TRAINING | HELD_OUT | {"images", "image", "imgs", "pictures", "photos"}
 
 
 def labelled(source, labels, level):
-    """({file: name of its class} of those that have one, sorted; whether numbers are meant). Raises UserError.
+    """({file: name of its class}, sorted, of the files that have one; whether the names may be class numbers).
 
     labels: folder, prefix or a file of labels. level: which folder's name counts, 0 for the innermost.
+    Raises UserError.
     """
     if labels == "folder":
         return folder_classes(source, level), False
@@ -333,32 +373,46 @@ def labelled(source, labels, level):
         raise UserError(f"{source.path} has no picture with a class: all have {why}, as {without[0]}")
     if without:
         note(f"{counted(len(without), 'picture')} left out, with {why}: {listed(without)}")
-    return {name: label for name, label in found.items() if label}, labels not in ("folder", "prefix")
+    with_class = {name: label for name, label in found.items() if label}
+    return with_class, labels != "prefix"
 
 
 def folder_classes(source, level):
     """{file: name of the folder that gives its class}"""
-    folders = {name: name.split("/")[:-1] for name in source.names}
+    folders = {name: name.split("/")[:-1] for name in source.names}  # around each file, the outermost first
     if level:
         for name, path in folders.items():
             if len(path) < level:
                 raise UserError(f"--label_level {level} needs as many folders around each picture, and {name}"
                                 f" in {source.path} has {len(path)}")
         return one_class_each({name: path[level - 1] for name, path in folders.items()})
+
     own = os.path.basename(os.path.abspath(source.path))
-    own = own if os.path.isdir(source.path) else os.path.splitext(own)[0]
+    if not os.path.isdir(source.path):
+        own = os.path.splitext(own)[0]
     stray = [name for name, path in folders.items() if not path]
     if 0 < len(stray) < len(folders):
-        note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders: {listed(stray)}")
+        note(f"the class {as_class(own)!r} has {counted(len(stray), 'picture')} from outside the class folders:"
+             f" {listed(stray)}")
     found = one_class_each({name: path[-1] if path else own for name, path in folders.items()})
-    inner = set(found.values())
-    outer = [{as_class(path[i]) for path in folders.values()} for i in range(min(map(len, folders.values())) - 1)]
-    offers = [f"--label_level {i} gives {len(names)} ({listed(class_order(names))})"
-              for i, names in enumerate(outer, 1) if len(names) > 1]
+    note_outer_folders(folders.values(), set(found.values()))
+    return found
+
+
+def note_outer_folders(paths, inner):
+    """Offer --label_level where the innermost folders look like no classes.
+
+    paths: the folders around each file. inner: the classes by the innermost of them.
+    """
+    depth = min(map(len, paths)) - 1  # as many levels lie outside of every innermost folder
+    offers = []
+    for i in range(depth):
+        names = {as_class(path[i]) for path in paths}
+        if len(names) > 1:
+            offers.append(f"--label_level {i + 1} gives {len(names)} ({listed(class_order(names))})")
     if offers and (len(inner) == 1 or {name.lower() for name in inner} <= NO_CLASSES):
         note(f"the innermost folders give {counted(len(inner), 'class')} ({listed(class_order(inner))});"
              f" {', '.join(offers)}")
-    return found
 
 
 def one_class_each(folders):
@@ -384,22 +438,16 @@ def prefix_class(name):
 
 def file_classes(source, path):
     """{file: name of its class, "" without one} as a .csv, .tsv or .json says. Raises UserError."""
-    try:
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = file.read().decode("utf-8-sig")
-        else:
-            text = source.read(path).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not in UTF-8: save it so") from None
-    except Exception as error:  # zipfile raises nearly anything on damaged files
-        raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
-                        f" {getattr(error, 'strerror', None) or error}") from None
+    text = read_labels(source, path)
     find = Finder(path, source)
     pairs = json_pairs(path, text) if path.lower().endswith(".json") else table_pairs(path, text, find)
-    found, missing = dict.fromkeys(source.names, ""), []
+    if not pairs:
+        raise UserError(f"{path} holds no labels")
+    found = dict.fromkeys(source.names, "")
+    missing = []
     for file, label in pairs:
-        name, label = find(file), as_class(label)
+        name = find(file)
+        label = as_class(label)
         if name is None:
             missing.append(file)
         elif found[name] not in ("", label):
@@ -408,10 +456,26 @@ def file_classes(source, path):
             found[name] = label
     if len(missing) == len(pairs):
         raise UserError(f"{path} names no picture in {source.path}: it begins with {missing[0]}, the pictures"
-                        f" with {source.names[0]}" if pairs else f"{path} holds no labels")
+                        f" with {source.names[0]}")
     if missing:
         note(f"{counted(len(missing), 'file')} of {path} not found in {source.path}: {listed(missing)}")
     return found
+
+
+def read_labels(source, path):
+    """The text of a file of labels: of the one at this path, or else of that within the source. Raises UserError."""
+    try:
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                data = file.read()
+        else:
+            data = source.read(path)
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not in UTF-8: save it so") from None
+    except Exception as error:  # zipfile raises nearly anything on damaged files
+        raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
+                        f" {getattr(error, 'strerror', None) or error}") from None
 
 
 class Finder:
@@ -420,7 +484,10 @@ class Finder:
     Either path may be the end of the other's, and what is named may lack its ending.
     """
     def __init__(self, path, source):
-        self.path, self.source, self.whole, self.ends = path, source, {}, {}
+        self.path = path
+        self.source = source
+        self.whole = {}  # path of a picture, with and without its ending: the pictures that it may mean
+        self.ends = {}   # the same for every end of such a path
         for name in source.names:
             for named in (name, os.path.splitext(name)[0]):
                 named = nfc(named)
@@ -456,25 +523,33 @@ def table_pairs(path, text, find):
     rows = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
     if not rows:
         return []
-    head = [cell.lower() for cell in rows[0]]
-    files, labels = ([i for i, cell in enumerate(head) if cell in words] for words in (FILE_COLUMNS, LABEL_COLUMNS))
-    if len(files) == len(labels) == 1:
-        column, label_column = files[0], labels[0]
-        rows = rows[1:]
-    elif len(head) == 2:
-        column, label_column = 0, 1
-        ending = os.path.splitext(head[0])[1]
-        if ending not in ENDINGS and find(rows[0][0]) is None:
-            note(f"{path} begins with {','.join(rows[0])}, which is taken for a header")
-            rows = rows[1:]
-    else:
-        raise UserError(f"{path} has {counted(len(head), 'column')}, of which a header must call one `file` and one"
-                        f" `label`; it begins with {','.join(rows[0])}")
+    file_column, label_column, has_header = table_columns(path, rows[0], find)
     for row in rows:
-        if len(row) != len(head):
-            raise UserError(f"{path} has a line of {counted(len(row), 'column')} where others have {len(head)}:"
+        if len(row) != len(rows[0]):
+            raise UserError(f"{path} has a line of {counted(len(row), 'column')} where others have {len(rows[0])}:"
                             f" {','.join(row)}")
-    return [(row[column], row[label_column]) for row in rows]
+    return [(row[file_column], row[label_column]) for row in rows[has_header:]]
+
+
+def table_columns(path, first, find):
+    """(column of the files, column of the labels, whether the first row is a header) of a table that begins with it."""
+    files = columns_called(FILE_COLUMNS, first)
+    labels = columns_called(LABEL_COLUMNS, first)
+    if len(files) == len(labels) == 1:
+        return files[0], labels[0], True
+    if len(first) != 2:
+        raise UserError(f"{path} has {counted(len(first), 'column')}, of which a header must call one `file` and one"
+                        f" `label`; it begins with {','.join(first)}")
+    ending = os.path.splitext(first[0])[1].lower()
+    is_header = ending not in ENDINGS and find(first[0]) is None
+    if is_header:
+        note(f"{path} begins with {','.join(first)}, which is taken for a header")
+    return 0, 1, is_header
+
+
+def columns_called(words, header):
+    """The columns over which a table's header has one of these words."""
+    return [i for i, cell in enumerate(header) if cell.lower() in words]
 
 
 class Pairs(list):
@@ -495,9 +570,7 @@ def json_pairs(path, text):
     pairs = []
     for entry in content:
         if isinstance(entry, Pairs):
-            files, labels = ([value for key, value in entry if key.lower() in words]
-                             for words in (FILE_COLUMNS, LABEL_COLUMNS))
-            entry = files + labels if len(files) == len(labels) == 1 else []
+            entry = file_and_label(entry)
         if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[0], str) \
                 or type(entry[1]) not in (str, int):
             shown = json.dumps(entry)[:80]
@@ -506,33 +579,47 @@ def json_pairs(path, text):
     return pairs
 
 
+def file_and_label(entry):
+    """[file, label] of an object of JSON that has one of each; otherwise []."""
+    files = [value for key, value in entry if key.lower() in FILE_COLUMNS]
+    labels = [value for key, value in entry if key.lower() in LABEL_COLUMNS]
+    return files + labels if len(files) == len(labels) == 1 else []
+
+
 def with_gaps(names):
-    """Classes that are numbers, with those between where at most as many are missing: number n is class n."""
+    """Where all classes are numbers, 0 to the largest, so that number n is class n; otherwise the names as they are.
+
+    They also stay as they are where more numbers would have to be added than there are names.
+    """
     if not all(re.fullmatch("0|[1-9][0-9]*", name) for name in names):
         return names
     if max(map(len, names)) > 9:  # far more than there can be images
         return names
     end = max(map(int, names)) + 1
-    return [str(number) for number in range(end)] if end <= 2 * len(names) else names
+    if end > 2 * len(names):
+        return names
+    return [str(number) for number in range(end)]
 
 
 def print_classes(names, numbers):
-    """A table of the classes: how many images each has, and how many held out.
+    """A table of the classes: how many images each has, and how many held out. Of more than 40 it shows 25.
 
     names: every class. numbers: {name: images} of the file and, where images are held out, of their file.
     """
-    wide = max(min(40, max(map(len, names))), len("name"))
-    heads = ("images", "held out")[:len(numbers)]
-    unet_io.say(f"  class  {'name':{wide}}" + "".join(f"  {head:>8}" for head in heads))
-    most = 40
-    shown = range(len(names)) if len(names) <= most else [*range(most // 2), None, *range(len(names) - 5, len(names))]
-    for i in shown:
-        if i is None:
-            unet_io.say(f"    ...  {len(names) - most // 2 - 5} more")
-            continue
-        name = names[i] if len(names[i]) <= wide else names[i][:wide - 3] + "..."
-        unet_io.say(f"  {i:5}  {name:{wide}}" + "".join(f"  {count[names[i]]:8}" for count in numbers))
-    if len(names) > most:
+    width = max(min(40, max(map(len, names))), len("name"))
+
+    def print_row(number, name, cells):
+        unet_io.say(f"  {number:>5}  {name:{width}}" + "".join(f"  {cell:>8}" for cell in cells))
+
+    print_row("class", "name", ("images", "held out")[:len(numbers)])
+    hidden = range(20, len(names) - 5) if len(names) > 40 else range(0)
+    for i, name in enumerate(names):
+        if i not in hidden:
+            shown = name if len(name) <= width else name[:width - 3] + "..."
+            print_row(i, shown, [count[name] for count in numbers])
+        elif i == hidden[0]:
+            unet_io.say(f"    ...  {len(hidden)} more")
+    if hidden:
         counts = [numbers[0][name] for name in names]
         unet_io.say(f"{len(names)} classes of {min(counts)} to {max(counts)} images")
 
@@ -546,9 +633,9 @@ def warn_of_classes(names, numbers):
     if len(names) == 1:
         note(f"all images are of one class, {names[0]}, which tells a model nothing")
     empty = [name for name in names if not numbers[0][name]]
-    few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if empty:
         note(f"{counted(len(empty), 'class')} without an image to train on, to be left out when drawing: {listed(empty)}")
+    few = [f"{name} {numbers[0][name]}" for name in names if 0 < numbers[0][name] < HANDFUL]
     if few:
         note(f"{counted(len(few), 'class')} of fewer than {HANDFUL} images to train on: {listed(few)}")
 
@@ -559,11 +646,16 @@ def warn_of_classes(names, numbers):
 class Remarks:
     """What a set of pictures showed, a number or a True each. Threads append to these lists.
 
-    unconverted: those whose colour profile is of no use. several: files with more than one picture. deep: the
-    largest value of each grey picture of 16 bits; deep_colours: of each of 16 bits a channel, in 8 bits.
+    unconverted: those whose colour profile is of no use.
+    several: files with more than one picture.
+    deep: the largest value of each grey picture of 16 bits.
+    deep_colours: the largest value, in 8 bits, of each picture of 16 bits a channel.
     """
     def __init__(self):
-        self.unconverted, self.several, self.deep, self.deep_colours = [], [], [], []
+        self.unconverted = []
+        self.several = []
+        self.deep = []
+        self.deep_colours = []
 
     def notes(self, white_level):
         """What is to be said of them."""
@@ -575,7 +667,9 @@ class Remarks:
         if white_level and not self.deep:
             yield f"--white_level {white_level} does nothing: no grey picture has 16 bits"
         if self.deep:
-            told = f"{white_level}, as --white_level says" if white_level else "65535, unless --white_level tells another"
+            told = "65535, unless --white_level tells another"
+            if white_level:
+                told = f"{white_level}, as --white_level says"
             yield f"{counted(len(self.deep), 'grey picture')} of 16 bits with values up to {max(self.deep)}: white is {told}"
         if self.deep_colours and max(self.deep_colours) < 64:
             yield (f"{counted(len(self.deep_colours), 'picture')} of 16 bits a channel are nearly black, as if"
@@ -592,15 +686,17 @@ def white_of(most):
 
 @functools.lru_cache
 def grey_table(white, inverted):
-    """8 bits for each value of 16."""
+    """A list of what each value of 16 bits becomes in 8, from black to white. inverted: 0 is white."""
     values = np.arange(65536).clip(0, white)
-    values = white - values if inverted else values
+    if inverted:
+        values = white - values
     return (values * 255 / white + 0.5).astype(np.uint8).tolist()
 
 
 def grey_of_16_bits(image, tags, white_level, remarks):
     """The picture in mode L, or LA where one of its values is transparent. tags: those of a TIFF. Raises ValueError."""
-    image, clear = image.convert("I"), image.info.get("transparency")
+    clear = image.info.get("transparency")
+    image = image.convert("I")
     low, high = image.getextrema()
     if low < 0 or high > 65535:
         raise ValueError(f"its pixels go from {low} to {high}; save it with 8 or 16 bits")
@@ -611,8 +707,8 @@ def grey_of_16_bits(image, tags, white_level, remarks):
         raise ValueError(f"it has a pixel of {high}, above --white_level {white_level}")
     if not has_12_bits:
         remarks.deep.append(high)
-    table = grey_table(white_level, tags.get(262) == 0)  # PhotometricInterpretation: 0 is white
-    grey = image.point(table, "L")
+    zero_is_white = tags.get(262) == 0  # PhotometricInterpretation
+    grey = image.point(grey_table(white_level, zero_is_white), "L")
     grey.info.pop("transparency", None)
     if isinstance(clear, int):
         alpha = image.point([255 * (value != clear) for value in range(65536)], "L")
@@ -630,7 +726,8 @@ def to_srgb(profile, kind):
     None where a profile is sRGB itself, to 2 of 255. Raises what ImageCms raises, ValueError.
     """
     if kind == "LAB":
-        source, mode = ImageCms.createProfile("LAB"), "LAB"
+        source = ImageCms.createProfile("LAB")
+        mode = "LAB"
     else:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = source.profile.xcolor_space.strip()
@@ -640,21 +737,36 @@ def to_srgb(profile, kind):
     transform = ImageCms.buildTransform(
         source, ImageCms.createProfile("sRGB"), mode, "RGB", ImageCms.Intent.RELATIVE_COLORIMETRIC,
         ImageCms.Flags.BLACKPOINTCOMPENSATION)
-    levels = np.arange(0, 256, 15, np.uint8)
-    probe = {"RGB": np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3),
-             "L": levels[None]}.get(mode)
-    if probe is not None:
-        probe = Image.fromarray(probe)
-        before, after = (np.asarray(image, int) for image in (probe.convert("RGB"),
-                                                              ImageCms.applyTransform(probe, transform)))
-        if np.abs(after - before).max() <= 2:
-            return None
+    if mode in ("RGB", "L") and changes_nothing(transform, mode):
+        return None
     return transform, mode
+
+
+def changes_nothing(transform, mode):
+    """Whether a transform of RGB or L keeps colours from all over that space, to 2 of 255."""
+    levels = np.arange(0, 256, 15, np.uint8)
+    if mode == "RGB":
+        colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
+    else:
+        colours = levels[None]
+    probe = Image.fromarray(colours)
+    before = np.asarray(probe.convert("RGB"), int)
+    after = np.asarray(ImageCms.applyTransform(probe, transform), int)
+    return np.abs(after - before).max() <= 2
+
+
+def profile_kind(mode):
+    """The mode for which to_srgb has a transform, of a picture in this mode."""
+    if mode in GREYS:
+        return "L"
+    if mode in ("CMYK", "LAB"):
+        return mode
+    return "RGB"
 
 
 def transform_of(image, profile, remarks):
     """What to_srgb says of a picture; None also where its profile is of no use."""
-    kind = "L" if image.mode in GREYS else image.mode if image.mode in ("CMYK", "LAB") else "RGB"
+    kind = profile_kind(image.mode)
     if not profile and kind != "LAB":
         return None
     try:
@@ -685,31 +797,29 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
     stretch distorts. white_level: of grey pictures of 16 bits. remarks: a Remarks to add to.
     """
     remarks = remarks or Remarks()
-    image = file = Image.open(io.BytesIO(data), formats=OPENED)
-    profile, tags = image.info.get("icc_profile"), getattr(image, "tag_v2", {})
-    is_deep = any(";16" in str(tile[3]) for tile in image.tile)
-    pixels = image.width * image.height
+    file = Image.open(io.BytesIO(data), formats=OPENED)
+    profile = file.info.get("icc_profile")
+    tags = getattr(file, "tag_v2", {})
+    is_deep = any(";16" in str(tile[3]) for tile in file.tile)
+
+    pixels = file.width * file.height
     if fit != "trim":  # of which only a part may be needed
-        image.draft(image.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
-    if not image.info.get("progressive"):                          # these are held whole even so
-        pixels = image.width * image.height
+        file.draft(file.mode, (2 * image_size, 2 * image_size))  # a JPEG is decoded no larger than needed
+    if not file.info.get("progressive"):                         # these are held whole even so
+        pixels = file.width * file.height
     with PIXELS.take(pixels + image_size**2):
-        ImageOps.exif_transpose(image, in_place=True)
-        if image.mode == "F":
-            raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
-        if image.mode == "I" or image.mode.startswith("I;16"):
-            image = grey_of_16_bits(image, tags, white_level, remarks)
-        elif is_deep:
-            bands = image.getextrema()
-            bands = bands[:-1] if image.mode in ("LA", "RGBA") else bands
-            remarks.deep_colours.append(max(high for _, high in bands))
-        to_convert = transform_of(image, profile, remarks)
+        ImageOps.exif_transpose(file, in_place=True)
+        image = in_8_bits(file, tags, is_deep, white_level, remarks)
+        to_convert = transform_of(image, profile, remarks)  # once it is resized
+
         if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
             image = image.convert("RGBA")
             if channels < 4:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        if not (to_convert and to_convert[1] in ("CMYK", "LAB")):
+        keeps_mode = to_convert and to_convert[1] in ("CMYK", "LAB")
+        if not keeps_mode:
             image = image.convert("RGBA" if channels == 4 else "RGB")
+
         if fit == "trim":
             image = trimmed(image)
         image = resized(image, image_size, fit)
@@ -719,25 +829,45 @@ def load_image(data, image_size, channels=3, fit="crop", white_level=65535, rema
             image = image.convert("RGBA")
         if fit in ("pad", "trim"):
             image = padded(image)
-        image = image.convert("L") if channels == 1 else image
+        if channels == 1:
+            image = image.convert("L")
     with contextlib.suppress(Exception):  # what follows the first picture may be damaged
         if file.format in ("GIF", "PNG", "WEBP", "AVIF", "TIFF") and file.is_animated:
             remarks.several.append(True)
     return np.asarray(image).reshape(image_size, image_size, channels).transpose(2, 0, 1).copy()
 
 
+def in_8_bits(image, tags, is_deep, white_level, remarks):
+    """The picture with 8 bits a channel. tags: those of a TIFF. is_deep: whether its file has 16. Raises ValueError."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return grey_of_16_bits(image, tags, white_level, remarks)
+    if is_deep:  # Pillow has read the upper 8 bits
+        bands = image.getextrema()
+        if image.mode in ("LA", "RGBA"):
+            bands = bands[:-1]
+        remarks.deep_colours.append(max(high for _, high in bands))
+    return image
+
+
 def trimmed(image):
-    """Without the white around what is drawn, in RGBA without the transparent; all of it where nothing is drawn."""
+    """The picture without the white around what is drawn, in RGBA without what is transparent there.
+
+    Where nothing is drawn, the picture stays as it is.
+    """
     drawn = image.getchannel("A") if image.mode == "RGBA" else ImageChops.invert(image.convert("RGB"))
     return image.crop(drawn.getbbox())
 
 
 def resized(image, size, fit):
-    """To size x size pixels, or with `pad` and `trim` to the largest within that."""
-    box, target = (0, 0, image.width, image.height), (size, size)
+    """The picture in size x size pixels, or with `pad` and `trim` as large as fits within these."""
+    box = 0, 0, image.width, image.height
+    target = size, size
     if fit == "crop":
         side = min(image.size)
-        left, top = (image.width - side) / 2, (image.height - side) / 2
+        left = (image.width - side) / 2
+        top = (image.height - side) / 2
         box = left, top, left + side, top + side
     elif fit in ("pad", "trim"):
         target = tuple(max(1, round(n * size / max(image.size))) for n in image.size)
@@ -745,23 +875,25 @@ def resized(image, size, fit):
 
 
 def padded(image):
-    """In the middle of a square that is white, or in RGBA transparent."""
+    """The picture in the middle of a square that is white, or in RGBA transparent."""
     side = max(image.size)
-    square = Image.new(image.mode, (side, side), (0, 0, 0, 0) if image.mode == "RGBA" else "white")
+    background = (0, 0, 0, 0) if image.mode == "RGBA" else "white"
+    square = Image.new(image.mode, (side, side), background)
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
 
 
 class Distinct:
-    """Tells which pictures look like an earlier one: no value of the two differs by more than `tolerance`
-    (of 255) after both were averaged to 16x16 pixels.
+    """Tells which pictures look like an earlier one.
 
-    number: how many pictures may come, of which each that is new takes 1.6 kB where it has three channels.
+    Two look alike where no value differs by more than `tolerance` (of 255) after both were averaged to 16x16 pixels.
+    number: how many pictures may come; each that is new takes 1.6 kB of memory where it has three channels.
     """
     def __init__(self, tolerance, number, channels):
-        self.tolerance, self.count = tolerance, 0
+        self.tolerance = tolerance
+        self.count = 0  # of those that are new
         self.small = np.empty((number, channels, 16, 16), np.int16)
-        self.quarters = np.empty((number, channels, 2, 2), np.float32)  # their averages over 8x8 pixels
+        self.quarters = np.empty((number, channels, 2, 2), np.float32)  # averages of `small` over 8x8 pixels
 
     def is_new(self, pixels):
         """Whether uint8 (channels, size, size) looks like no picture for which this was asked before."""
@@ -769,12 +901,13 @@ class Distinct:
         small = np.stack([np.asarray(plane, np.int16) for plane in planes])
         quarters = small.reshape(-1, 2, 8, 2, 8).mean((2, 4))
 
-        # Averages differ by no more than what they average, so that the quarters find the few to compare.
+        # The averages of two pictures differ by no more than their pixels, so that the quarters find the few to compare.
         near = np.abs(self.quarters[:self.count] - quarters).max((1, 2, 3)) <= self.tolerance
         differences = np.abs(self.small[:self.count][near] - small).max((1, 2, 3))
         if (differences <= self.tolerance).any():
             return False
-        self.small[self.count], self.quarters[self.count] = small, quarters
+        self.small[self.count] = small
+        self.quarters[self.count] = quarters
         self.count += 1
         return True
 
@@ -785,12 +918,14 @@ class Distinct:
 def read_idx(path, dimensions):
     """uint8 array of an IDX file, plain or gzip. Raises UserError.
 
-    It holds 0, 0, the type, the number of dimensions, their sizes (big-endian), the values.
+    The file holds two bytes 0, then one each for the type (8) and the number of dimensions, then the sizes of
+    these as big-endian int32, then the values.
     """
     try:
         with open(path, "rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
-        with (gzip.open if packed else open)(path, "rb") as file:
+        opens = gzip.open if packed else open
+        with opens(path, "rb") as file:
             head = file.read(4 + 4 * dimensions)
             if len(head) < 4 + 4 * dimensions or head[:4] != bytes([0, 0, 8, dimensions]):
                 raise UserError(f"{path} is no IDX file of bytes in {counted(dimensions, 'dimension')}")
@@ -819,19 +954,14 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
     """
     images = read_idx(path, 3)
     n, height, width = images.shape
-    size = image_size or -(-max(height, width) // 8) * 8
-    if size < max(height, width):
+    longer = max(height, width)
+    size = image_size or math.ceil(longer / 8) * 8
+    if size < longer:
         raise UserError(f"{path} holds {width}x{height} images, which are not shrunk: --image_size {size} is"
                         f" too small")
-    names = [None] * n
-    if labels:
-        beside = os.path.join(os.path.dirname(path), os.path.basename(path).replace(
-            "images", "labels").replace("idx3", "idx1"))
-        numbers = read_idx(beside, 1)
-        if len(numbers) != n:
-            raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
-        names = list(map(str, numbers.tolist()))
-    top, left = (size - height) // 2, (size - width) // 2
+    names = idx_labels(path, n) if labels else [None] * n
+    top = (size - height) // 2
+    left = (size - width) // 2
     black, white = black_and_white(path, images.dtype, int(images.min()), int(images.max()), value_range)
 
     def on_black(i):
@@ -840,11 +970,22 @@ def prepare_idx(path, output_name, image_size=0, labels=False, val_fraction=0.0,
         if channels == 4:
             pixels[3] = 255
         return pixels
+
     return _write_all(output_name, on_black, names, val_fraction)
 
 
+def idx_labels(path, n):
+    """The labels of an IDX file of n images, from the file beside it: n texts."""
+    name = os.path.basename(path).replace("images", "labels").replace("idx3", "idx1")
+    beside = os.path.join(os.path.dirname(path), name)
+    numbers = read_idx(beside, 1)
+    if len(numbers) != n:
+        raise UserError(f"{beside} has {len(numbers)} labels for {n} images")
+    return [str(number) for number in numbers.tolist()]
+
+
 def _write_all(output_name, image, names, val_fraction):
-    """As prepare, of the images image(0), image(1) ... and as many names of classes, which are numbers."""
+    """Write the images image(0), image(1) ..., of classes with these names, which are numbers; returns as prepare does."""
     held_out = _held_out(len(names), val_fraction)
     outputs = _outputs(output_name, held_out)
     with contextlib.ExitStack() as stack:
@@ -860,12 +1001,11 @@ def read_array(path, labels):
     """(images (N, C, H, W), labels (N,) or None) of a .npy or .npz file. Raises UserError."""
     try:
         arrays = np.load(path, mmap_mode="r")
-        arrays = arrays if isinstance(arrays, np.lib.npyio.NpzFile) else {"images": arrays}
-        label_name = "arr_1" if "arr_0" in arrays and "labels" not in arrays else "labels"
-        rest = [name for name in arrays if name != label_name]
-        usual = "arr_0" if "arr_0" in arrays and "images" not in arrays else "images"
-        name = rest[0] if len(rest) == 1 else usual
-        images, numbers = arrays[name], arrays[label_name] if labels else None
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            arrays = {"images": arrays}
+        name, label_name = array_names(arrays)
+        images = arrays[name]
+        numbers = arrays[label_name] if labels else None
     except KeyError as error:
         raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
     except Exception as error:  # NumPy raises nearly anything on damaged files
@@ -874,9 +1014,8 @@ def read_array(path, labels):
             why = "it holds Python objects, or is no .npy or .npz file"
         raise UserError(f"{path} can't be read as NumPy's arrays: {why}") from None
     shape = images.shape
-    channels_first, channels_last = (
-        len(shape) == 4 and min(shape) > 0 and 1 <= shape[c] <= 4 and shape[y] == shape[x]
-        for c, y, x in ((1, 2, 3), (3, 1, 2)))
+    channels_first = has_images(shape, channels=1, height=2, width=3)
+    channels_last = has_images(shape, channels=3, height=1, width=2)
     if images.dtype.kind not in "fiub" or not (channels_first or channels_last):
         raise UserError(f"{path} holds {images.dtype} of shape {shape}: numbers (N, C, H, W) or (N, H, W, C)"
                         f" are needed, with 1 to 4 channels and H = W")
@@ -892,6 +1031,24 @@ def read_array(path, labels):
     return images, numbers
 
 
+def array_names(arrays):
+    """(name of the images, name of the labels) among those of a .npz, whether or not there are such arrays."""
+    label_name = "labels"
+    if "arr_0" in arrays and "labels" not in arrays:
+        label_name = "arr_1"
+    others = [name for name in arrays if name != label_name]
+    if len(others) == 1:
+        return others[0], label_name
+    if "arr_0" in arrays and "images" not in arrays:
+        return "arr_0", label_name
+    return "images", label_name
+
+
+def has_images(shape, channels, height, width):
+    """Whether an array of this shape may hold images. channels, height, width: which of its dimensions these are."""
+    return len(shape) == 4 and min(shape) > 0 and 1 <= shape[channels] <= 4 and shape[height] == shape[width]
+
+
 def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.0, value_range=None):
     """As prepare, of NumPy's arrays. data_std: what floats are scaled to; 0: they are not. Prints theirs.
 
@@ -899,26 +1056,34 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     that bytes are 0 to 255, and floats are what they are, unless these look like something else.
     """
     images, numbers = read_array(path, labels)
-    names = list(map(str, numbers.tolist())) if labels else [None] * len(images)
+    names = [str(number) for number in numbers.tolist()] if labels else [None] * len(images)
     is_float = images.dtype.kind == "f"
     if not is_float and data_std:
         raise UserError(f"--data_std is for floats, and {path} holds {images.dtype}")
     low = min(float(image.min()) for image in images)
     high = max(float(image.max()) for image in images)
     black, white = black_and_white(path, images.dtype, low, high, value_range)
-    if not is_float:
-        return _write_all(output_name, lambda i: as_bytes(images[i], black, white), names, val_fraction)
+
+    def pixels(i):
+        return as_bytes(images[i], black, white)
 
     def floats(i):
         if (black, white) == (-1, 1):
             return images[i].astype(np.float32)
         return (2 * (images[i].astype(np.float64) - black) / (white - black) - 1).astype(np.float32)
 
-    def mean_of(function):
-        with np.errstate(over="ignore", invalid="ignore"):  # of what is refused below
-            return sum(function(floats(i).astype(np.float64)).mean() for i in range(len(images))) / len(images)
-    mean = mean_of(lambda x: x)
-    std = math.sqrt(mean_of(lambda x: np.square(x - mean))) if math.isfinite(mean) else math.nan
+    if not is_float:
+        return _write_all(output_name, pixels, names, val_fraction)
+    factor = scale_factor(path, floats, len(images), data_std)
+    return _write_all(output_name, lambda i: floats(i) * factor, names, val_fraction)
+
+
+def scale_factor(path, floats, n, data_std):
+    """What gives the images floats(0) ... floats(n - 1) the standard deviation data_std; 1 where data_std is 0.
+
+    Prints it and what they have. Raises UserError.
+    """
+    mean, std = mean_and_std(floats, n)
     if not 0 < std < math.inf:
         raise UserError(f"{path} has the mean {mean:g} and the standard deviation {std:g}: nothing can be"
                         f" learnt from it")
@@ -929,7 +1094,17 @@ def prepare_array(path, output_name, labels=False, val_fraction=0.0, data_std=0.
     unet_io.say(f"mean {mean:.5g}, standard deviation {std:.5g}; stored times {factor:.8g}")
     if not data_std and not 0.1 <= std <= 3:
         note(f"training expects a standard deviation of 0.5 to 1, and {path} has {std:.3g}: --data_std 1 scales it")
-    return _write_all(output_name, lambda i: floats(i) * factor, names, val_fraction)
+    return factor
+
+
+def mean_and_std(floats, n):
+    """The mean and the standard deviation of the images floats(0) ... floats(n - 1); either may be infinite or NaN."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = sum(floats(i).astype(np.float64).mean() for i in range(n)) / n
+        if not math.isfinite(mean):
+            return mean, math.nan
+        variance = sum(np.square(floats(i).astype(np.float64) - mean).mean() for i in range(n)) / n
+    return mean, math.sqrt(variance)
 
 
 def black_and_white(path, dtype, low, high, value_range):
@@ -937,10 +1112,9 @@ def black_and_white(path, dtype, low, high, value_range):
 
     Without value_range bytes are 0 to 255 and floats -1 to 1, unless they look like something else.
     """
-    found, is_float = f"{path} holds {dtype} from {low:g} to {high:g}", dtype.kind == "f"
-    likely = "LOW,HIGH"
-    if low >= 0:
-        likely = next((f"0,{white}" for white in (1, 255, 4095, 65535) if high <= white), likely)
+    found = f"{path} holds {dtype} from {low:g} to {high:g}"
+    is_float = dtype.kind == "f"
+    likely = likely_range(low, high)
     if isinstance(value_range, tuple):
         black, white = value_range
         slack = 1e-4 * (white - black) if is_float else 0  # for numbers as they are printed
@@ -961,6 +1135,14 @@ def black_and_white(path, dtype, low, high, value_range):
     return (-1, 1) if is_float else (0, 255)
 
 
+def likely_range(low, high):
+    """What to say after --range, for values from low to high."""
+    for white in (1, 255, 4095, 65535):
+        if low >= 0 and high <= white:
+            return f"0,{white}"
+    return "LOW,HIGH"
+
+
 def as_bytes(values, black, white):
     """Integers from black to white as pixels."""
     if (black, white) == (0, 255):
@@ -973,8 +1155,10 @@ def as_bytes(values, black, white):
 
 def _outputs(output_name, held_out):
     """The files to write: output_name and, where images are held out, NAME_val.bin beside it."""
+    if not held_out:
+        return [output_name]
     stem, ending = os.path.splitext(output_name)
-    return [output_name] + ([f"{stem}_val{ending}"] if held_out else [])
+    return [output_name, f"{stem}_val{ending}"]
 
 
 def _held_out(n, val_fraction):
@@ -988,18 +1172,19 @@ def _held_out(n, val_fraction):
 def _finish(writers, are_numbers):
     """End the files of a split, which list the same classes, and return what show_classes shows: (names, numbers).
 
-    Both are whole before either appears: one beside an old other would not be a split.
+    Both files are whole before either gets its name: a new one beside an older other would be no split.
     """
     numbers = [collections.Counter(writer.labels) for writer in writers]
     names = class_order({name for number in numbers for name in number if name is not None})
-    names = with_gaps(names) if are_numbers and names else names
+    if are_numbers and names:
+        names = with_gaps(names)
     for writer in writers:
         writer.finish(names)
     return names, numbers
 
 
 def show_classes(names, numbers):
-    """Print the classes, where there are any. Called once the files are there: a closed output costs only the table."""
+    """Print the classes, where there are any. It comes after the files, so that a closed output costs the table alone."""
     if names:
         print_classes(names, numbers)
         warn_of_classes(names, numbers)
@@ -1017,7 +1202,7 @@ def in_order(pool, function, items, ahead):
 
 
 class NotWhite(Exception):
-    """The grey pictures of 16 bits that were read have another white than was taken for theirs."""
+    """Raised when the grey pictures of 16 bits turn out to have another white than was taken for theirs."""
     def __init__(self, white_level):
         super().__init__(white_level)
         self.white_level = white_level
@@ -1035,7 +1220,8 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
     Which images are held out depends only on the sorted list of files, and the same files always give the
     same bytes. The outputs appear once they are whole. Raises UserError.
     """
-    labels = "folder" if labels is True else labels
+    if labels is True:
+        labels = "folder"
     if channels not in (1, 3, 4):
         raise UserError(f"pictures can't be given {channels} channels: 1, 3 or 4 are possible")
     source = open_source(data_dir)
@@ -1044,41 +1230,64 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
         raise UserError(f"{data_dir} has no images: of its {counted(source.others.total(), 'file')} none ends"
                         f" in .png, .jpg or the like{hidden}")
     _held_out(len(source.names), val_fraction)  # refused early
-    outputs = _outputs(output_name, val_fraction)
     for text in source.notes():
         note(text)
-    parts = {part.lower() for name in source.names for part in name.split("/")[:-1]}
-    if parts & TRAINING and parts & HELD_OUT:
-        note(f"{data_dir} has pictures in {listed(sorted(parts & (TRAINING | HELD_OUT)))}, and all are read: to keep"
+    note_split_folders(source)
+    classes = dict.fromkeys(source.names)
+    are_numbers = False
+    if labels:
+        classes, are_numbers = labelled(source, labels, label_level)
+    pictures = PictureSet(source=source, data_dir=data_dir, classes=classes, are_numbers=are_numbers,
+                          image_size=image_size, channels=channels, fit=fit, distinct=distinct,
+                          output_name=output_name, val_fraction=val_fraction)
+    try:
+        return pictures.write(white_level)
+    except NotWhite as found:
+        return pictures.write(found.white_level, has_told_faults=True)
+
+
+def note_split_folders(source):
+    """Note where the names of folders say that somebody has split the pictures."""
+    folders = {part.lower() for name in source.names for part in name.split("/")[:-1]}
+    if folders & TRAINING and folders & HELD_OUT:
+        note(f"{source.path} has pictures in {listed(sorted(folders & (TRAINING | HELD_OUT)))}, and all are read: to keep"
              f" them apart, prepare each alone")
-    classes, are_numbers = labelled(source, labels, label_level) if labels else (dict.fromkeys(source.names), False)
-    in_validation = _held_out(len(classes), val_fraction)
 
-    def write(white_level, has_told_faults=False):
+
+@dataclasses.dataclass
+class PictureSet:
+    """Pictures that become one file, or the two of a split. Fields that prepare has too are as there."""
+    data_dir: str
+    source: Source
+    classes: dict  # {file: name of its class, or None}, in the order in which they are written
+    are_numbers: bool  # whether the names of the classes are
+    image_size: int
+    channels: int
+    fit: str
+    distinct: int
+    output_name: str
+    val_fraction: float
+
+    def write(self, white_level, has_told_faults=False):
+        """Write the files, and return what prepare returns. Raises NotWhite, UserError.
+
+        white_level: 0 as the pictures show. has_told_faults: the files that can't be read have been named.
+        """
+        outputs = _outputs(self.output_name, self.val_fraction)
+        in_validation = _held_out(len(self.classes), self.val_fraction)
         remarks = Remarks()
-        options = dict(fit=fit, white_level=white_level or 65535, remarks=remarks)
-
-        def load(name):
-            try:
-                with source.open(name) as (file, size):
-                    if size > MAX_FILE_BYTES:
-                        raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
-                    with FILE_BYTES.take(size):
-                        return load_image(file.read(size), image_size, channels, **options), None
-            except UnidentifiedImageError:
-                return None, f"{name}: not a picture of a known format"
-            except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-                return None, f"{name}: {getattr(error, 'strerror', '') or error or type(error).__name__}"
-
-        skipped, repeated, counts = 0, 0, [0, 0]
-        seen = Distinct(distinct, len(classes), channels) if distinct else None
+        seen = None
+        if self.distinct:
+            seen = Distinct(self.distinct, len(self.classes), self.channels)
+        skipped = 0
+        repeated = 0
+        counts = [0, 0]  # images written, images held out
         with contextlib.ExitStack() as stack:
             writers = [stack.enter_context(unet_io.image_writer(output)) for output in outputs]
             pool = concurrent.futures.ThreadPoolExecutor()
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            pictures = in_order(pool, load, classes, min(AHEAD, 1 + AHEAD_BYTES // (3 * image_size**2)))
-            bar = tqdm(zip(pictures, classes.values()), "preparing", len(classes), disable=None)
-            for i, ((pixels, error), label) in enumerate(bar):
+            bar = tqdm(self.load_all(pool, white_level, remarks), "preparing", len(self.classes), disable=None)
+            for i, (label, pixels, error) in enumerate(bar):
                 if error:
                     skipped += 1
                     if not has_told_faults:
@@ -1090,35 +1299,63 @@ def prepare(data_dir, output_name, image_size, labels="", val_fraction=0.0, chan
                 side = i in in_validation
                 writers[side].add(pixels, label)
                 counts[side] += 1
-            if repeated and not all(counts[:len(outputs)]):
-                raise UserError(f"--distinct {distinct} left out {counted(repeated, 'picture')}, and nothing stays on"
-                                f" one side of --val_fraction {val_fraction}: choose a smaller --distinct")
-            if not counts[0]:
-                raise UserError(f"of {counted(len(classes), 'file')} in {data_dir} none could be read as an"
-                                f" image")
-            if in_validation and not counts[1]:
-                raise UserError(f"of {counted(len(in_validation), 'file')} held out none could be read as an"
-                                f" image")
-            if remarks.deep and not white_level and white_of(max(remarks.deep)) < 65535:
-                raise NotWhite(white_of(max(remarks.deep)))
+
+            self.refuse_empty(counts, repeated, len(in_validation))
+            if remarks.deep and not white_level:
+                white = white_of(max(remarks.deep))
+                if white < 65535:
+                    raise NotWhite(white)
             for text in remarks.notes(white_level):
                 note(text)
             if repeated:
                 note(f"{counted(repeated, 'picture')} left out, because an earlier one looks like it")
-            shown = _finish(writers, are_numbers)
-        show_classes(*shown)
+            names, numbers = _finish(writers, self.are_numbers)
+        show_classes(names, numbers)
         return counts[0], counts[1], skipped
 
-    try:
-        return write(white_level)
-    except NotWhite as found:
-        return write(found.white_level, has_told_faults=True)
+    def load_all(self, pool, white_level, remarks):
+        """Yield (label, pixels, error) of each file, in order: what `load` returns, by the threads of the pool."""
+        load = functools.partial(self.load, white_level=white_level or 65535, remarks=remarks)
+        ahead = min(AHEAD, 1 + AHEAD_BYTES // (3 * self.image_size**2))
+        for label, (pixels, error) in zip(self.classes.values(), in_order(pool, load, self.classes, ahead)):
+            yield label, pixels, error
+
+    def load(self, name, white_level, remarks):
+        """(what load_image makes of a file, ""), or (None, why it is skipped)"""
+        try:
+            with self.source.open(name) as (file, size):
+                if size > MAX_FILE_BYTES:
+                    raise ValueError(f"larger than {MAX_FILE_BYTES >> 20} MB")
+                with FILE_BYTES.take(size):
+                    pixels = load_image(file.read(size), self.image_size, self.channels, fit=self.fit,
+                                        white_level=white_level, remarks=remarks)
+                    return pixels, ""
+        except UnidentifiedImageError:
+            return None, f"{name}: not a picture of a known format"
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+            return None, f"{name}: {getattr(error, 'strerror', '') or str(error) or type(error).__name__}"
+
+    def refuse_empty(self, counts, repeated, held_out):
+        """Raise UserError where a file would have no images. repeated: how many --distinct left out."""
+        files = counts if self.val_fraction else counts[:1]
+        if repeated and not all(files):
+            raise UserError(f"--distinct {self.distinct} left out {counted(repeated, 'picture')}, and nothing stays on"
+                            f" one side of --val_fraction {self.val_fraction}: choose a smaller --distinct")
+        if not counts[0]:
+            raise UserError(f"of {counted(len(self.classes), 'file')} in {self.data_dir} none could be read as an"
+                            f" image")
+        if not all(files):
+            raise UserError(f"of {counted(held_out, 'file')} held out none could be read as an image")
+
+
+def holds_images(path):
+    return unet_io.what_it_holds(path) == "images"
 
 
 def prepare_any(data_dir, output_name, image_size=None, channels=None, labels="", val_fraction=0.0, **options):
     """prepare, prepare_idx or prepare_array, as data_dir is. options: those of these functions."""
     for output in _outputs(output_name, val_fraction):
-        unet_io.check_replaced(output, "output_name", lambda path: unet_io.what_it_holds(path) == "images", "images")
+        unet_io.check_replaced(output, "output_name", holds_images, "images")
     if is_array(data_dir):
         counts = prepare_array(data_dir, output_name, labels, val_fraction, **options)
     elif is_idx(data_dir):
@@ -1126,7 +1363,7 @@ def prepare_any(data_dir, output_name, image_size=None, channels=None, labels=""
     else:
         counts = prepare(data_dir, output_name, image_size or 64, labels, val_fraction, channels or 3, **options)
     held_out = _outputs(output_name, True)[1]
-    if not val_fraction and unet_io.what_it_holds(held_out) == "images":
+    if not val_fraction and holds_images(held_out):
         note(f"{held_out} is of an earlier call; its pictures may be in {output_name} now")
     return counts
 
@@ -1144,6 +1381,7 @@ def clean_stop():
         if not stopped:
             stopped = True
             raise KeyboardInterrupt
+
     before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for kind, handler in before.items():
         if handler != signal.SIG_IGN:  # as under nohup
@@ -1170,10 +1408,11 @@ def parse_range(text):
         return text
     try:
         low, high = map(float, text.split(","))
-        assert -math.inf < low < high < math.inf
-    except (ValueError, AssertionError):
+    except ValueError:
+        low = high = math.nan
+    if not -math.inf < low < high < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is neither none nor two numbers, black's and white's, such"
-                                         f" as 0,1") from None
+                                         f" as 0,1")
     return low, high
 
 
@@ -1186,7 +1425,7 @@ def joined(words):
     return words
 
 
-def main():
+def parse_flags():
     parser = unet_io.Parser(earlier={"--channels": "--in_channels"}, description=__doc__)
     add = parser.add_argument
     add("--data_dir", required=True, metavar="PLACE",
@@ -1216,21 +1455,26 @@ def main():
         help="scale an array of floats to this standard deviation (1 is usual; default: 0, not at all)")
     add("--range", type=parse_range, dest="value_range", metavar="LOW,HIGH",
         help="the values of black and white in an array, such as 0,1; none: take floats as they are")
-    args = parser.parse_args(joined(sys.argv[1:]))
-    idx, array = is_idx(args.data_dir), is_array(args.data_dir)
-    if array and (args.image_size, args.in_channels) != (None, None):
+    return parser.parse_args(joined(sys.argv[1:]))
+
+
+def check_flags(args):
+    """Raise UserError where a flag is out of its range, or does not go with what --data_dir names."""
+    array = is_array(args.data_dir)
+    picture = not array and not is_idx(args.data_dir)
+    if array and (args.image_size is not None or args.in_channels is not None):
         raise UserError(f"{args.data_dir} is an array, which has its own size and channels: leave"
                         f" --image_size and --in_channels out")
     if args.data_std and not 0.01 <= args.data_std <= 100:
         raise UserError(f"--data_std {args.data_std:g} must be from 0.01 to 100, or 0; training expects 0.5 to 1")
     if args.data_std and not array:
         raise UserError(f"--data_std {args.data_std:g} goes with a .npy or .npz only")
-    if args.value_range and not (idx or array):
+    if args.value_range and picture:
         raise UserError("--range goes with an IDX file, a .npy or .npz only; of 16-bit pictures see --white_level")
     for name in ("fit", "white_level", "label_level", "distinct"):
-        if getattr(args, name) and (idx or array):
+        if getattr(args, name) and not picture:
             raise UserError(f"--{name} is for pictures, and {args.data_dir} holds an array: leave it out")
-    if (idx or array) and args.labels not in ("", "folder"):
+    if not picture and args.labels not in ("", "folder"):
         raise UserError(f"--labels {args.labels} is for pictures, and {args.data_dir} has its own labels: say"
                         f" --labels alone")
     if args.label_level and (args.label_level < 1 or args.labels != "folder"):
@@ -1247,12 +1491,17 @@ def main():
     if args.output_dir and os.path.isabs(args.output_name):
         raise UserError(f"--output_name {args.output_name} says itself which folder it lies in: leave"
                         f" --output_dir {args.output_dir} out")
-    output = os.path.join(args.output_dir, args.output_name)
-    if not os.path.basename(output):
+    if not os.path.basename(args.output_name):
         raise UserError(f"--output_name {args.output_name!r} names no file")
-    if array:
+
+
+def main():
+    args = parse_flags()
+    check_flags(args)
+    output = os.path.join(args.output_dir, args.output_name)
+    if is_array(args.data_dir):
         options = dict(data_std=args.data_std, value_range=args.value_range)
-    elif idx:
+    elif is_idx(args.data_dir):
         options = dict(value_range=args.value_range)
     else:
         options = dict(fit=args.fit or "crop", white_level=args.white_level, label_level=args.label_level,
