@@ -827,7 +827,8 @@ def _what_it_must_be(field, value):
 
 
 class Settings:
-    """What the configurations of all networks share; each is a dataclass of _settings. magic: see read_checkpoint."""
+    """What the configurations of all networks share. Each is a dataclass of _settings with a check_network(prefix) and a
+    magic, see read_checkpoint."""
     def __post_init__(self):
         self.ema_rate = Rates(self.ema_rate)
 
@@ -903,7 +904,7 @@ class Config(Settings):
     cond_drop_prob: float = _setting(0.0, "part of the images whose class is hidden, for guidance",
                                      low=0, high=0.999)
     channel_mult: tuple = _setting((1, 2, 3, 4), "width of each level in units of num_channels",
-                                   low=0.125, high=64)  # the type of low is that of each: see check
+                                   low=0.125, high=64)  # each is a number of the type of low: see _what_it_must_be
     attention_resolutions: tuple = _setting((16, 8), "image sizes with attention, 0 for none", low=0,
                                             high=1024)
     diffusion_steps: int = _setting(1000, "timesteps T of the diffusion", low=2, high=10**5)
@@ -1380,7 +1381,7 @@ class Images:
     def match_classes(self, names, trains=True):
         """Number the labels as a model does whose classes have these names. Raises UserError for images of other classes.
 
-        Returns a sentence of what else differs, "" where nothing does. trains: a class without images counts as a difference.
+        Returns a sentence of what else differs, "" where nothing does. trains: a class without images is a difference, too.
         """
         if self.labels is None:
             raise UserError(f"{self.path} has no labels, and the model knows classes: make it with"
