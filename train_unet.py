@@ -832,6 +832,16 @@ def visited_levels(steps, jump_length=10, jump_n_sample=1):
     return [*passed, -1]
 
 
+def times_below(times, strength, diffusion_steps):
+    """The timesteps below the fraction `strength` of the chain. Raises UserError where there are none, unless it is 0."""
+    below = times[times < np.float32(strength) * np.float32(diffusion_steps)]
+    if strength and not len(below):
+        raise UserError(f"--strength {strength:g} is less noise than the least of"
+                        f" {unet_io.counted(len(times), 'timestep')} has; use more --sample_steps, or"
+                        f" --spacing uniform")
+    return below
+
+
 def limited(x0, threshold):
     """Predicted pictures (B, C, H, W) within [-1, 1]: clamped, or as Imagen does (Saharia et al. 2022)."""
     if threshold == "dynamic":
@@ -1056,16 +1066,6 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", *, pro
             x, x0 = heun_step(x, x0, now, later, lambda x: predict(x, j)[0])
         watch(i, begun, x0)
     return with_known(x, len(times), len(places) - 1).cpu()
-
-
-def times_below(times, strength, diffusion_steps):
-    """The timesteps below the fraction `strength` of the chain. Raises UserError where there are none, unless it is 0."""
-    below = times[times < np.float32(strength) * np.float32(diffusion_steps)]
-    if strength and not len(below):
-        raise UserError(f"--strength {strength:g} is less noise than the least of"
-                        f" {unet_io.counted(len(times), 'timestep')} has; use more --sample_steps, or"
-                        f" --spacing uniform")
-    return below
 
 
 # ----------------------------------------------------------------------------------------------------
