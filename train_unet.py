@@ -42,9 +42,10 @@ ARCHITECTURE = ("image_size", "in_channels", "num_channels", "num_res_blocks", "
                 "dropout", "rescale_timesteps", "resblock_updown", "conv_resample", "learn_sigma",
                 "use_new_attention_order")
 DIFFUSION = ("diffusion_steps", "noise_schedule", "predict", "zero_terminal_snr")
-FIXED_ON_RESUME = ("batch_size", "optimizer", "timestep_sampling", "timestep_mean", "timestep_std", "ema_rate", "consistency",
-                   "consistency_steps", "path_steps", "matching_fraction", "min_snr_gamma", "flip", "offset_noise", "seed")
-OF_CLASSES = ("class_cond", "num_classes", "cond_drop_prob")  # which --model_weights may change
+FIXED_ON_RESUME = ("batch_size", "optimizer", "timestep_sampling", "timestep_mean", "timestep_std", "ema_rate",
+                   "consistency", "consistency_steps", "path_steps", "matching_fraction", "min_snr_gamma", "flip",
+                   "offset_noise", "seed")
+OF_CLASSES = ("class_cond", "num_classes", "cond_drop_prob")  # a run from --model_weights may change these
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ def timestep_embedding(t, width, max_period, unit=1):
 
 
 def group_norm(channels, groups):
-    """Group norm (Wu and He 2018) with eps 1e-5. Refuses fewer than two channels a group."""
+    """Group norm (Wu and He 2018) with eps 1e-5. Raises UserError for fewer than two channels a group."""
     if channels % groups:
         raise UserError(f"norm_groups {groups} doesn't divide a layer of {channels} channels")
     if channels // groups < 2:
@@ -99,7 +100,8 @@ class Dropout(nn.Dropout):
         seed, block, step = self.replayed
         B, C, H, W = x.shape
         mask = unet_io.dropout_mask(seed, block, (H, W, C), np.arange(B), step, self.p)
-        return torch.where(torch.from_numpy(mask).permute(0, 3, 1, 2).to(x.device), x / (1 - self.p), 0)
+        mask = torch.from_numpy(mask).permute(0, 3, 1, 2).to(x.device)
+        return torch.where(mask, x / (1 - self.p), 0)
 
 
 class Downsample(nn.Module):
@@ -132,7 +134,8 @@ class ResBlock(nn.Module):
     def __init__(self, channels, out_channels, emb_width, groups, modulates=False, dropout=0.0,
                  resample=None):
         super().__init__()
-        self.modulates, self.resample = modulates, resample or nn.Identity()
+        self.modulates = modulates
+        self.resample = resample or nn.Identity()
         self.in_layers = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
                                        nn.Conv2d(channels, out_channels, 3, padding=1))
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(emb_width, out_channels * (1 + modulates)))
@@ -143,13 +146,15 @@ class ResBlock(nn.Module):
 
     def forward(self, x, emb):
         norm, silu, conv = self.in_layers
-        h, emb = conv(self.resample(silu(norm(x)))), self.emb_layers(emb)[:, :, None, None]
+        h = conv(self.resample(silu(norm(x))))
+        emb = self.emb_layers(emb)[:, :, None, None]
         x = self.resample(x)
         if not self.modulates:
             return self.skip_connection(x) + self.out_layers(h + emb)
         scale, shift = emb.chunk(2, dim=1)
-        norm, *rest = self.out_layers
-        return self.skip_connection(x) + nn.Sequential(*rest)(norm(h) * (1 + scale) + shift)
+        norm, silu, dropout, conv = self.out_layers
+        h = norm(h) * (1 + scale) + shift
+        return self.skip_connection(x) + conv(dropout(silu(h)))
 
 
 class AttentionBlock(nn.Module):
@@ -160,7 +165,8 @@ class AttentionBlock(nn.Module):
     """
     def __init__(self, channels, heads, groups, legacy=False):
         super().__init__()
-        self.heads, self.legacy = heads, legacy
+        self.heads = heads
+        self.legacy = legacy
         self.norm = group_norm(channels, groups)
         self.qkv = nn.Conv1d(channels, 3 * channels, 1)
         self.proj_out = zero(nn.Conv1d(channels, channels, 1))
@@ -184,66 +190,79 @@ class UNet(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config.check()
-        groups, last_level = config.norm_groups, len(config.channel_mult) - 1
-        emb_width = 4 * config.num_channels
-        self.time_embed = nn.Sequential(nn.Linear(config.num_channels, emb_width), nn.SiLU(),
-                                        nn.Linear(emb_width, emb_width))
+        self.emb_width = 4 * config.num_channels
+        self.time_embed = nn.Sequential(nn.Linear(config.num_channels, self.emb_width), nn.SiLU(),
+                                        nn.Linear(self.emb_width, self.emb_width))
         if config.class_cond:
             if not config.num_classes:
                 raise UserError("class_cond needs num_classes, or images with labels")
-            self.label_emb = nn.Embedding(config.label_rows(), emb_width)
+            self.label_emb = nn.Embedding(config.label_rows(), self.emb_width)
 
-        def residual(channels, out_channels, resample=None):
-            return ResBlock(channels, out_channels, emb_width, groups, config.use_scale_shift_norm,
-                            config.dropout, resample)
+        self.input_blocks, skips = self.new_input_blocks()
+        channels = skips[-1]
+        self.middle_block = EmbedSequential(self.new_residual(channels, channels), self.new_attention(channels),
+                                            self.new_residual(channels, channels))
+        self.output_blocks = self.new_output_blocks(channels, skips)
+        channels = config.level_widths()[0]
+        out_channels = config.in_channels * (1 + config.learn_sigma)
+        self.out = nn.Sequential(group_norm(channels, config.norm_groups), nn.SiLU(),
+                                 zero(nn.Conv2d(channels, out_channels, 3, padding=1)))
 
-        def attention(channels, decoder=False):
-            return AttentionBlock(channels, config.heads(channels, decoder), groups,
-                                  not config.use_new_attention_order)
-
-        def resampling(kind, channels):
-            if config.resblock_updown:
-                return residual(channels, channels, kind(channels, False))
-            return kind(channels, config.conv_resample)
-
-        def level_layers(channels, out_channels, size, decoder=False):
-            layers = [residual(channels, out_channels)]
-            if size in config.attention_resolutions:
-                layers.append(attention(out_channels, decoder))
-            return layers
-
-        size, widths = config.image_size, config.level_widths()
+    def new_input_blocks(self):
+        """(the blocks from the image down to the last level, the channels that each of them gives)."""
+        config = self.config
+        widths = config.level_widths()
         channels = widths[0]
-        conv_in = nn.Conv2d(config.in_channels, channels, 3, padding=1)
-        self.input_blocks = nn.ModuleList([EmbedSequential(conv_in)])
+        blocks = [EmbedSequential(nn.Conv2d(config.in_channels, channels, 3, padding=1))]
         skips = [channels]
-        for level, width in enumerate(widths):
+        for level, (width, size) in enumerate(zip(widths, config.level_sizes())):
             for _ in range(config.num_res_blocks):
-                self.input_blocks.append(EmbedSequential(*level_layers(channels, width, size)))
+                blocks.append(EmbedSequential(*self.new_level_layers(channels, width, size)))
                 channels = width
                 skips.append(channels)
-            if level < last_level:
-                self.input_blocks.append(EmbedSequential(resampling(Downsample, channels)))
+            if level < len(widths) - 1:
+                blocks.append(EmbedSequential(self.new_resampling(Downsample, channels)))
                 skips.append(channels)
-                size //= 2
+        return nn.ModuleList(blocks), skips
 
-        self.middle_block = EmbedSequential(residual(channels, channels), attention(channels),
-                                            residual(channels, channels))
-        self.output_blocks = nn.ModuleList()
-        for level, width in reversed(list(enumerate(widths))):
+    def new_output_blocks(self, channels, skips):
+        """The blocks from the last level up to the image. channels: of what comes in; skips: of the input blocks."""
+        config = self.config
+        skips = list(skips)
+        levels = enumerate(zip(config.level_widths(), config.level_sizes()))
+        blocks = []
+        for level, (width, size) in reversed(list(levels)):
             for i in range(config.num_res_blocks + 1):
-                layers = level_layers(channels + skips.pop(), width, size, True)
+                layers = self.new_level_layers(channels + skips.pop(), width, size, True)
                 channels = width
                 if level and i == config.num_res_blocks:
-                    layers.append(resampling(Upsample, channels))
-                    size *= 2
-                self.output_blocks.append(EmbedSequential(*layers))
-        self.out = nn.Sequential(group_norm(channels, groups), nn.SiLU(),
-                                 zero(nn.Conv2d(channels, config.in_channels * (1 + config.learn_sigma), 3,
-                                                padding=1)))
+                    layers.append(self.new_resampling(Upsample, channels))
+                blocks.append(EmbedSequential(*layers))
+        return nn.ModuleList(blocks)
+
+    def new_level_layers(self, channels, out_channels, size, decoder=False):
+        """The layers of a block of a level whose images are `size` pixels a side: a list."""
+        layers = [self.new_residual(channels, out_channels)]
+        if size in self.config.attention_resolutions:
+            layers.append(self.new_attention(out_channels, decoder))
+        return layers
+
+    def new_residual(self, channels, out_channels, resample=None):
+        return ResBlock(channels, out_channels, self.emb_width, self.config.norm_groups, self.config.use_scale_shift_norm,
+                        self.config.dropout, resample)
+
+    def new_attention(self, channels, decoder=False):
+        return AttentionBlock(channels, self.config.heads(channels, decoder), self.config.norm_groups,
+                              not self.config.use_new_attention_order)
+
+    def new_resampling(self, kind, channels):
+        """kind: Downsample or Upsample. With resblock_updown it is a residual block around one without a convolution."""
+        if self.config.resblock_updown:
+            return self.new_residual(channels, channels, kind(channels, False))
+        return kind(channels, self.config.conv_resample)
 
     def replay_dropout(self, seed, step):
-        """Dropout has the masks of ./train_unet in this step, until the next call."""
+        """Give dropout the masks that ./train_unet has in this step, until the next call."""
         names = [name for name, _ in self.named_parameters()]
         for name, module in self.named_modules():
             if isinstance(module, Dropout):
@@ -251,8 +270,9 @@ class UNet(nn.Module):
                 module.replayed = (seed, first, step)
 
     def forward(self, x, t, y=None):
-        for name, value in (("t", t), ("y", y)):
-            if (value is not None or name == "t") and value.shape != x.shape[:1]:
+        numbers = {"t": t} if y is None else {"t": t, "y": y}
+        for name, value in numbers.items():
+            if value.shape != x.shape[:1]:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, one number an image is needed:"
                                  f" ({len(x)},)")
         if (y is None) == self.config.class_cond:
@@ -300,16 +320,17 @@ class NativeUpsample(Upsample):
 
 
 def native_norm_conv(x, norm, conv, between, emb=None, residual=None, scale_shift=None):
-    """conv(between(SiLU(norm(x)))) + emb + residual, in one where there is nothing between."""
+    """conv(between(SiLU(norm(x)))) + emb + residual, by a single operator where `between` does nothing."""
     of_norm = norm.num_groups, norm.weight, norm.bias
-    if isinstance(between, nn.Identity) or isinstance(between, Dropout) and not (between.training and between.p):
+    drops_nothing = isinstance(between, Dropout) and not (between.training and between.p)
+    if isinstance(between, nn.Identity) or drops_nothing:
         return ops.norm_conv3x3(x, *of_norm, conv.weight, conv.bias, emb, residual, scale_shift)
     h = between(ops.group_norm_silu(x, *of_norm, scale_shift))
     return ops.conv3x3(h, conv.weight, conv.bias, emb, residual)
 
 
 class NativeResBlock(ResBlock):
-    """What follows a convolution, adding the embedding or the skip, is done by it on its way."""
+    """The convolutions themselves add what a plain block adds after them, the embedding and the skip."""
     def forward(self, x, emb):
         norm1, _, conv1 = self.in_layers
         norm2, _, dropout, conv2 = self.out_layers
@@ -323,11 +344,16 @@ class NativeResBlock(ResBlock):
 
 
 class NativeAttentionBlock(AttentionBlock):
-    """The legacy order of channels is undone in the weights of qkv, which are fewer numbers."""
+    """The legacy order of channels is undone in the weights of qkv, which are fewer numbers than the channels themselves."""
+    def without_legacy_order(self, rows):
+        return rows.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
     def forward(self, x):
-        weight, bias = self.qkv.weight.flatten(1), self.qkv.bias
+        weight = self.qkv.weight.flatten(1)
+        bias = self.qkv.bias
         if self.legacy:
-            weight, bias = (t.unflatten(0, (self.heads, 3, -1)).transpose(0, 1).flatten(0, 2) for t in (weight, bias))
+            weight = self.without_legacy_order(weight)
+            bias = self.without_legacy_order(bias)
         h = ops.group_norm(x, self.norm.num_groups, self.norm.weight, self.norm.bias)
         h = ops.attention(ops.conv1x1(h, weight, bias), self.heads)
         return ops.conv1x1(h, self.proj_out.weight, self.proj_out.bias, residual=x)
@@ -349,16 +375,18 @@ def use_native_operators(model):
     kinds = {Downsample: NativeDownsample, Upsample: NativeUpsample, ResBlock: NativeResBlock,
              AttentionBlock: NativeAttentionBlock, nn.Linear: NativeLinear}
     for module in model.modules():
-        plain = type(module) is nn.Conv2d and module.kernel_size == (3, 3) and module.stride == (1, 1)
-        module.__class__ = NativeConv2d if plain else kinds.get(type(module), type(module))
+        kind = type(module)
+        if kind is nn.Conv2d and module.kernel_size == (3, 3) and module.stride == (1, 1):
+            module.__class__ = NativeConv2d
+        elif kind in kinds:
+            module.__class__ = kinds[kind]
     model.out.__class__ = NativeOut
     return model.to(memory_format=torch.channels_last)
 
 
 # What channel_mult="" means in guided-diffusion's create_model, by image_size.
 GUIDED_MULTS = {512: (0.5, 1, 1, 2, 2, 4, 4), 256: (1, 1, 2, 2, 4, 4), 128: (1, 1, 2, 3, 4), 64: (1, 2, 3, 4)}
-# Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion for which there is one
-# value here.
+# Flags of guided-diffusion's create_model, UNetModel and create_gaussian_diffusion that can have one value only here.
 FIXED_FLAGS = dict(use_fp16=False, use_checkpoint=False, timestep_respacing="", use_kl=False,
                    predict_xstart=False)
 
@@ -381,34 +409,28 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     (use_new_attention_order True). rescale_learned_sigmas counts as given: it makes no difference to a chain
     of 1000 steps. Raises UserError for a flag or a value that doesn't exist here.
     """
-    known = {field.name: field for field in dataclasses.fields(Config)}
-    values = dict(image_size=image_size, num_channels=num_channels, num_res_blocks=num_res_blocks)
-    if flags.get("class_cond") and not flags.get("num_classes"):
-        flags = flags | dict(num_classes=1000)  # guided-diffusion's NUM_CLASSES
     if isinstance(channel_mult, str) and channel_mult == "":
         channel_mult = GUIDED_MULTS.get(image_size)
         if channel_mult is None:
             raise UserError(f"create_model: guided-diffusion has no channel_mult for image_size"
                             f" {image_size!r}: name the width of each level, e.g. channel_mult='1,2,2'")
-    named = flags.get("num_head_channels", -1 if "num_heads" in flags else 32)
-    if named == -1:  # as there: num_heads counts where the channels of a head are not named
-        flags = dict(num_heads=4) | flags | dict(num_head_channels=32)
-        flags["num_heads_upsample"] = max(0, flags.get("num_heads_upsample", -1))
-    else:
-        flags = {name: value for name, value in flags.items() if not name.startswith("num_heads")}
+    flags = with_guided_heads(flags)
     flags.pop("rescale_learned_sigmas", None)
-    for name, value in (flags | dict(channel_mult=channel_mult)).items():
+    if flags.get("class_cond") and not flags.get("num_classes"):
+        flags["num_classes"] = 1000  # guided-diffusion's NUM_CLASSES
+    flags["channel_mult"] = channel_mult
+
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    values = dict(image_size=image_size, num_channels=num_channels, num_res_blocks=num_res_blocks)
+    for name, value in flags.items():
         if name in FIXED_FLAGS:
             if value != FIXED_FLAGS[name]:
                 raise UserError(f"create_model: {name}={value!r} is not supported, only"
                                 f" {FIXED_FLAGS[name]!r}")
-        elif name not in known:
+        elif name not in fields:
             raise UserError(f"create_model: there is no flag {name}")
-        elif known[name].type is tuple:
-            try:
-                values[name] = unet_io.parse_sizes(value)
-            except argparse.ArgumentTypeError as error:
-                raise UserError(f"create_model: {name}: {error}") from None
+        elif fields[name].type is tuple:
+            values[name] = guided_sizes(name, value)
         else:
             values[name] = value
     config = Config(**values).check()
@@ -418,12 +440,32 @@ def create_model(image_size=64, num_channels=64, num_res_blocks=2, channel_mult=
     return UNet(config)
 
 
-def file_order(model, tensors, back=False):
-    """Tensors beside the model's parameters, the rows of q, k and v as a .bin has them; back: from there.
+def with_guided_heads(flags):
+    """Flags of guided-diffusion, as they are to be here: there num_heads counts only where num_head_channels is -1."""
+    usual = -1 if "num_heads" in flags else 32
+    if flags.get("num_head_channels", usual) != -1:
+        return {name: value for name, value in flags.items() if not name.startswith("num_heads")}
+    flags = dict(num_heads=4) | flags | dict(num_head_channels=32)
+    flags["num_heads_upsample"] = max(0, flags.get("num_heads_upsample", -1))
+    return flags
 
-    A .bin has all of q, then k, then v, whatever order the model's state dict has: see AttentionBlock.
+
+def guided_sizes(name, value):
+    """A list of numbers that create_model is given as a text or a sequence: a tuple. Raises UserError."""
+    try:
+        return unet_io.parse_sizes(value)
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"create_model: {name}: {error}") from None
+
+
+def file_order(model, tensors, back=False):
+    """Tensors, one for each of the model's parameters, with the rows of q, k and v in the order of a .bin: a list.
+
+    A .bin has all of q, then k, then v, whatever order the model's state dict has: see AttentionBlock. back: from the order
+    of a .bin to that of the model.
     """
-    tensors, modules = list(tensors), dict(model.named_modules())
+    tensors = list(tensors)
+    modules = dict(model.named_modules())
     for i, (name, parameter) in enumerate(model.named_parameters()):
         block = modules[name.partition(".qkv.")[0]] if ".qkv." in name else None
         if block and block.legacy:
@@ -434,7 +476,8 @@ def file_order(model, tensors, back=False):
 
 def init_weights(model, seed):
     """Initialise as PyTorch does by default, but with the numbers of stream INIT, as ./train_unet does."""
-    modules, values = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
+    values = []
     for index, (name, parameter) in enumerate(model.named_parameters()):
         owner, _, kind = name.rpartition(".")
         module = modules[owner]
@@ -453,46 +496,49 @@ def init_weights(model, seed):
 
 
 def perturb(model, seed, scale=0.02):
-    """Add scale * N(0, 1) of stream PERTURB to every parameter: as initialised, most gradients are 0."""
-    noises = [unet_io.normals(seed, Stream.PERTURB, p.numel(), i).reshape(p.shape) * np.float32(scale)
-              for i, p in enumerate(model.parameters())]
-    for parameter, noise in zip(model.parameters(), file_order(model, map(torch.from_numpy, noises), True)):
+    """Add scale * N(0, 1) of stream PERTURB to every parameter, since most gradients of a fresh model are 0."""
+    noises = []
+    for i, p in enumerate(model.parameters()):
+        noise = unet_io.normals(seed, Stream.PERTURB, p.numel(), i).reshape(p.shape) * np.float32(scale)
+        noises.append(torch.from_numpy(noise))
+    for parameter, noise in zip(model.parameters(), file_order(model, noises, back=True)):
         parameter.data += noise.to(parameter)
     return model
 
 
 def set_tensors(model, tensors, flat, path):
-    """Copy one flat float32 array of a .bin into tensors beside the model's parameters, such as these.
+    """Copy one flat float32 array of a .bin into tensors, one for each of the model's parameters and of its shape.
 
     Raises UserError if the counts differ, or a number is NaN or infinite.
     """
-    have = sum(p.numel() for p in model.parameters())
+    sizes = [p.numel() for p in model.parameters()]
+    have = sum(sizes)
     if have != len(flat):
         raise UserError(f"{path} has {len(flat)} parameters, the model that its header describes has {have}")
     if not np.isfinite(flat).all():
         raise UserError(f"{path} holds NaN or infinity: its training had gone wrong; use an older one")
-    parts = torch.from_numpy(flat.astype(np.float32)).split([p.numel() for p in model.parameters()])
+    parts = torch.from_numpy(flat.astype(np.float32)).split(sizes)
     parts = [part.reshape(p.shape) for part, p in zip(parts, model.parameters())]
     for tensor, part in zip(tensors, file_order(model, parts, back=True)):
         tensor.data.copy_(part)
 
 
 def refuse_contradictions(flags, config, path, origin="", remedy="", names=ARCHITECTURE + DIFFUSION):
-    """Raise UserError where a flag, name -> value, of these names says other than a file's Config does.
+    """Raise UserError where one of the flags, {name: value}, contradicts a file's Config. names: the flags to look at.
 
-    origin: what is said after the flag, of one that was not typed. remedy: what is said at the end.
+    origin: what is said after a flag that was not typed. remedy: what is said at the end.
     """
     for name, value in flags.items():
-        have = getattr(config, name, "none")  # as a flag of another network
+        have = getattr(config, name, "none")  # a flag of another network
         if name in names and value != have:
-            value, have = map(unet_io.setting_text, (value, have))
-            raise UserError(f"--{name} {value}{origin} contradicts {path}, which was made with {have}{remedy}")
+            raise UserError(f"--{name} {unet_io.setting_text(value)}{origin} contradicts {path}, which was made with"
+                            f" {unet_io.setting_text(have)}{remedy}")
 
 
 def refuse_preset(preset, typed, config, path):
-    """Raise UserError where --preset, or None, asks for another model than a file's Config describes.
+    """Raise UserError where a preset, a name or None, asks for another model than a file's Config describes.
 
-    typed: names that the preset does not decide.
+    typed: the names of flags that the preset does not decide.
     """
     asked = {name: value for name, value in unet_io.PRESETS.get(preset, {}).items() if name not in typed}
     refuse_contradictions(asked, config, path, f" (--preset {preset})")
@@ -500,7 +546,8 @@ def refuse_preset(preset, typed, config, path):
 
 def chosen_weights(checkpoint, use_ema, path):
     """The Checkpoint's flat array that use_ema names, see load_model. Raises UserError."""
-    use_ema = checkpoint.run.get("use_ema", 1) if use_ema is None else use_ema
+    if use_ema is None:
+        use_ema = checkpoint.run.get("use_ema", 1)
     section = unet_io.EMA_SECTIONS[use_ema - 1] if use_ema else "weights"
     if use_ema > 1 and section not in checkpoint.sections:
         raise UserError(f"{path} has no section {section} for --use_ema {use_ema}; choose another, or 0 for the raw weights")
@@ -511,42 +558,48 @@ def load_model(path, use_ema=None, overrides=None, free=()):
     """(UNet, Checkpoint) from a .bin, old or new, or from whatever convert.read takes: a .pt or .safetensors of ours,
     a bare state dict of guided-diffusion's model, of UNet, or of the trainer before it, a UNet2DModel of diffusers.
 
-    use_ema: which of the averaged weights to take (1 in a file that has none: the raw ones); 0: the raw ones; None: what
-    the run drew its pictures with.
-    overrides: Config values by name, for what old files and bare state dicts don't tell; what is not given
-    there is as in convert. A new file knows all, and others are refused, but of names in free. Raises UserError.
+    use_ema: which of the averaged weights to take; 1 takes the raw weights from a file that has no averages. 0: the raw
+    weights. None: those that the run drew its pictures with.
+    overrides: {name: value} of a Config, for what old files and bare state dicts don't tell; what is missing there is as in
+    convert. A new file tells everything, and a value that contradicts it is refused, unless its name is in `free`.
+    Raises UserError.
     """
-    import convert  # which imports this file
     overrides = dict(overrides or {})
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise UserError(f"{path} is no file, a file is needed")
-    steps = checkpoints_in(path)
-    if steps and not os.path.exists(os.path.join(path, "model_index.json")):  # a pipeline of diffusers
-        raise UserError(f"{path} is a folder; name a checkpoint in it, such as checkpoint_{max(steps):08d}.bin")
-    if convert.what_it_is(path) == "bin":
-        checkpoint = unet_io.read_checkpoint(path)
-        if checkpoint.old:
-            checkpoint.config = with_old_attention(checkpoint.config, overrides).check()
-    else:
-        checkpoint = convert.read(path, overrides, 1 if use_ema is None else use_ema, free)
+    checkpoint = read_any(path, use_ema, overrides, free)
     if not checkpoint.old:
         told = {name: value for name, value in overrides.items() if name not in free}
         refuse_contradictions(told, checkpoint.config, path)
     # no memory until the number of parameters is known to be right
     model = unet_without_memory(checkpoint.config, path)
-    tensors = len(list(model.parameters()))
+    parameters = list(model.parameters())
     flat = chosen_weights(checkpoint, use_ema, path)
-    if checkpoint.tensors not in (0, tensors):
+    if checkpoint.tensors not in (0, len(parameters)):
         raise UserError(f"{path} has {checkpoint.tensors} tensors, the model that its header describes has"
-                        f" {tensors}")
-    if sum(p.numel() for p in model.parameters()) == len(flat):
+                        f" {len(parameters)}")
+    if sum(p.numel() for p in parameters) == len(flat):
         model = model.to_empty(device="cpu")
     set_tensors(model, model.parameters(), flat, path)
     return model, checkpoint
 
 
+def read_any(path, use_ema, overrides, free):
+    """The Checkpoint of a file or folder: see load_model. Raises UserError."""
+    import convert  # which imports this file
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise UserError(f"{path} is no file, a file is needed")
+    steps = checkpoints_in(path)
+    if steps and not os.path.exists(os.path.join(path, "model_index.json")):  # a pipeline of diffusers
+        raise UserError(f"{path} is a folder; name a checkpoint in it, such as checkpoint_{max(steps):08d}.bin")
+    if convert.what_it_is(path) != "bin":
+        return convert.read(path, overrides, 1 if use_ema is None else use_ema, free)
+    checkpoint = unet_io.read_checkpoint(path)
+    if checkpoint.old:
+        checkpoint.config = with_old_attention(checkpoint.config, overrides).check()
+    return checkpoint
+
+
 def with_old_attention(config, overrides):
-    """The Config of an old model with other values; its attention is at the third and fourth level."""
+    """The Config of an old model with `overrides`; the attention of such models is at the third and fourth level."""
     if "image_size" in overrides:
         size = overrides["image_size"]
         overrides = dict(attention_resolutions=(size // 4, size // 8)) | overrides
@@ -594,17 +647,26 @@ class Diffusion:
     def __init__(self, config, device="cpu"):
         check_consistency(config)
         levels = config.noise_levels()
-        self.predict, self.learn_sigma = config.predict, config.learn_sigma
+        least, span = unet_io.variance_range(levels)
+
+        def table(values):  # (T,)
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        self.predict = config.predict
+        self.learn_sigma = config.learn_sigma
         self.fractions = unet_io.noise_fractions(levels).astype(np.float32)
-        self.alpha, self.sigma, self.weights, self.least, self.span, self.factor, self.x0_errors = (  # (T,) each
-            torch.tensor(table, dtype=torch.float32, device=device) for table in (
-                *levels, unet_io.loss_weights(levels, config.predict, config.min_snr_gamma),
-                *unet_io.variance_range(levels), unet_io.mean_factors(levels, config.predict),
-                unet_io.x0_error(levels, config.predict)))
+        self.alpha = table(levels.alpha)
+        self.sigma = table(levels.sigma)
+        self.weights = table(unet_io.loss_weights(levels, config.predict, config.min_snr_gamma))
+        self.least = table(least)
+        self.span = table(span)
+        self.factor = table(unet_io.mean_factors(levels, config.predict))
+        self.x0_errors = table(unet_io.x0_error(levels, config.predict))
 
     def noised(self, x0, t, noise):
         """(x_t, target) in float32, both (B, C, H, W), from images in [-1, 1], timesteps (B,) and normals."""
-        alpha, sigma = self.alpha[t][:, None, None, None], self.sigma[t][:, None, None, None]
+        alpha = self.alpha[t][:, None, None, None]
+        sigma = self.sigma[t][:, None, None, None]
         x = alpha * x0 + sigma * noise
         if self.predict == "edm":  # Karras et al. 2022, equation 8: the target of F, where x is alpha times their y + n
             scale = (sigma.double().square() + (unet_io.SIGMA_DATA * alpha.double()).square()).sqrt()
@@ -616,14 +678,17 @@ class Diffusion:
     def loss(self, out, target, t, x0):
         """Mean squared error over every element, each sample weighted by its timestep: a scalar tensor.
 
-        out: what the network gives. With learn_sigma, T/1000 times the bound's term of each sample is added
-        to it, "L_hybrid" of Nichol and Dhariwal 2021, section 3.1.
+        out: what the network gives. With learn_sigma, T/1000 times each sample's term of the variational bound is added:
+        "L_hybrid" of Nichol and Dhariwal 2021, section 3.1.
         """
-        prediction, v = out[:, :target.shape[1]], out[:, target.shape[1]:]
+        C = target.shape[1]
+        prediction = out[:, :C]
+        v = out[:, C:]
         losses = (prediction - target).square().mean((1, 2, 3))
         losses = self.weights[t].to(losses.dtype) * losses
         if self.learn_sigma:
-            losses = losses + len(self.alpha) / 1000 * self.bound(target - prediction.detach(), v, t, x0)
+            bound = self.bound(target - prediction.detach(), v, t, x0)
+            losses = losses + len(self.alpha) / 1000 * bound
         return losses.mean()
 
     def pair_loss(self, out, target, t, gaps):
@@ -639,25 +704,32 @@ class Diffusion:
 
     @staticmethod
     def path_loss(out, target):
-        """The losses of the errors, and of their differences between neighbouring pixels, an element: a scalar tensor.
+        """The loss of learning from paths: a scalar tensor.
 
-        It is the pseudo-Huber loss 2c (sqrt(error^2 + c^2) - c) of Song and Dhariwal 2023, "Improved Techniques for Training
-        Consistency Models", who apply it to whole images.
+        It is the sum of the losses of all errors, and of the differences of errors between neighbouring pixels, divided by
+        the number of errors. Each loss is the pseudo-Huber loss 2c (sqrt(error^2 + c^2) - c) of Song and Dhariwal 2023,
+        "Improved Techniques for Training Consistency Models", who apply it to whole images.
         """
+        def huber(errors):
+            squares = errors.square()
+            return (2 * HUBER * squares / ((squares + HUBER**2).sqrt() + HUBER)).sum()
+
         errors = out - target
-        squares = [e.square() for e in (errors, errors.diff(dim=2), errors.diff(dim=3))]
-        return sum((2 * HUBER * square / ((square + HUBER**2).sqrt() + HUBER)).sum() for square in squares) / errors.numel()
+        return (huber(errors) + huber(errors.diff(dim=2)) + huber(errors.diff(dim=3))) / errors.numel()
 
     def bound(self, errors, v, t, x0):
         """Each sample's term of the variational bound, in bits a dimension: (B,).
 
-        errors: target - prediction; v: the variance is exp(least + span * (v + 1) / 2). For t > 0 it is the
-        divergence of p(x_{t-1} | x_t) from the posterior, whose means are factor * errors apart; for t = 0
+        errors: target - prediction; v: the variance is exp(least + span * (v + 1) / 2). For t > 0 the term is the
+        divergence of p(x_{t-1} | x_t) from the posterior, whose means are factor * errors apart; for t = 0 it is
         minus the logarithm of the probability of x0's byte (Ho et al. 2020, equation 13).
         """
-        least, span, factor = (table[t][:, None, None, None].to(v) for table in
-                               (self.least, self.span, self.factor))
-        wider, away = span * (v + 1) / 2, factor * errors
+        def of_sample(table):
+            return table[t][:, None, None, None].to(v)
+
+        least = of_sample(self.least)
+        wider = of_sample(self.span) * (v + 1) / 2  # the logarithm of the variance, less the least
+        away = of_sample(self.factor) * errors
         precision = torch.exp(-least - wider)
         divergence = (wider + torch.expm1(-wider) + away.square() * precision) / 2
 
@@ -665,12 +737,14 @@ class Diffusion:
             """The part of a Gaussian below x, nearly (Page 1977); accurate where it is next to nothing."""
             return torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
 
-        black, white = x0 < -0.999, x0 > 0.999  # whose bytes stand for all that is darker or brighter
+        black = x0 < -0.999  # the byte 0 stands for all that is darker, too
+        white = x0 > 0.999   # and 255 for all that is brighter
         away = torch.where(black, away, torch.where(white, -away, -away.abs()))
         within = below((away + 1 / 255) * precision.sqrt())
         within = within - torch.where(black | white, 0, below((away - 1 / 255) * precision.sqrt()))
         surprise = -torch.log(within.clamp(min=1e-12))
-        return torch.where((t == 0)[:, None, None, None], surprise, divergence).mean((1, 2, 3)) / math.log(2)
+        nats = torch.where((t == 0)[:, None, None, None], surprise, divergence)
+        return nats.mean((1, 2, 3)) / math.log(2)
 
 
 SAMPLERS = {"ddim": 50, "ddpm": None, "dpmpp": 25, "heun": 25, "consistency": None}  # steps unless told; None: all timesteps
@@ -687,9 +761,10 @@ def sampler_steps(config, sampler, sample_steps=None):
     """How many steps the sampler takes: sample_steps, or what is usual where that is None or 0."""
     if sample_steps:
         return sample_steps
+    usual = SAMPLERS[sampler] or config.diffusion_steps
     if sampler == "consistency":
-        return min(config.consistency_steps, config.diffusion_steps)
-    return min(SAMPLERS[sampler] or config.diffusion_steps, config.diffusion_steps)
+        usual = config.consistency_steps
+    return min(usual, config.diffusion_steps)
 
 
 def sampler_timesteps(config, sampler, steps, spacing):
@@ -697,33 +772,39 @@ def sampler_timesteps(config, sampler, steps, spacing):
     unet_io.check_steps(config.diffusion_steps, steps)
     if sampler == "consistency" and spacing == "auto":
         if config.path_steps and steps > config.consistency_steps:
-            raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which the"
-                            " model learns to draw")
+            raise UserError(f"--sample_steps {steps} is more than --consistency_steps {config.consistency_steps}, in which"
+                            " the model learns to draw")
         return unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, steps)
-    chain = config.noise_levels()
-    return unet_io.spaced_timesteps(USUAL_SPACING[sampler] if spacing == "auto" else spacing, chain, steps)
+    if spacing == "auto":
+        spacing = USUAL_SPACING[sampler]
+    return unet_io.spaced_timesteps(spacing, config.noise_levels(), steps)
 
 
 def sampling_settings(checkpoint, given):
-    """(how pictures of a Checkpoint are drawn: {name: value} of SAMPLING; a text of the flags that are the run's).
+    """(how pictures of a Checkpoint are drawn, {name: value} of SAMPLING; the flags in it that are the run's, as a text).
 
-    given: {name: value} of what the user says; all else is as the run drew its grids. A given sampler takes none of the
-    run's steps, spacing and eta, which were for another. The text has what was taken and is not the default.
+    given: {name: value} of what the user says; all else is as the run drew its grids. With a given sampler the run's steps,
+    spacing and eta are not taken, since they were for another. The text has what was taken and is not the default.
     """
     run = dict(sampler=usual_sampler(checkpoint.config)) | checkpoint.run
-    told = {*given, *(("sample_steps", "spacing", "eta") if "sampler" in given else ())}
-    taken = {name: run[name] for name in SAMPLING if name in run and name not in told}
+    not_taken = set(given)
+    if "sampler" in given:
+        not_taken |= {"sample_steps", "spacing", "eta"}
+    taken = {name: run[name] for name in SAMPLING if name in run and name not in not_taken}
     text = "".join(f" --{name} {unet_io.setting_text(value)}" for name, value in taken.items() if value != SAMPLING[name])
-    return SAMPLING | taken | {name: given[name] for name in SAMPLING if name in given}, text
+    told = {name: given[name] for name in SAMPLING if name in given}
+    return SAMPLING | taken | told, text
 
 
 @dataclasses.dataclass
 class Edit:
     """A picture from which others are drawn, and what of it is kept.
 
-    image: float32 (C, H, W) in [-1, 1]. strength: only timesteps below this part of the chain are taken, of 0 none, which draws
-    the image itself; below 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022). mask: bool
-    (1, H, W), which pixels are kept (RePaint, Lugmayr et al. 2022); jump_length, jump_n_sample: see visited_levels.
+    image: float32 (C, H, W) in [-1, 1].
+    strength: only the timesteps below this fraction of the chain are visited; with 0 there are none, and the image itself
+    is drawn. With less than 1, or without a mask, pictures begin as the noised image (SDEdit, Meng et al. 2022).
+    mask: bool (1, H, W), the pixels that are kept (RePaint, Lugmayr et al. 2022). jump_length, jump_n_sample: see
+    visited_levels.
     """
     image: torch.Tensor
     strength: float = 1.0
@@ -733,13 +814,14 @@ class Edit:
 
 
 def visited_levels(steps, jump_length=10, jump_n_sample=1):
-    """The levels of noise that x has, one after the other, in a chain of so many steps; -1 is none: a list.
+    """The levels of noise that x has, one after the other, in a chain of so many steps; -1 is no noise: a list.
 
-    jump_n_sample - 1 times, x goes from every jump_length-th level back up by as many (Lugmayr et al. 2022,
+    From every jump_length-th level x goes back up by as many levels, jump_n_sample - 1 times (Lugmayr et al. 2022,
     "RePaint", algorithm 1 with the schedule of its authors' program).
     """
-    jumps = {j: jump_n_sample - 1 for j in range(0, steps - jump_length, jump_length)}
-    t, passed = steps, []
+    jumps = {j: jump_n_sample - 1 for j in range(0, steps - jump_length, jump_length)}  # those that are left at each level
+    t = steps
+    passed = []
     while t >= 1:
         t -= 1
         passed.append(t)
@@ -748,6 +830,16 @@ def visited_levels(steps, jump_length=10, jump_n_sample=1):
             passed += range(t + 1, t + jump_length + 1)
             t += jump_length
     return [*passed, -1]
+
+
+def times_below(times, strength, diffusion_steps):
+    """The timesteps below the fraction `strength` of the chain. Raises UserError where there are none, unless it is 0."""
+    below = times[times < np.float32(strength) * np.float32(diffusion_steps)]
+    if strength and not len(below):
+        raise UserError(f"--strength {strength:g} is less noise than the least of"
+                        f" {unet_io.counted(len(times), 'timestep')} has; use more --sample_steps, or"
+                        f" --spacing uniform")
+    return below
 
 
 def limited(x0, threshold):
@@ -763,9 +855,10 @@ KNOWN_NOISE = 1 << 31
 
 
 def seed_noise(seeds, shape, call=0):
-    """Normals float32 (len(seeds), *shape): with call 0 a picture's start, later what its sampler adds.
+    """Normals float32 (len(seeds), *shape).
 
-    KNOWN_NOISE + call: what is added to the pixels that are kept of an Edit's image.
+    call: 0 for a picture's start; k, from 1, for what its sampler adds in step k; KNOWN_NOISE + k for what is added to the
+    pixels that are kept of an Edit's image.
     """
     rows = [unet_io.normals(seed, Stream.SAMPLER, math.prod(shape), 0, call) for seed in seeds]
     return torch.from_numpy(np.stack(rows)).reshape(-1, *shape)
@@ -781,7 +874,8 @@ class Level(typing.NamedTuple):
 
 def levels_of(chain, times):
     """The Levels of a chain (a NoiseLevels) that a sampler visits at these timesteps, and after them that of no noise."""
-    alpha, sigma = np.append(chain.alpha[times], 1.0), np.append(chain.sigma[times], 0.0)
+    alpha = np.append(chain.alpha[times], 1.0)
+    sigma = np.append(chain.sigma[times], 0.0)
     ratios = unet_io.noise_ratios(unet_io.NoiseLevels(alpha, sigma))
     with np.errstate(divide="ignore"):  # the last ratio is 0
         half_log_snr = -np.log(ratios)
@@ -791,21 +885,24 @@ def levels_of(chain, times):
 def network_output(model, x, t, y, config, guidance_scale, guide):
     """What the network says of x (B, C, H, W) at t (B,) of classes y (B,) or None: float32 (B, C or 2C, H, W).
 
-    With guidance, C channels are what it says without a class plus guidance_scale times the difference that the class makes
-    (Ho and Salimans 2022, equation 6), or those of another model, the guide, plus the difference from it (Karras et al. 2024,
+    With guidance the first C channels are weak + guidance_scale * (told - weak). told: what the model says. weak: what it
+    says without a class (Ho and Salimans 2022, equation 6), or what another model, the guide, says (Karras et al. 2024,
     "Guiding a Diffusion Model with a Bad Version of Itself").
     """
     classes = [] if y is None else [y]
     if guidance_scale == 1 or not (guide or classes):
         return model(x, t, *classes).float()
     if guide:
-        told, weak = model(x, t, *classes), guide(x, t, *(classes if guide.config.class_cond else []))
+        told = model(x, t, *classes)
+        weak = guide(x, t, *(classes if guide.config.class_cond else []))
     else:
         no_class = torch.full_like(y, config.num_classes)
         told, weak = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, no_class])).chunk(2)
     C = config.in_channels
-    told, weak = told.float(), weak[:, :C].float()
-    return torch.cat([weak + guidance_scale * (told[:, :C] - weak), told[:, C:]], 1)
+    told = told.float()
+    weak = weak[:, :C].float()
+    guided = weak + guidance_scale * (told[:, :C] - weak)
+    return torch.cat([guided, told[:, C:]], 1)
 
 
 def predicted_picture(predict, x, out, level):
@@ -827,14 +924,16 @@ def predicted_picture(predict, x, out, level):
 # x0: the predicted picture; noise(): normals like x, fresh in every step.
 
 def variance_between(now, later):
-    """The variance of the noise that x has at `now` beyond that of `later`: beta of Ho et al. 2020, over more than one step."""
+    """The variance of the noise that x has at `now` beyond that of `later`: beta of Ho et al. 2020, of several timesteps."""
     return now.sigma**2 - (now.alpha / later.alpha * later.sigma) ** 2
 
 
 def ddpm_step(x, x0, now, later, noise, v=None):
     """Ho et al. 2020, equations 6 and 7. v: what a network with learn_sigma says of the variance."""
     beta = variance_between(now, later)
-    mean = later.alpha * beta / now.sigma**2 * x0 + now.alpha / later.alpha * later.sigma**2 / now.sigma**2 * x
+    of_x0 = later.alpha * beta / now.sigma**2
+    of_x = now.alpha / later.alpha * later.sigma**2 / now.sigma**2
+    mean = of_x0 * x0 + of_x * x
     if later.sigma == 0:
         return mean
     variance = later.sigma**2 / now.sigma**2 * beta
@@ -859,7 +958,8 @@ def consistency_step(x0, later, noise):
 
 def dpmpp_step(x, x0, now, later, before=None, x0_before=None):
     """Lu et al. 2022, "DPM-Solver++", algorithm 2; before: the level of the step before, where x0_before was predicted."""
-    h, D = later.half_log_snr - now.half_log_snr, x0
+    h = later.half_log_snr - now.half_log_snr
+    D = x0
     if before and later.sigma > 0:
         h_before = now.half_log_snr - before.half_log_snr
         if h <= 2 * h_before:  # over a longer step it would overshoot
@@ -903,46 +1003,52 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", *, pro
     for network in (model, guide):
         if isinstance(network, nn.Module):
             network.eval()
-    T, strength = config.diffusion_steps, edit.strength if edit else 1
     steps = sampler_steps(config, sampler, sample_steps)
-    times = sampler_timesteps(config, sampler, steps, spacing)[::-1]
-    times = times[times < np.float32(strength) * np.float32(T)]
-    if strength and not len(times):
-        raise UserError(f"--strength {strength:g} is less noise than the least of"
-                        f" {unet_io.counted(steps, 'timestep')} has; use more --sample_steps, or"
-                        f" --spacing uniform")
-    steps = len(times)
-    places = [steps - 1 - t for t in visited_levels(steps, *[edit.jump_length, edit.jump_n_sample] if edit else [])]
+    times = sampler_timesteps(config, sampler, steps, spacing)[::-1]  # the noisiest first
+    if edit:
+        times = times_below(times, edit.strength, config.diffusion_steps)
+        visited = visited_levels(len(times), edit.jump_length, edit.jump_n_sample)
+    else:
+        visited = visited_levels(len(times))
+    places = [len(times) - 1 - level for level in visited]  # x's places in levels, one after the other
     levels = levels_of(config.noise_levels(), times)
-    C, shape = config.in_channels, (config.in_channels, config.image_size, config.image_size)
+    C = config.in_channels
+    shape = (C, config.image_size, config.image_size)
     y = torch.as_tensor(classes, device=device) if config.class_cond else None
 
     def predict(x, i):
         """(the predicted picture, with learn_sigma what the network says of the variance, otherwise None)"""
         low, high = guidance_interval
-        scale = guidance_scale if low <= times[i] / T <= high else 1
+        is_guided = low <= times[i] / config.diffusion_steps <= high
+        scale = guidance_scale if is_guided else 1
         t = torch.full((len(x),), int(times[i]), device=device)
         out, v = network_output(model, x, t, y, config, scale, guide).tensor_split([C], 1)
         x0 = limited(predicted_picture(config.predict, x, out, levels[i]), threshold)
         return x0, v if config.learn_sigma else None
 
-    def noised(i, z):
+    def noised_image(i, z):
+        """The image of edit with normals z at place i."""
         return levels[i].alpha * edit.image.to(device) + levels[i].sigma * z
 
     def with_known(x, i, k):
         """x, at place i after k steps, with the image where the mask says so"""
         if edit is None or edit.mask is None:
             return x
-        return torch.where(edit.mask.to(device), noised(i, seed_noise(seeds, shape, KNOWN_NOISE + k).to(device)), x)
+        known = noised_image(i, seed_noise(seeds, shape, KNOWN_NOISE + k).to(device))
+        return torch.where(edit.mask.to(device), known, x)
 
     x = (seed_noise(seeds, shape) if start is None else start).to(device)
     if edit and (edit.mask is None or edit.strength < 1):
-        x = noised(0, x)
+        x = noised_image(0, x)
     before = None  # of dpmpp: the level of the step before, and the picture that was predicted there
     for k, (i, j) in enumerate(progress(list(zip(places, places[1:]))), 1):
+        def noise():
+            return seed_noise(seeds, shape, k).to(device)
+
         x = with_known(x, i, k - 1)
-        begun, now, later = x, levels[i], levels[j]
-        noise = lambda: seed_noise(seeds, shape, k).to(device)
+        begun = x
+        now = levels[i]
+        later = levels[j]
         if j < i:
             x = back_to_more_noise(x, now, later, noise)
             continue
@@ -959,7 +1065,7 @@ def sample(model, seeds, sampler="ddim", sample_steps=None, device="cpu", *, pro
         else:
             x, x0 = heun_step(x, x0, now, later, lambda x: predict(x, j)[0])
         watch(i, begun, x0)
-    return with_known(x, steps, len(places) - 1).cpu()
+    return with_known(x, len(times), len(places) - 1).cpu()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -971,8 +1077,11 @@ def training_noise(config, stream, rows, step, shape):
 
 
 def make_batch(images, config, step):
-    """What step (0-based) trains on: float32 images (B, C, H, W) in [-1, 1], t int64 (B,), float32 noise, and
-    with class_cond the classes, int64 (B,), otherwise None."""
+    """What step (0-based) trains on: (images, t, noise, classes).
+
+    They are float32 (B, C, H, W) in [-1, 1], int64 (B,), float32 (B, C, H, W), and with class_cond int64 (B,), otherwise
+    None.
+    """
     rows = np.arange(config.batch_size)
     places = unet_io.batch_indices(config.seed, step, config.batch_size, len(images))
     x0 = images.floats(places, config.image_size)
@@ -993,13 +1102,16 @@ def make_batch(images, config, step):
 def decay_groups(parameters, config):
     """Parameter groups of an optimiser: weight decay is for matrices and convolutions only."""
     parameters = list(parameters)
-    return [dict(params=[p for p in parameters if p.ndim > 1], weight_decay=config.weight_decay),
-            dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0)]
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim < 2]
+    return [dict(params=decayed, weight_decay=config.weight_decay), dict(params=others, weight_decay=0.0)]
 
 
 def orthogonalised(x):
-    """A matrix (rows, columns) with its singular values brought near 1 by five steps of Newton and Schulz's iteration (Jordan
-    et al. 2024, "Muon: An optimizer for hidden layers in neural networks")."""
+    """A matrix (rows, columns) with its singular values brought near 1, by five steps of Newton and Schulz's iteration.
+
+    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+    """
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         a = x @ x.mT
@@ -1014,26 +1126,35 @@ class Muon(torch.optim.AdamW):
     AdamW's learning rate and weight decay suit it.
     """
     def __init__(self, groups, rows, table=None, **settings):
-        """rows: of each parameter the order in which a .bin has its rows: see file_order. table: the parameter that has a row
-        for each class, if any."""
+        """rows: {parameter: the order in which a .bin has its rows}, see file_order. table: the parameter that has a row for
+        each class, if there is one."""
         super().__init__(groups, **settings)
-        self.rows, self.table = rows, table
+        self.rows = rows
         self.places = {p: order.argsort() for p, order in rows.items()}  # of a parameter's rows in a .bin
+        self.table = table
 
     def is_hidden(self, p):
         return p.ndim > 1 and p is not self.table and p.shape[0] % 16 == 0 and p.shape[1] % 16 == 0
 
     @torch.no_grad()
     def step(self):
-        """Does one step."""
+        """Do one step: AdamW for all parameters, and then Muon for the hidden ones, from what they were before."""
         hidden = [(group, p, p.clone()) for group in self.param_groups for p in group["params"] if self.is_hidden(p)]
         super().step()
         for group, p, before in hidden:
-            beta, columns = group["betas"][0], p[0].numel()
-            momentum = torch.lerp(p.grad, self.state[p]["exp_avg"], beta)  # Nesterov's
+            lr = group["lr"]
+            columns = p[0].numel()
+            momentum = torch.lerp(p.grad, self.state[p]["exp_avg"], group["betas"][0])  # Nesterov's
             pieces = momentum.flatten(1)[self.rows[p]].split(columns)
             update = torch.cat([orthogonalised(piece) for piece in pieces])[self.places[p]].view_as(p)
-            p.copy_(before * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * 0.2 * math.sqrt(columns) * update)
+            p.copy_(before * (1 - lr * group["weight_decay"]) - lr * 0.2 * math.sqrt(columns) * update)
+
+
+class Paths(typing.NamedTuple):
+    """A path, drawn by the teacher from noise to a picture, for each sample of a batch."""
+    ends: np.ndarray  # the pictures (batch_size, C, H, W)
+    points: dict  # {k: (batch_size, C, H, W)}, those of unet_io.path_beginnings, from 0, the noise
+    classes: np.ndarray  # (batch_size,) or None
 
 
 class Trainer:
@@ -1044,8 +1165,12 @@ class Trainer:
     """
     def __init__(self, model, images, config, device="cpu", dtype=torch.float32, precision="fp32",
                  compile=False, operators="torch", threshold="clamp"):
-        self.config, self.images, self.device, self.dtype, self.steps_done = config, images, device, dtype, 0
+        self.config = config
+        self.images = images
+        self.device = device
+        self.dtype = dtype
         self.threshold = threshold
+        self.steps_done = 0
         images.check_size(config.image_size, config.in_channels)
         images.check_labels(config)
         self.model = model.to(device, dtype)
@@ -1066,85 +1191,71 @@ class Trainer:
         if self.fake:
             self.fake_optimizer = self.new_optimizer(
                 self.fake, lr=unet_io.FAKE_RATE * config.lr, betas=(0.0, config.beta2))
-        self.paths = {}  # by number: see drawn_paths
+        self.paths = {}  # {number: what drawn_paths returns}
 
     def new_optimizer(self, network, **settings):
         """The optimiser of a network's parameters, with these settings of AdamW."""
         groups = decay_groups(network.parameters(), self.config)
-        if self.config.optimizer == "muon":
-            parameters = list(network.parameters())
-            rows = dict(zip(parameters, file_order(network, [torch.arange(len(p)) for p in parameters])))
-            table = label_table(network).weight if self.config.class_cond else None
-            return Muon(groups, rows, table, eps=self.config.adam_eps, **settings)
-        return self.adamw(groups, eps=self.config.adam_eps, **settings)
+        if self.config.optimizer != "muon":
+            return self.adamw(groups, eps=self.config.adam_eps, **settings)
+        parameters = list(network.parameters())
+        rows = dict(zip(parameters, file_order(network, [torch.arange(len(p)) for p in parameters])))
+        table = label_table(network).weight if self.config.class_cond else None
+        return Muon(groups, rows, table, eps=self.config.adam_eps, **settings)
 
     def path_batch(self, step):
-        """What step (0-based) of a run with path_steps trains on, as make_batch has it: the pictures at the ends of paths, the
-        timesteps of the points where the samples are, and the noise that leads from one to the other."""
+        """What step (0-based) of a run with path_steps trains on, as make_batch has it.
+
+        The images are the ends of paths, t are the timesteps of the points where the samples are on them, and the noise is
+        what leads from an end to the point.
+        """
         config = self.config
-        numbers, at = unet_io.path_numbers(config, step), unet_io.path_points(config, step)
-        paths = [self.drawn_paths(number) for number in numbers]
+        numbers = unet_io.path_numbers(config, step)
+        at = unet_io.path_points(config, step)
+        ends, points, classes = [], [], []
+        for b, number in enumerate(numbers):
+            paths = self.drawn_paths(number)
+            ends.append(paths.ends[b])
+            points.append(paths.points[at[b]][b])
+            if config.class_cond:
+                classes.append(paths.classes[b])
         self.paths = {number: kept for number, kept in self.paths.items() if number > numbers.max() - unet_io.PATHS_KEPT}
-        ends = np.stack([path[0][b] for b, path in enumerate(paths)])
-        points = np.stack([path[1][at[b]][b] for b, path in enumerate(paths)])
-        classes = np.stack([path[2][b] for b, path in enumerate(paths)]) if config.class_cond else None
+
         levels = config.noise_levels()
         t = unet_io.spaced_timesteps("trailing", levels, config.path_steps)[::-1][at].astype(np.int64)
         alpha, sigma = (level[t].astype(np.float32)[:, None, None, None] for level in levels)
-        return ends, t, (points - alpha * ends) / sigma, classes
+        ends = np.stack(ends)
+        noise = (np.stack(points) - alpha * ends) / sigma
+        return ends, t, noise, np.stack(classes) if config.class_cond else None
 
     def drawn_paths(self, number):
-        """The samples' paths of this number: their ends (batch_size, C, H, W); by number the points at which the tuned model's
-        steps begin, each (batch_size, C, H, W); and their classes (batch_size,) or None."""
+        """The samples' Paths of this number, which the teacher draws when they are first asked for."""
         if number not in self.paths:
             seeds, classes = unet_io.path_starts(self.config, number, self.images.labels)
             points = []
             ends = sample(self.teacher, seeds, "dpmpp", self.config.path_steps, self.device, threshold=self.threshold,
                           classes=classes, watch=lambda i, x, x0: points.append(x))
             kept = {at: points[at].cpu().numpy() for at in unet_io.path_beginnings(self.config)}
-            self.paths[number] = ends.numpy(), kept, classes
+            self.paths[number] = Paths(ends.numpy(), kept, classes)
         return self.paths[number]
 
     def matching_loss(self, noise, y=None):
-        """The loss of a step that matches distributions, of a batch's noise and classes, NumPy arrays: a scalar tensor (Yin et
-        al. 2024, "One-step Diffusion with Distribution Matching Distillation", section 3.2).
+        """The loss of a step that matches distributions: a scalar tensor (Yin et al. 2024, "One-step Diffusion with
+        Distribution Matching Distillation", section 3.2). noise, y: those of a batch, NumPy arrays.
 
-        The model, which is the student, draws pictures, in one step or in two, of which the first makes drafts; the fake
-        learns to denoise the pictures, in a step of its own; and the pictures are to change as what the teacher sees in them,
-        noised, differs from what the fake sees, divided by their mean distance from the former (equation 8).
+        The model, which is the student, draws pictures, and the fake learns to denoise them, in a step of its own. Teacher
+        and fake see the pictures noised. A picture is to change by the difference between what the two see in it, divided by
+        its mean distance from what the teacher sees (equation 8).
         """
-        config, step = self.config, self.steps_done
-        *second, last = unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, config.consistency_steps)
-        t_noised = torch.from_numpy(unet_io.matching_timesteps(config, step)).to(self.device)
         noise = torch.from_numpy(noise).to(self.device)
-        x0 = torch.zeros_like(noise)  # the student begins with noise alone
         classes = self.class_inputs(y)
-        fresh = self.step_noise(Stream.MATCHING_NOISE, x0)
-        t = torch.full_like(t_noised, last)
+        x0, t, noise, pictures = self.student_draws(noise, classes)
 
-        def drawn(x0, t, noise):
-            return self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
-
-        with torch.no_grad():
-            self.model.eval()  # which drops nothing
-            pictures = drawn(x0, t, noise)
-            if second:
-                x0, noise = limited(pictures, self.threshold), self.step_noise(Stream.SECOND_NOISE, x0)
-                t = torch.full_like(t_noised, second[0])
-                pictures = drawn(x0, t, noise)
-            self.model.train()
-
-        if config.dropout:
-            self.fake.replay_dropout(config.seed, step)
-        self.fake.train()
-        out, target = self.answer(pictures, t_noised, fresh, classes, self.fake)
-        self.fake_optimizer.zero_grad(set_to_none=True)
-        self.diffusion.loss(out, target, t_noised, pictures).backward()
-        self.fake_optimizer.step()
-
+        t_noised = torch.from_numpy(unet_io.matching_timesteps(self.config, self.steps_done)).to(self.device)
+        fresh = self.step_noise(Stream.MATCHING_NOISE, pictures)
+        fake = self.teach_fake(pictures, t_noised, fresh, classes)
         with torch.no_grad():
             self.teacher.eval()
-            fake = limited(self.seen(pictures, t_noised, out, target), self.threshold)
             answer = self.answer(pictures, t_noised, fresh, classes, self.teacher)
             teacher = limited(self.seen(pictures, t_noised, *answer), self.threshold)
             distance = (pictures - teacher).abs().mean((1, 2, 3), keepdim=True).clamp(min=1e-3)
@@ -1152,8 +1263,46 @@ class Trainer:
         out, _ = self.answer(x0, t, noise, classes)
         return self.diffusion.loss(out, out.detach() + change, t, x0)
 
+    @torch.no_grad()
+    def student_draws(self, noise, classes):
+        """(x0, t, noise, pictures): what the model draws from noise, and what its last step begins with, x0 noised to t.
+
+        Of two steps the first makes drafts, which are the second one's x0. A step from noise alone has an x0 of zeros.
+        """
+        config = self.config
+        *second, last = unet_io.consistency_timesteps(config.diffusion_steps, config.path_steps, config.consistency_steps)
+
+        def draw(x0, t, noise):
+            return self.seen(x0, t, *self.answer(x0, t, noise, classes)).float()
+
+        self.model.eval()  # which drops nothing
+        x0 = torch.zeros_like(noise)
+        t = torch.full((len(x0),), int(last), device=self.device)
+        pictures = draw(x0, t, noise)
+        if second:
+            x0 = limited(pictures, self.threshold)
+            noise = self.step_noise(Stream.SECOND_NOISE, x0)
+            t = torch.full_like(t, second[0])
+            pictures = draw(x0, t, noise)
+        self.model.train()
+        return x0, t, noise, pictures
+
+    def teach_fake(self, pictures, t, noise, classes):
+        """One step of training of the fake, on noised pictures; returns what it saw in them: (B, C, H, W)."""
+        if self.config.dropout:
+            self.fake.replay_dropout(self.config.seed, self.steps_done)
+        self.fake.train()
+        out, target = self.answer(pictures, t, noise, classes, self.fake)
+        self.fake_optimizer.zero_grad(set_to_none=True)
+        self.diffusion.loss(out, target, t, pictures).backward()
+        self.fake_optimizer.step()
+        return limited(self.seen(pictures, t, out.detach(), target), self.threshold)
+
     def class_inputs(self, y):
-        """What the network is given besides images and timesteps: classes (B,), a NumPy array, as a tensor, or nothing for None."""
+        """What the network is given besides images and timesteps: (classes (B,),), a tensor; () where y is None.
+
+        y: a NumPy array or None.
+        """
         return () if y is None else (torch.from_numpy(y).to(self.device),)
 
     def step_noise(self, stream, images):
@@ -1162,39 +1311,51 @@ class Trainer:
         return torch.from_numpy(noise).to(self.device)
 
     def loss(self, x0, t, noise, y=None, weighted=True):
-        """The loss of a batch of NumPy arrays: a scalar tensor. Not weighted: of the prediction alone."""
-        pairs = self.config.consistency and not self.config.path_steps and weighted
-        earlier, gaps = unet_io.earlier_timesteps(
-            self.diffusion.fractions, t, self.steps_done, self.config.lr_steps) if pairs else (t, t)
+        """The loss of a batch, NumPy arrays as make_batch has them: a scalar tensor.
+
+        Without weighted it is the mean squared error of the prediction, whatever the run learns by.
+        """
+        if weighted and self.config.consistency and not self.config.path_steps:
+            return self.pair_loss(x0, t, noise, y)
+        x0, t, noise = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise))
+        out, target = self.answer(x0, t, noise, self.class_inputs(y))
+        if not weighted:
+            return F.mse_loss(out[:, :target.shape[1]], target)
+        if self.config.path_steps:
+            return self.diffusion.path_loss(out, target)
+        return self.diffusion.loss(out, target, t, x0)
+
+    def pair_loss(self, x0, t, noise, y):
+        """The loss of consistency tuning by pairs of timesteps, of a batch of NumPy arrays: a scalar tensor."""
+        earlier, gaps = unet_io.earlier_timesteps(self.diffusion.fractions, t, self.steps_done, self.config.lr_steps)
         x0, t, noise, earlier, gaps = (torch.from_numpy(array).to(self.device) for array in (x0, t, noise, earlier, gaps))
         classes = self.class_inputs(y)
         out, target = self.answer(x0, t, noise, classes)
-        if pairs:
-            target = target + self.seen_earlier(x0, t, earlier, noise, classes)
-            return self.diffusion.pair_loss(out, target, t, gaps)
-        if self.config.path_steps and weighted:
-            return self.diffusion.path_loss(out, target)
-        return self.diffusion.loss(out, target, t, x0) if weighted else F.mse_loss(
-            out[:, :target.shape[1]], target)
+        target = target + self.seen_earlier(x0, t, earlier, noise, classes)
+        return self.diffusion.pair_loss(out, target, t, gaps)
 
     def answer(self, x0, t, noise, classes, network=None):
-        """(what a network, the model if none is named, answers to the noised images, what it should): both (B, C, H, W)."""
+        """(what a network predicts for the noised images, what it should): (B, C or 2C, H, W) and (B, C, H, W).
+
+        network: self.forward, the model, unless given.
+        """
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:
             out = (network or self.forward)(x.to(self.dtype), t, *classes)
         return out.to(self.dtype), target.to(self.dtype)
 
     def x0_errors(self, t):
-        """The error of x0 that follows from one of 1 of the prediction: (B, 1, 1, 1)."""
+        """The error in x0 where that of the prediction is 1: (B, 1, 1, 1)."""
         return self.diffusion.x0_errors[t][:, None, None, None].to(self.dtype)
 
     def seen(self, x0, t, out, target):
-        """The x0 that a network sees in noised images x0, which should have answered target: (B, C, H, W)."""
+        """The images that a network sees in noised x0, of which it predicted out and should have predicted target:
+        (B, C, H, W)."""
         return x0 + self.x0_errors(t) * (out - target)
 
     @torch.no_grad()
     def seen_earlier(self, x0, t, earlier, noise, classes):
-        """By how much the answers at t would have to differ for the image that the network sees at the earlier timesteps."""
+        """By how much the predictions at t would have to be off to show what the network sees at the earlier timesteps."""
         out, target = self.answer(x0, earlier.clamp(min=0), noise, classes)
         x0_errors = torch.where(earlier < 0, 0, self.diffusion.x0_errors[earlier]) / self.diffusion.x0_errors[t]
         return x0_errors[:, None, None, None].to(self.dtype) * (out - target)
@@ -1204,40 +1365,55 @@ class Trainer:
 
         Both are left out where the loss or the gradient's norm is not finite, or an outlier.
         """
+        config = self.config
         step = self.steps_done
-        if self.config.dropout:
-            self.model.replay_dropout(self.config.seed, step)
+        if config.dropout:
+            self.model.replay_dropout(config.seed, step)
         self.model.train()
-        matches = unet_io.matches_distributions(self.config, step)
-        if self.config.path_steps and not matches:
-            batch = self.path_batch(step)
-        else:
-            batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
-            self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.matching_loss(*batch[2:]) if matches else self.loss(*batch)
+        matches = unet_io.matches_distributions(config, step)
+        if matches:
+            _, _, noise, y = self.image_batch(step)
+            loss = self.matching_loss(noise, y)
+        elif config.path_steps:
+            loss = self.loss(*self.path_batch(step))
+        else:
+            loss = self.loss(*self.image_batch(step))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.config.grad_clip or math.inf).item()
-        updates = step - self.history.skipped
+        norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_clip or math.inf).item()
         if not math.isfinite(norm):
             why = self.too_large() if self.history.skipped == step else ""
             tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped{why}", file=sys.stderr)
             self.history.skipped += 1
-        elif self.history.accepts(loss.item(), norm, 0 if matches else self.config.skip_outliers):
-            for group in self.optimizer.param_groups:
-                group["lr"] = unet_io.learning_rate(self.config, step)
-                group["betas"] = (0.0 if matches else self.config.beta1, self.config.beta2)
-            self.optimizer.step()
-            for rate, ema in zip(self.config.ema_rate, self.emas):
-                keep = unet_io.ema_decay(rate, updates, warmup=not self.config.consistency)
-                torch._foreach_lerp_(ema, [p.detach() for p in self.parameters], 1 - keep)
+        elif self.history.accepts(loss.item(), norm, 0 if matches else config.skip_outliers):
+            self.update(matches)
         self.steps_done += 1
         return loss.item()
 
+    def image_batch(self, step):
+        """What make_batch makes for step (0-based); meanwhile that of the next step is begun."""
+        batch = self.next_batch.result() if self.next_batch else make_batch(self.images, self.config, step)
+        self.next_batch = self.loader.submit(make_batch, self.images, self.config, step + 1)
+        return batch
+
+    def update(self, matches):
+        """Update the weights by their gradients, and the averages. matches: whether the step matches distributions."""
+        config = self.config
+        step = self.steps_done
+        for group in self.optimizer.param_groups:
+            group["lr"] = unet_io.learning_rate(config, step)
+            group["betas"] = (0.0 if matches else config.beta1, config.beta2)
+        self.optimizer.step()
+        for rate, ema in zip(config.ema_rate, self.emas):
+            keep = unet_io.ema_decay(rate, step - self.history.skipped, warmup=not config.consistency)
+            torch._foreach_lerp_(ema, [p.detach() for p in self.parameters], 1 - keep)
+
     def too_large(self):
-        """What is to be said of images far outside [-1, 1], where no update can have led to what is not finite."""
+        """What is said where a gradient is not finite before the first update: "" unless images are far outside [-1, 1]."""
         pixels = self.images.pixels
-        most = max(float(np.abs(one).max()) for one in pixels) if pixels.dtype != np.uint8 else 1
+        if pixels.dtype == np.uint8:
+            return ""
+        most = max(float(np.abs(image).max()) for image in pixels)
         if most <= 1000:
             return ""
         return unet_io.printable(
@@ -1247,7 +1423,8 @@ class Trainer:
     @torch.no_grad()
     def validation_loss(self, images):
         """The unweighted loss over a whole file with fixed timesteps and noise."""
-        total, config = 0.0, self.config
+        config = self.config
+        total = 0.0
         self.model.eval()
         for start in range(0, len(images), config.batch_size):
             rows = np.arange(start, min(start + config.batch_size, len(images)))
@@ -1255,22 +1432,28 @@ class Trainer:
             t = unet_io.timesteps(config, rows, 0, Stream.VAL_TIMESTEP)
             noise = training_noise(config, Stream.VAL_NOISE, rows, 0, x0[0].shape)
             y = images.labels[rows].astype(np.int64) if config.class_cond else None
-            total += self.loss(x0, t, noise, y, weighted=False).item() * len(rows)
+            loss = self.loss(x0, t, noise, y, weighted=False).item()
+            total += loss * len(rows)
         return total / len(images)
 
     def checkpoint(self, smoothed_loss=0.0, run=None, **texts):
-        """Everything that resuming needs, as unet_io.Checkpoint; run: RUN_SETTINGS, texts: TEXT_SECTIONS."""
-        def moments(key, optimizer=self.optimizer, network=self.model):
+        """Everything that resuming needs, as a Checkpoint. run: its values of RUN_SETTINGS. texts: its TEXT_SECTIONS.
+
+        Raises UserError where a number is NaN or infinite.
+        """
+        def moments(optimizer, network, key):
             return [optimizer.state.get(p, {}).get(key, torch.zeros_like(p)) for p in network.parameters()]
 
-        tensors = {"weights": self.parameters, **dict(zip(unet_io.EMA_SECTIONS, self.emas)),
-                   "adam_m": moments("exp_avg"), "adam_v": moments("exp_avg_sq")}
+        tensors = {"weights": self.parameters}
+        tensors.update(zip(unet_io.EMA_SECTIONS, self.emas))
+        tensors["adam_m"] = moments(self.optimizer, self.model, "exp_avg")
+        tensors["adam_v"] = moments(self.optimizer, self.model, "exp_avg_sq")
         if self.teacher:
             tensors["teacher"] = list(self.teacher.parameters())
         if self.fake:
             tensors["fake"] = list(self.fake.parameters())
-            tensors["fake_m"] = moments("exp_avg", self.fake_optimizer, self.fake)
-            tensors["fake_v"] = moments("exp_avg_sq", self.fake_optimizer, self.fake)
+            tensors["fake_m"] = moments(self.fake_optimizer, self.fake, "exp_avg")
+            tensors["fake_v"] = moments(self.fake_optimizer, self.fake, "exp_avg_sq")
         sections = {name: to_numpy(file_order(self.model, values)) for name, values in tensors.items()}
         for name, arrays in sections.items():
             if not all(np.isfinite(array).all() for array in arrays):
@@ -1282,7 +1465,8 @@ class Trainer:
 
     def restore(self, checkpoint, path):
         """Continue from a checkpoint: averages, moments and step (the weights came with load_model)."""
-        sections, self.steps_done = checkpoint.sections, checkpoint.step
+        sections = checkpoint.sections
+        self.steps_done = checkpoint.step
         needed = ["teacher"] if self.teacher else []
         needed += ["fake", "fake_m", "fake_v"] if self.fake else []
         for name in needed:
@@ -1295,21 +1479,22 @@ class Trainer:
                 set_tensors(self.model, ema, sections[name], path)
         if self.teacher:
             set_tensors(self.teacher, list(self.teacher.parameters()), sections["teacher"], path)
-        self.restore_moments(self.optimizer, self.model, self.steps_done - self.history.skipped, sections, "adam", path)
+        updates = self.steps_done - self.history.skipped
+        self.restore_moments(self.optimizer, self.model, updates, sections, "adam", path)
         if self.fake:
             set_tensors(self.fake, list(self.fake.parameters()), sections["fake"], path)
             updates = max(0, self.steps_done - unet_io.steps_on_paths(self.config))
             self.restore_moments(self.fake_optimizer, self.fake, updates, sections, "fake", path)
 
     def restore_moments(self, optimizer, network, updates, sections, name, path):
-        """The moments of an optimiser of a network's parameters, after so many updates, from the sections NAME_m and NAME_v."""
+        """Give an optimiser of a network's parameters the moments in sections NAME_m and NAME_v, after so many updates."""
         parameters = list(network.parameters())
         for p in parameters:
             optimizer.state[p] = dict(step=torch.tensor(float(updates)), exp_avg=torch.zeros_like(p),
                                       exp_avg_sq=torch.zeros_like(p))
         for section, key in ((f"{name}_m", "exp_avg"), (f"{name}_v", "exp_avg_sq")):
             set_tensors(network, [optimizer.state[p][key] for p in parameters], sections[section], path)
-        optimizer.load_state_dict(optimizer.state_dict())  # as it wants them
+        optimizer.load_state_dict(optimizer.state_dict())  # which puts them on the device and into the type it needs
 
 
 def to_numpy(tensors):
@@ -1318,7 +1503,7 @@ def to_numpy(tensors):
 
 
 def replay(model, images, config, steps, dtype=torch.float32, device="cpu"):
-    """The losses of the first `steps` steps of ./train_unet from the model's weights: float64 (steps,)."""
+    """Train the model as ./train_unet does; returns the losses of the first `steps` steps: float64 (steps,)."""
     trainer = Trainer(model, images, config, device, dtype)
     return np.array([trainer.step() for _ in range(steps)])
 
@@ -1329,9 +1514,9 @@ def label_table(model):
 
 
 def with_rows(model, config, rows):
-    """A model of this Config with the weights of another one, which knows other classes.
+    """A model of this Config with the weights of another model, which knows other classes.
 
-    rows: for each row of the label embedding that of the other model; -1: a fresh one.
+    rows: for each row of the new label embedding, which row of the other model's it is, or -1 for a fresh one.
     """
     fresh = init_weights(UNet(config), config.seed)
     fresh.load_state_dict({name: value for name, value in model.state_dict().items()
@@ -1343,56 +1528,73 @@ def with_rows(model, config, rows):
 
 
 def kept_rows(config, names, source, before):
-    """(the rows that with_rows takes, or None where all stay; what is said of them).
+    """(the rows that with_rows takes, or None where all rows stay; what is said of them).
 
-    names: of the images' classes, which the new model is to know; before: of the classes of source, a Config.
+    names: those of the images' classes, which the new model is to know. before: those of the classes of source, a Config.
     """
     known = source.num_classes if source.class_cond else 0
-    had_none, has_none = bool(known and source.cond_drop_prob), config.cond_drop_prob > 0
+    had_none = bool(known and source.cond_drop_prob)  # a row for no class
+    has_none = config.cond_drop_prob > 0
     places = {unet_io.nfc(name): number for number, name in enumerate(before)}
     rows = []
     for row in range(config.num_classes):
         if row < len(names) and before:
             rows.append(places.get(unet_io.nfc(names[row]), -1))
+        elif len(before) <= row < known:  # a class without a name
+            rows.append(row)
         else:
-            rows.append(row if len(before) <= row < known else -1)
-    kept, fresh = ([name for name, row in zip(names, rows) if (row >= 0) == stays] for stays in (True, False))
+            rows.append(-1)
+    kept = [name for name, row in zip(names, rows) if row >= 0]
+    fresh = [name for name, row in zip(names, rows) if row < 0]
     if has_none:
         rows.append(known if had_none else -1)
     if rows == list(range(source.label_rows())):
         return None, ""
+
     now = set(map(unet_io.nfc, names))
-    said = [(kept, "kept"), (fresh, "new"), ([name for name in before if unet_io.nfc(name) not in now], "dropped")]
-    parts = [f"{unet_io.listed(group)} {'are' if len(group) > 1 else 'is'} {what}" for group, what in said if group]
-    parts = parts if kept else ["none is known", *parts]
+    dropped = [name for name in before if unet_io.nfc(name) not in now]
+    parts = [] if kept else ["none is known"]
+    for group, what in ((kept, "kept"), (fresh, "new"), (dropped, "dropped")):
+        if group:
+            parts.append(f"{unet_io.listed(group)} {'are' if len(group) > 1 else 'is'} {what}")
     if has_none != had_none:
         parts.append(f"and the row for no class is {'new' if has_none else 'dropped'}")
     return rows, ", ".join(parts)
 
 
-def plan_classes(config, run, given, source, path, data_names):
-    """(names of the run's classes, kept_rows for with_rows or None, notes); sets config.num_classes.
+def names_before(run, source, path, known, data_names):
+    """(names of the known classes of the Checkpoint that the run starts from, notes); the names are () where none are told.
 
-    By the names all files are matched: those of the weights that the run continues, or of its images.
-    source: the Checkpoint that it starts from, if any, its path; data_names: of the images' classes.
+    Raises UserError. See plan_classes.
     """
-    notes, before = [], source.class_names if source else ()
-    known = source.config.num_classes if source and source.config.class_cond else 0
-    if run.class_names and known and not before:
-        before = unet_io.read_class_names(run.class_names, known)
-        unet_io.check_class_names(before, run.class_names)
+    names = source.class_names if source else ()
+    notes = []
+    if run.class_names and known and not names:
+        names = unet_io.read_class_names(run.class_names, known)
+        unet_io.check_class_names(names, run.class_names)
     elif run.class_names:
         notes.append(f"--class_names {run.class_names} is not needed: the classes are called as"
-                     f" {path if before else run.data_file} calls them")
-    if known and not before:
+                     f" {path if names else run.data_file} calls them")
+    if known and not names:
         notes.append(f"{path} does not name its classes, which are taken for those of {run.data_file} in their order,"
                      f" {unet_io.listed(data_names)}; --class_names FILE tells others")
+    return names, notes
+
+
+def plan_classes(config, run, given, source, path, data_names):
+    """(names of the run's classes, the rows that with_rows takes or None, notes); sets config.num_classes.
+
+    All files are matched by these names, which are those of a run that is resumed, and otherwise those of the images.
+    source, path: the Checkpoint that the run starts from, or None, and its path. data_names: those of the images' classes.
+    """
+    known = source.config.num_classes if source and source.config.class_cond else 0
+    before, notes = names_before(run, source, path, known, data_names)
     if run.resume is not None:
         return before or data_names, None, notes
     told = unet_io.PRESETS.get(run.preset, {}) | given
     if not config.num_classes or source and "num_classes" not in told:
-        same = not before or before == data_names
-        config.num_classes = known if known and same else len(data_names)
+        are_same = not before or before == data_names
+        config.num_classes = known if known and are_same else len(data_names)
     if known and not before and config.num_classes != known:
         raise UserError(f"--num_classes {config.num_classes} contradicts {path}, which was made with {known} classes"
                         f" and does not name them; leave the flag out, or name them with --class_names FILE")
@@ -1411,8 +1613,9 @@ def plan_classes(config, run, given, source, path, data_names):
 
 
 def image_notes(config, images, validation):
-    """What is said of what the images have and the run does not use, and of a validation file that tells nothing."""
-    notes, count = [], len(images.class_names)
+    """Notes on classes of the images that the run does not use, and on a validation file that tells nothing: a list."""
+    notes = []
+    count = len(images.class_names)
     if not config.class_cond and not config.path_steps and count > 1:
         notes.append(f"{images.path} has images of {count} classes, which are not told apart without --class_cond 1")
     if validation and images.checksum and validation.checksum == images.checksum:
@@ -1421,7 +1624,7 @@ def image_notes(config, images, validation):
 
 
 def idle_flags(config, run, given):
-    """What is said of typed flags that do nothing, for want of another flag; ./train_unet says the same. given: {name: value}."""
+    """Notes on typed flags, {name: value}, that do nothing for want of another flag: a list. ./train_unet says the same."""
     is_lognormal = config.timestep_sampling == "lognormal"
     needs = {  # flag: (what it lacks, whether that is there)
         "timestep_mean": ("without --timestep_sampling lognormal", is_lognormal),
@@ -1450,10 +1653,23 @@ def idle_flags(config, run, given):
 
 
 def absent_sizes(config, given):
-    """Which typed sizes of --attention_resolutions no level has, a note each."""
+    """A note on each typed size of --attention_resolutions that no level has: a list."""
+    if "attention_resolutions" not in given:
+        return []
     sizes = config.level_sizes()
     return [f"no level has the size {size} of --attention_resolutions; they halve from {sizes[0]} to {sizes[-1]}"
-            for size in config.attention_resolutions if "attention_resolutions" in given and size not in sizes]
+            for size in config.attention_resolutions if size not in sizes]
+
+
+def random_images(path, config):
+    """Write and read a file of two batches of random images, with classes if the Config has them: Images."""
+    shape = (2 * config.batch_size, config.in_channels, config.image_size, config.image_size)
+    pixels = unet_io.words(config.seed, Stream.PERTURB, math.prod(shape), 0, 1) >> np.uint32(24)
+    labels = None
+    if config.class_cond:
+        labels = [f"{i % config.num_classes:07d}" for i in range(shape[0])]
+    unet_io.write_images(path, pixels.astype(np.uint8).reshape(shape), labels)
+    return unet_io.read_images(path)
 
 
 def debug_state(prefix, config, images=None, steps=0):
@@ -1469,30 +1685,28 @@ def debug_state(prefix, config, images=None, steps=0):
     Returns the tensors as a dict.
     """
     if images is None:
-        shape = (2 * config.batch_size, config.in_channels, config.image_size, config.image_size)
-        pixels = unet_io.words(config.seed, Stream.PERTURB, math.prod(shape), 0, 1) >> np.uint32(24)
-        labels = [f"{i % config.num_classes:07d}" for i in range(shape[0])] if config.class_cond else None
-        unet_io.write_images(f"{prefix}_images.bin", pixels.astype(np.uint8).reshape(shape), labels)
-        images = unet_io.read_images(f"{prefix}_images.bin")
+        images = random_images(f"{prefix}_images.bin", config)
     images.check_size(config.image_size, config.in_channels)
     images.check_labels(config)
     model = perturb(init_weights(UNet(config), config.seed), config.seed)
     weights = to_numpy(file_order(model, model.parameters()))
     unet_io.write_checkpoint(f"{prefix}_weights.bin", Checkpoint(config, {"weights": weights}))
+    losses = replay(model, images, config, steps) if steps else None
 
     *arrays, y = make_batch(images, config, 0)
     x0, t, noise = map(torch.from_numpy, arrays)
     classes = () if y is None else (torch.from_numpy(y),)
-    x, target = Diffusion(config).noised(x0, t, noise)
-    losses = replay(model, images, config, steps) if steps else None
+    diffusion = Diffusion(config)
+    x, target = diffusion.noised(x0, t, noise)
     model, _ = load_model(f"{prefix}_weights.bin")
     model.double().eval()
     out = model(x.double(), t, *classes)
-    loss = Diffusion(config).loss(out, target.double(), t, x0)
+    loss = diffusion.loss(out, target.double(), t, x0)
     loss.backward()
     tensors = dict(x=x.numpy(), x0=x0.numpy(), t=t.numpy().astype(np.int32), target=target.numpy(),
                    out=out.detach().numpy(), loss=loss.detach().numpy())
-    tensors |= {} if y is None else dict(y=y.astype(np.int32))
+    if y is not None:
+        tensors["y"] = y.astype(np.int32)
     gradients = file_order(model, [p.grad for p in model.parameters()])
     tensors |= {f"grad.{name}": grad.numpy() for (name, _), grad in zip(model.named_parameters(), gradients)}
     if steps:
@@ -1520,14 +1734,14 @@ RUN_FLAGS = {  # name: (default, help)
     "write_debug_state": ("", "write PREFIX_weights.bin, PREFIX_state.bin for tests and exit"),
     "debug_steps": (0, "with --write_debug_state: also the losses of this many steps"),
 }
-# Flags of the trainer before this one: other names of ours, and those that are only like one of ours.
+# Flags of the trainer before this one: other names of flags of ours, and then those that ours only resemble.
 ALIASES = {"steps": "iterations", "log_every": "log_interval", "save_every": "save_interval"}
 RENAMED = {"--log_dir": "--out_dir, the folder for log, checkpoints and samples",
            "--model_dir": "--out_dir, the folder for log, checkpoints and samples",
            "--resume_checkpoint": "--resume PLACE"}
 
 
-# Of the flags that parse_flags declares one by one
+# The defaults of the flags that parse_flags declares one by one
 OTHER_DEFAULTS = dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
                       operators="torch")
 
@@ -1571,9 +1785,10 @@ def resolve(given):
     values = {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
     values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
-    config = Config(**{name: value for name, value in values.items() if name in fields})
-    config.lr_steps = values["steps"]
-    run = argparse.Namespace(**{name: value for name, value in values.items() if name not in fields})
+    of_config = {name: value for name, value in values.items() if name in fields}
+    of_run = {name: value for name, value in values.items() if name not in fields}
+    config = Config(**of_config, lr_steps=values["steps"])
+    run = argparse.Namespace(**of_run)
     for name in ("steps", "log_every", "save_every", "sample_every"):
         unet_io.check_range(name, getattr(run, name))
     if run.debug_steps < 0:
@@ -1587,7 +1802,9 @@ def resolve(given):
 
 def stay_in_folder(run, names_folder):
     """Make --out_dir the folder of --resume PLACE, which --out_dir may not contradict."""
-    folder = os.path.dirname(run.resume) or "." if os.path.isfile(run.resume) else run.resume
+    folder = run.resume
+    if os.path.isfile(folder):
+        folder = os.path.dirname(folder) or "."
     if names_folder and os.path.realpath(run.out_dir) != os.path.realpath(folder):
         raise UserError(f"--out_dir {run.out_dir} contradicts --resume {run.resume}: a run stays in its folder; leave"
                         f" --out_dir out")
@@ -1596,20 +1813,28 @@ def stay_in_folder(run, names_folder):
 
 def pick_device(name=""):
     """The named device, or else a GPU if PyTorch can use one."""
-    mps = getattr(torch.backends, "mps", None)
-    best = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
     kinds = ("cpu", "cuda", "mps", "xpu")
     if name and name.split(":")[0] not in kinds:
         raise UserError(f"--device {name} is none of {unet_io.listed(kinds)}")
+    device = name or best_device()
     try:
-        torch.zeros(1, device=name or best)
+        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name or best} can't be used: {first_line(error)}") from None
-    return name or best
+        raise UserError(f"--device {device} can't be used: {first_line(error)}") from None
+    return device
+
+
+def best_device():
+    mps = getattr(torch.backends, "mps", None)  # which an old PyTorch does not have
+    if torch.cuda.is_available():
+        return "cuda"
+    if mps and mps.is_available():
+        return "mps"
+    return "cpu"
 
 
 def adopt(config, given, source, path, names):
-    """Take the named settings from a file's Config; refuse flags that contradict the architecture in it."""
+    """Take the settings of these names from a file's Config. Raises UserError where a flag contradicts its architecture."""
     given = {name: given[name] for name in names if name in given}
     refuse_contradictions(given, source, path)
     for name in names:
@@ -1618,36 +1843,54 @@ def adopt(config, given, source, path, names):
 
 
 def start_model(config, run, given):
-    """(model, Checkpoint, path) of --model_weights or --resume; (None, None, "") for new weights."""
+    """(model, Checkpoint, path) of --resume or --model_weights; (None, None, "") for new weights.
+
+    Config and run take over what the file tells. Raises UserError for flags that contradict it.
+    """
     if run.resume is not None:
-        path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
-        adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
-        refuse_contradictions(given, checkpoint.config, path, remedy="; leave the flag out, or start a new run",
-                              names=FIXED_ON_RESUME)
-        refuse_preset(run.preset, given, checkpoint.config, path)
-        for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every", "threshold"):
-            if name not in given and name in checkpoint.run:
-                setattr(run, name, checkpoint.run[name])
-        return load_model(path, use_ema=0)[0], checkpoint, path
-    if not run.model_weights and config.consistency:
+        return resumed_model(config, run, given)
+    if run.model_weights:
+        return tuned_model(config, run, given)
+    if config.consistency:
         raise UserError("--consistency tunes a trained model; name its checkpoint with --model_weights")
-    if not run.model_weights:
-        return None, None, ""
+    return None, None, ""
+
+
+def resumed_model(config, run, given):
+    """What start_model returns, of --resume."""
+    path, checkpoint = unet_io.newest_checkpoint(run.resume or run.out_dir)
+    adopt(config, given, checkpoint.config, path, [field.name for field in dataclasses.fields(Config)])
+    refuse_contradictions(given, checkpoint.config, path, remedy="; leave the flag out, or start a new run",
+                          names=FIXED_ON_RESUME)
+    refuse_preset(run.preset, given, checkpoint.config, path)
+    for name in ("data_file", "val_file", "model_weights", "steps", "log_every", "save_every", "sample_every",
+                 "threshold"):
+        if name not in given and name in checkpoint.run:
+            setattr(run, name, checkpoint.run[name])
+    model, _ = load_model(path, use_ema=0)
+    return model, checkpoint, path
+
+
+def tuned_model(config, run, given):
+    """What start_model returns, of --model_weights."""
     import convert  # which imports this file
+    path = run.model_weights
+    of_model = ARCHITECTURE + DIFFUSION
     told = unet_io.PRESETS.get(run.preset, {}) | given
-    assumed = {} if convert.tells_all(run.model_weights) else told
-    assumed = {name: value for name, value in assumed.items() if name in ARCHITECTURE + DIFFUSION}
+    assumed = {}
+    if not convert.tells_all(path):
+        assumed = {name: value for name, value in told.items() if name in of_model}
     free = OF_CLASSES if told.get("class_cond", True) else ()
-    tunes = config.consistency  # from the averages, where there are any: the model that draws better
-    model, checkpoint = load_model(run.model_weights, use_ema=int(tunes), overrides=assumed, free=free)
+    use_ema = int(config.consistency)  # which tunes the model that draws better
+    model, checkpoint = load_model(path, use_ema=use_ema, overrides=assumed, free=free)
     if not (checkpoint.config.class_cond or told.get("class_cond")):
         free = ()
-    of_run = {name for name in free if name in told}  # its classes may be others
-    adopt(config, given, checkpoint.config, run.model_weights, [x for x in ARCHITECTURE + DIFFUSION if x not in of_run])
-    refuse_preset(run.preset, {*given, *free}, checkpoint.config, run.model_weights)
+    own = {name for name in free if name in told}  # the run may have classes of its own
+    adopt(config, given, checkpoint.config, path, [name for name in of_model if name not in own])
+    refuse_preset(run.preset, {*given, *free}, checkpoint.config, path)
     if "timestep_sampling" not in told:  # as the model was trained
-        adopt(config, told, checkpoint.config, run.model_weights, ("timestep_sampling", "timestep_mean", "timestep_std"))
-    return model, checkpoint, run.model_weights
+        adopt(config, told, checkpoint.config, path, ("timestep_sampling", "timestep_mean", "timestep_std"))
+    return model, checkpoint, path
 
 
 def new_model(config, run):
@@ -1666,9 +1909,9 @@ def checkpoints_in(folder):
 
 @contextlib.contextmanager
 def locked(folder, steps):
-    """Make the folder of a run, if there is none, and hold the lock that ./train_unet, too, takes of it.
+    """Make the folder of a run, if there is none, and hold its lock, which ./train_unet holds, too, while it trains there.
 
-    steps: the checkpoints that the run knows there: none, if it is new. Raises UserError where there are others,
+    steps: the steps of the checkpoints that are the run's; a new run has none. Raises UserError where there are others,
     or where nothing can be written.
     """
     unet_io.check_folder(folder)
@@ -1697,7 +1940,7 @@ def open_images(config, run):
 
 
 def note_unused_start(run):
-    """Say so where a file lies here from which the trainer before this one would have started."""
+    """Say that unet_init.bin, from which the trainer before this one would have started, is not read, if it lies here."""
     if not run.model_weights and run.resume is None and os.path.isfile("unet_init.bin"):
         print("note: unet_init.bin lies here and is not read: the weights come from --seed; to start from it,"
               " --model_weights unet_init.bin")
@@ -1710,12 +1953,13 @@ def to_json(values):
 
 
 class Metrics:
-    """The lines of a run's metrics.jsonl. That one can't be written is said once, and the run goes on.
+    """The lines of a run's metrics.jsonl. If a line can't be written, a warning says so once, and the run goes on.
 
-    Those of steps after steps_done, which are about to be done again, are dropped.
+    The lines of steps after steps_done, which are about to be done again, are dropped.
     """
     def __init__(self, path, steps_done):
-        self.path, self.failed = path, False
+        self.path = path
+        self.failed = False
         if not os.path.isfile(path):
             return
         with open(path, "rb") as file:
@@ -1727,12 +1971,14 @@ class Metrics:
                 file.write(b"".join(kept))
 
     def note(self, **values):
-        """Append a line, after what is there, even where that ends within one."""
+        """Append a line. A line that was cut short at the end of the file is ended first."""
         try:
             with open(self.path, "ab+") as file:
-                file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
-                begun = file.read(1) not in (b"", b"\n")
-                file.write(b"\n" * begun + to_json(values).encode())
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                if file.read(1) not in (b"", b"\n"):
+                    file.write(b"\n")
+                file.write(to_json(values).encode())
         except OSError as error:
             if not self.failed:
                 print(f"warning: {unet_io.printable(self.path)} can't be written: {error.strerror}; lines are"
@@ -1751,8 +1997,13 @@ def train(config, run, given):
 
 
 def classes_and_notes(checkpoint, path, config, run, given, images, validation):
-    """(the names of the classes, their rows of the table as with_rows takes them, and what is to be said of the run)"""
-    names, rows, notes = (), None, []
+    """(names of the run's classes, the rows that with_rows takes or None, notes on the run). Raises UserError.
+
+    Sets config.num_classes, and numbers the labels of both files as the run does. checkpoint, path: see start_model.
+    """
+    names = ()
+    rows = None
+    notes = []
     if config.class_cond:
         names, rows, notes = plan_classes(config, run, given, checkpoint, path, images.class_names)
     notes += idle_flags(config, run, given)
@@ -1772,7 +2023,7 @@ def classes_and_notes(checkpoint, path, config, run, given, images, validation):
 
 
 def stops_asked():
-    """The signals that ask the run to stop: a list, to which each is added as it comes. They are caught from here on."""
+    """A list, to which each signal that asks the run to stop is added as it comes; the signals are caught from here on."""
     stops = []
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -1816,7 +2067,8 @@ class Progress:
         self.restart_clock()
 
     def restart_clock(self):
-        self.last_time, self.last_step = time.time(), self.trainer.steps_done
+        self.last_time = time.time()
+        self.last_step = self.trainer.steps_done
 
     def take_loss(self, loss):
         if not math.isfinite(loss):
@@ -1826,9 +2078,12 @@ class Progress:
 
     def log(self, loss):
         """Print how the newest steps went, and write it to metrics.jsonl."""
-        config, step, steps = self.config, self.trainer.steps_done, self.run.steps
+        config = self.config
+        step = self.trainer.steps_done
+        steps = self.run.steps
         seconds = (time.time() - self.last_time) / (step - self.last_step)
-        rate, lr = config.batch_size / seconds, unet_io.learning_rate(config, step - 1)
+        rate = config.batch_size / seconds
+        lr = unet_io.learning_rate(config, step - 1)
         on_paths = unet_io.steps_on_paths(config)
         end = steps
         if config.matching_fraction and step <= on_paths:  # later steps take longer
@@ -1845,14 +2100,15 @@ class Progress:
 
     def save(self):
         """Write a checkpoint, with the settings by which its pictures are drawn and the files that it comes from."""
-        run, trainer = self.run, self.trainer
+        run = self.run
+        trainer = self.trainer
         path = os.path.join(run.out_dir, f"checkpoint_{trainer.steps_done:08d}.bin")
         settings = {}
         if self.start:
             settings = {name: value for name, value in self.start.run.items() if name in SAMPLING}
         settings |= {name: value for name, value in vars(run).items() if name in unet_io.RUN_SETTINGS}
         files = {"data_file": self.images.path, "val_file": run.val_file, "model_weights": run.model_weights}
-        settings |= {name: path and os.path.abspath(path) for name, path in files.items()}
+        settings |= {name: file and os.path.abspath(file) for name, file in files.items()}
         unet_io.write_checkpoint(path, trainer.checkpoint(self.smoothed or 0.0, settings, data_checksum=self.images.checksum,
                                                           **unet_io.class_section(self.class_names)))
         unet_io.say(f"saved {path}")
@@ -1870,7 +2126,8 @@ class Progress:
     def draw(self):
         """Write a grid of 16 pictures; if it can't be written, the run goes on."""
         path = os.path.join(self.run.out_dir, f"samples_{self.trainer.steps_done:08d}.png")
-        classes, groups = unet_io.spread_classes(self.config, range(len(self.class_names) or self.config.num_classes), 16)
+        known = len(self.class_names) or self.config.num_classes
+        classes, groups = unet_io.spread_classes(self.config, range(known), 16)
         columns = unet_io.grid_columns(16, groups, self.config.image_size)
         pictures = unet_io.to_uint8(sample_average(self.trainer, range(16), classes).numpy())
         try:
@@ -1897,12 +2154,33 @@ def train_from(model, checkpoint, path, config, run, given):
         model = with_rows(model, config, rows)
     for line in notes + absent_sizes(config, given):
         unet_io.say(f"note: {line}")
-    compile = run.device != "cpu" if run.compile is None else run.compile
+    compile = run.compile
+    if compile is None:
+        compile = run.device != "cpu"
     trainer = Trainer(model, images, config, run.device, precision=run.precision, compile=compile,
                       operators=run.operators, threshold=run.threshold)
     if resumes:
         trainer.restore(checkpoint, path)
         unet_io.say(f"resumed {path} after step {trainer.steps_done}")
+    say_what_is_trained(trainer, run)
+
+    stops = stops_asked()
+    progress = Progress(trainer, run, images, validation, names, checkpoint if resumes else None, path if resumes else "")
+    if run.steps == 0 and not resumes:
+        unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
+        progress.save()
+    take_steps(trainer, run, progress, stops)
+    if stops:
+        unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(progress.saved or run.out_dir)}"
+                    f" --steps {run.steps}")
+    else:
+        unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(progress.saved)}")
+
+
+def say_what_is_trained(trainer, run):
+    """Say how large the model is, and what it learns from."""
+    config = trainer.config
+    images = trainer.images
     unet_io.say(f"{sum(p.numel() for p in trainer.parameters):,} parameters on {run.device},"
                 f" {unet_io.counted(len(images), 'image')} from {images.path}, batch {config.batch_size},"
                 f" seed {config.seed}")
@@ -1912,11 +2190,9 @@ def train_from(model, checkpoint, path, config, run, given):
     if config.matching_fraction and trainer.steps_done < on_paths < run.steps:
         unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")
 
-    stops = stops_asked()
-    progress = Progress(trainer, run, images, validation, names, checkpoint if resumes else None, path if resumes else "")
-    if run.steps == 0 and not resumes:
-        unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
-        progress.save()
+
+def take_steps(trainer, run, progress, stops):
+    """Train until --steps are done or `stops`, see stops_asked, has a signal; log, save and draw on the way."""
     with tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None) as bar:
         while trainer.steps_done < run.steps and not stops:
             loss = trainer.step()
@@ -1932,16 +2208,11 @@ def train_from(model, checkpoint, path, config, run, given):
             if run.sample_every and step % run.sample_every == 0:
                 progress.draw()
                 progress.restart_clock()
-    if stops:
-        unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(progress.saved or run.out_dir)}"
-                    f" --steps {run.steps}")
-    else:
-        unet_io.say(f"done; to see pictures: python3 generate.py --model_weights {shlex.quote(progress.saved)}")
 
 
 @contextlib.contextmanager
 def averaged_weights(trainer):
-    """Gives the model the first averaged weights meanwhile, where there are any."""
+    """Meanwhile the model has the first averaged weights, where there are any."""
     kept = [p.detach().clone() for p in trainer.parameters]
     try:
         if trainer.emas:

@@ -44,7 +44,9 @@ def explain_import(kind, error, trace):
         return print("\nstopped", file=sys.stderr)
     if not issubclass(kind, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
-    name = "pillow" if error.name == "PIL" else error.name or error
+    name = error.name or error
+    if name == "PIL":
+        name = "pillow"
     needs_little = os.path.basename(sys.argv[0]) == "prepare_data.py"  # and no PyTorch
     packages = "numpy pillow tqdm" if needs_little else "-r requirements.txt"
     print(f"error: this needs the package {name}: pip install {packages} (or use .venv/bin/python, which `make python`"
@@ -76,20 +78,24 @@ class UserError(Exception):
 
 
 def printable(text):
-    """Text as a terminal may show it: a control byte as \\x1B, so that no name of a file can drive it."""
-    def escaped(c):
-        how = "surrogateescape" if 0xDC80 <= ord(c) <= 0xDCFF else "surrogatepass"  # see os.fsdecode
-        return "".join(f"\\x{byte:02X}" for byte in c.encode("utf-8", how))
-    return "".join(c if c.isprintable() else escaped(c) for c in str(text))
+    """Text as a terminal may show it: a control byte is written as \\x1B, so that no file's name can drive the terminal."""
+    def shown(c):
+        if c.isprintable():
+            return c
+        is_stray_byte = 0xDC80 <= ord(c) <= 0xDCFF  # see os.fsdecode
+        encoded = c.encode("utf-8", "surrogateescape" if is_stray_byte else "surrogatepass")
+        return "".join(f"\\x{byte:02X}" for byte in encoded)
+
+    return "".join(map(shown, str(text)))
 
 
 def say(text):
-    """Print a line that may hold names, above a bar of progress where there is one."""
+    """Print a line that may hold names of files; it stands above the progress bar where there is one."""
     tqdm.write(printable(text))
 
 
 class Once(argparse.Action):
-    """Of a flag that can be had once only: it refuses a second value, which would replace the first in silence."""
+    """The action of a flag that is given once: a second value is refused, which would replace the first in silence."""
     def __call__(self, parser, namespace, value, option_string=None):
         first = getattr(namespace, self.dest, None) or value
         if first != value:
@@ -101,8 +107,8 @@ ELSEWHERE = {  # programs: flags that people also try in others
     "./train_unet": "config dry_run generate gpus keep keep_every microbatch print_config processes val_every",
     "./train_unet and generate.py": "class eta guidance_scale num_samples sample_steps sampler seeds show spacing use_ema",
     "./train_unet and train_unet.py": "data_file lr optimizer out_dir resume steps",
-    "generate.py": "export export_page guidance_interval guide_weights import init_image interpolate jump_length jump_n_sample"
-                   " mask nearest quality strength strip",
+    "generate.py": "export export_page guidance_interval guide_weights import init_image interpolate jump_length"
+                   " jump_n_sample mask nearest quality strength strip",
     "generate.py and train_unet.py": "device",
     "prepare_data.py": "distinct fit labels val_fraction",
     "prepare_data.py and train_unet.py": "data_dir",
@@ -113,26 +119,30 @@ ELSEWHERE = {  # programs: flags that people also try in others
 class Parser(argparse.ArgumentParser):
     """argparse with the manners of ./train_unet: one sentence for a mistake, and the nearest flag's name.
 
-    renamed: {flag of the trainer whose files we read: what there is here}, for those that are no aliases.
+    renamed: {a flag of the trainer whose files we read: what takes its place here}. Such a flag is refused.
     earlier: {a flag's earlier name: its name}. The earlier name is taken, and the program says so.
-    may_be_empty: the flags that take '' as a value; others, where this is given, refuse it: a script types it
-    whose variable is unset, and it would mean that the flag was left out.
+    may_be_empty: the flags that take '' as a value. If this is given, all others refuse '': a script passes it by mistake,
+    from a variable that is not set.
     typed: after parse_args, the flags that were typed, each by its first name.
     """
     def __init__(self, renamed=None, may_be_empty=None, earlier=None, **options):
-        self.renamed, self.may_be_empty, self.earlier = renamed or {}, may_be_empty, earlier or {}
+        self.renamed = renamed or {}
+        self.earlier = earlier or {}
+        self.may_be_empty = may_be_empty
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_args(self, argv=None):
-        words = [self.current_name(word) for word in (sys.argv[1:] if argv is None else argv)]
+        if argv is None:
+            argv = sys.argv[1:]
+        words = [self.current_name(word) for word in argv]
+        names = [word.split("=")[0] for word in words]
         flags = [name for action in self._actions for name in action.option_strings]
-        for name in (word.split("=")[0] for word in words):
+        for name in names:
             if name in self.renamed:
                 self.error(f"unknown flag {name}; here it is {self.renamed[name]} (--help lists all flags)")
             if name.startswith("--") and name not in flags:
                 self.refuse_unknown(name, flags)
-        typed = {word.split("=")[0] for word in words}
-        self.typed = [action.option_strings[0] for action in self._actions if typed & set(action.option_strings)]
+        self.typed = [action.option_strings[0] for action in self._actions if set(names) & set(action.option_strings)]
         if self.may_be_empty is not None:
             self.refuse_empty(words, set(flags) - set(self.may_be_empty))
         return super().parse_args(words)
@@ -168,13 +178,15 @@ class Parser(argparse.ArgumentParser):
 
 
 class Output(io.FileIO):
-    """Standard output or standard error, whose errors name it; but what a closed terminal does not take is lost.
+    """Standard output or standard error. An error of writing there names it.
 
-    For a program may be told by SIGHUP that its terminal is gone, and save, only after it has written there.
+    What is written to a terminal that was closed is lost without an error: the program may be writing there just before
+    SIGHUP tells it to save what it has.
     """
     def __init__(self, descriptor, name):
         super().__init__(descriptor, "w", closefd=False)
-        self.of_terminal, self.title = self.isatty(), name
+        self.of_terminal = self.isatty()
+        self.title = name
 
     def write(self, data):
         try:
@@ -188,17 +200,15 @@ class Output(io.FileIO):
 
 def import_from_dev(name):
     """The module dev/NAME.py; NAME may begin with a folder of dev/."""
-    folder, module = os.path.split(os.path.join(os.path.dirname(os.path.abspath(__file__)), "dev", name))
+    here = os.path.dirname(os.path.abspath(__file__))
+    folder, module = os.path.split(os.path.join(here, "dev", name))
     if folder not in sys.path:
         sys.path.append(folder)
     return importlib.import_module(module)
 
 
-def run_script(main):
-    """Run main(). What the user can mend becomes one line, `error: ...`, on stderr and exit status 1.
-
-    So do memory that doesn't suffice and a standard output that can't be written. Ctrl-C exits with 130.
-    """
+def take_over_streams():
+    """Make standard output and standard error Outputs. A standard stream that was closed at the start is os.devnull."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed at start: no file of ours may take its number
             setattr(sys, name, open(os.devnull, "r+" if name == "stdin" else "w"))
@@ -207,6 +217,14 @@ def run_script(main):
         before = getattr(sys, name)
         output = io.BufferedWriter(Output(before.fileno(), title))
         setattr(sys, name, io.TextIOWrapper(output, before.encoding, "backslashreplace", line_buffering=True))
+
+
+def run_script(main):
+    """Run main(). What the user can mend becomes one line, `error: ...`, on stderr and exit status 1.
+
+    So do memory that doesn't suffice and a standard output that can't be written. Ctrl-C exits with 130.
+    """
+    take_over_streams()
     try:
         try:
             return main()
@@ -240,23 +258,31 @@ def out_of_memory(error):
 
 def parse_bool(text):
     """True, False, 1, 0, yes, no (any case) as a bool; for argparse's `type`."""
-    value = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(text.lower())
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return value
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
 
 
 def parse_sizes(text):
     """'0.5,1,2' (or any sequence of numbers) as a tuple, whole ones as ints; '', '0' and 'none' are ()."""
+    parts = text
+    if isinstance(text, str):
+        parts = [] if text in ("", "0", "none") else text.split(",")
     try:
-        parts = text.split(",") if isinstance(text, str) else list(text)
-        sizes = tuple(map(float, parts)) if parts not in (["none"], ["0"], [""]) else ()
+        sizes = tuple(map(float, parts))
     except (TypeError, ValueError, OverflowError):
         sizes = (0,)
     if not all(0 < size < math.inf for size in sizes) or len(sizes) > MAX_LEVELS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of at most {MAX_LEVELS} positive numbers"
                                          f" such as 1,2,3,4")
-    return tuple(int(size) if size.is_integer() else size for size in sizes)
+    return tuple(map(whole_as_int, sizes))
+
+
+def whole_as_int(number):
+    """A float that is a whole number as an int, any other as it is."""
+    return int(number) if number.is_integer() else number
 
 
 def is_number(value, kind):
@@ -266,10 +292,12 @@ def is_number(value, kind):
 
 
 class Rates(tuple):
-    """Up to four numbers in [0, 1), e.g. the rates of the averaged weights; from a number alone, too."""
+    """Up to four numbers in [0, 1), e.g. the rates of the averaged weights. One may come as a number; 0 alone is none."""
     def __new__(cls, values=()):
-        values = tuple(map(float, (values,) if isinstance(values, (int, float)) else values))
-        return super().__new__(cls, values if any(values) else ())
+        if isinstance(values, (int, float)):
+            values = (values,)
+        rates = tuple(map(float, values))
+        return super().__new__(cls, rates if any(rates) else ())
 
 
 def parse_rates(text):
@@ -295,11 +323,13 @@ def listed(names, most=8):
     names = list(map(str, names))
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def nfc(name):
-    """A name as names are compared: é may be one letter of Unicode or two, and is the same."""
+    """A name in the form in which names are compared: é, which may be one code point of Unicode or two, is one."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -330,7 +360,8 @@ class Stream(enum.IntEnum):
     SECOND_NOISE = 15
 
 
-LOW32, SHIFT32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+LOW32 = np.uint64(0xFFFFFFFF)
+SHIFT32 = np.uint64(32)
 
 
 def philox4x32(counter, key):
@@ -341,18 +372,23 @@ def philox4x32(counter, key):
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = ((p1 >> SHIFT32) ^ c1 ^ np.uint64(k0), p1 & LOW32,
-                          (p0 >> SHIFT32) ^ c3 ^ np.uint64(k1), p0 & LOW32)
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+        p0 = c0 * np.uint64(0xD2511F53)
+        p1 = c2 * np.uint64(0xCD9E8D57)
+        c0 = (p1 >> SHIFT32) ^ c1 ^ np.uint64(k0)
+        c1 = p1 & LOW32
+        c2 = (p0 >> SHIFT32) ^ c3 ^ np.uint64(k1)
+        c3 = p0 & LOW32
+        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
+        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
 def words(seed, stream, count, sample=0, step=0):
-    """The random words e = 0 ... count-1: uint32 (*shape, count), shape that of the arrays sample, step."""
+    """The random words e = 0 ... count-1: uint32 (*shape, count), where `sample` and `step` are broadcast to `shape`."""
     sample, step = np.broadcast_arrays(np.asarray(sample, np.uint64), np.asarray(step, np.uint64))
     block = np.arange((count + 3) // 4, dtype=np.uint64)
-    lanes = philox4x32((block, sample[..., None], step[..., None], np.uint64(0)), (int(seed), int(stream)))
+    counter = (block, sample[..., None], step[..., None], np.uint64(0))
+    lanes = philox4x32(counter, (int(seed), int(stream)))
     out = np.empty((*sample.shape, len(block), 4), np.uint32)
     for lane, value in enumerate(lanes):
         out[..., lane] = value
@@ -362,15 +398,18 @@ def words(seed, stream, count, sample=0, step=0):
 def normals(seed, stream, count, sample=0, step=0):
     """Standard normals e = 0 ... count-1 by Box-Muller, computed in float64: float32 (*shape, count)."""
     x = words(seed, stream, count + count % 2, sample, step) >> np.uint32(8)
-    u1, u2 = (x[..., 0::2] + 1.0) * 2.0**-24, x[..., 1::2] * 2.0**-24
-    radius, angle = np.sqrt(-2.0 * np.log(u1)), 2.0 * np.pi * u2
+    u1 = (x[..., 0::2] + 1.0) * 2.0**-24
+    u2 = x[..., 1::2] * 2.0**-24
+    radius = np.sqrt(-2.0 * np.log(u1))
+    angle = 2.0 * np.pi * u2
     out = np.empty(x.shape, np.float32)
-    out[..., 0::2], out[..., 1::2] = radius * np.cos(angle), radius * np.sin(angle)
+    out[..., 0::2] = radius * np.cos(angle)
+    out[..., 1::2] = radius * np.sin(angle)
     return out[..., :count]
 
 
 def timesteps(config, sample, step, stream=Stream.TIMESTEP):
-    """One timestep in [0, diffusion_steps) a sample, drawn by --timestep_sampling: int64 of the shape of `sample`."""
+    """A timestep in [0, diffusion_steps) for each sample, drawn by --timestep_sampling: int64 of the shape of `sample`."""
     drawn = words(config.seed, stream, 1, sample, step)[..., 0]
     return np.searchsorted(config.last_words(), drawn).astype(np.int64)
 
@@ -386,16 +425,20 @@ def uniforms(drawn):
 
 
 def dropout_mask(seed, block, shape, sample, step, probability):
-    """What --dropout keeps: bool (len(sample), *shape), shape (H, W, C); block: its first tensor's index."""
+    """Which values --dropout keeps in a residual block: bool (len(sample), *shape), with shape (H, W, C).
+
+    block: the index of the block's first parameter.
+    """
     drawn = words(seed, Stream.DROPOUT | block << 8, math.prod(shape), sample, step)
     return (uniforms(drawn) >= np.float32(probability)).reshape(-1, *shape)
 
 
 @functools.lru_cache(maxsize=4)
 def permutation(seed, epoch, n):
-    """Epoch's order of n images, a Fisher-Yates shuffle from the last place down: int64 (n,)."""
+    """The order of n images in an epoch, a Fisher-Yates shuffle from the last place down: int64 (n,)."""
     places = np.arange(1, n + 1, dtype=np.uint64)
-    swaps = ((words(seed, Stream.SHUFFLE, n, 0, epoch) * places) >> SHIFT32).tolist()
+    drawn = words(seed, Stream.SHUFFLE, n, 0, epoch)
+    swaps = ((drawn * places) >> SHIFT32).tolist()
     order = list(range(n))
     for i in range(n - 1, 0, -1):
         j = swaps[i]
@@ -415,42 +458,50 @@ def path_numbers(config, step):
     """Which of its paths, numbered from 0, each sample of the batch takes in this step (0-based): int64 (batch_size,)."""
     newest = step // config.path_steps
     kept = min(newest + 1, PATHS_KEPT)
-    drawn = words(config.seed, Stream.PATH, 4, np.arange(config.batch_size), step)[:, 3].astype(np.int64)
-    return newest - (drawn * kept >> 32)
+    drawn = words(config.seed, Stream.PATH, 4, np.arange(config.batch_size), step)[:, 3]
+    return newest - (drawn.astype(np.int64) * kept >> 32)
 
 
 def path_beginnings(config):
     """The points of a path, from 0, noise, at which the tuned model's steps begin: int64 (consistency_steps,)."""
-    return np.array([0, config.path_steps - second_start(config.path_steps)][:config.consistency_steps])
+    beginnings = [0, config.path_steps - second_start(config.path_steps)]
+    return np.array(beginnings[:config.consistency_steps])
 
 
 def path_points(config, step):
-    """Which point of its path each sample of the batch is at, from 0, noise: int64 (batch_size,).
+    """Which point of its path each sample of the batch is at, counted from the noise, which is 0: int64 (batch_size,).
 
-    They are where the tuned model's steps begin: at noise and, of two steps, as often at the start of the second.
+    It is a point at which a step of the tuned model begins: the noise or, where there are two steps and just as often, the
+    start of the second.
     """
     turn = np.arange(config.batch_size) + step
     return path_beginnings(config)[turn % config.consistency_steps]
 
 
 def path_starts(config, number, labels):
-    """What the samples' paths of this number start from: the seeds, uint32 (batch_size,), and with class_cond the classes of
-    random images, int64 (batch_size,), otherwise None. labels: those of all images."""
+    """What the samples' paths of this number start from: (seeds, classes), uint32 and int64 (batch_size,).
+
+    The classes are those of random images; without class_cond they are None. labels: those of all images.
+    """
     drawn = words(config.seed, Stream.PATH, 3, np.arange(config.batch_size), number)
+    seeds = drawn[:, 0]
     if not config.class_cond:
-        return drawn[:, 0], None
-    images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> np.uint64(32)
+        return seeds, None
+    images = drawn[:, 1].astype(np.uint64) * np.uint64(len(labels)) >> SHIFT32
     hidden = uniforms(drawn[:, 2]) < np.float32(config.cond_drop_prob)
-    return drawn[:, 0], np.where(hidden, config.num_classes, labels[images.astype(np.int64)]).astype(np.int64)
+    classes = np.where(hidden, config.num_classes, labels[images.astype(np.int64)])
+    return seeds, classes.astype(np.int64)
 
 
-# Learning rates while distributions are matched, of the model and of the fake, as parts of --lr
-STUDENT_RATE, FAKE_RATE = 0.03, 0.1
+# Learning rates while distributions are matched, as fractions of --lr
+STUDENT_RATE = 0.03  # of the model
+FAKE_RATE = 0.1
 
 
 def steps_on_paths(config):
     """How many steps of training come before those that match distributions."""
-    return config.lr_steps - math.floor(float(np.float32(config.matching_fraction)) * config.lr_steps + 0.5)
+    fraction = float(np.float32(config.matching_fraction))
+    return config.lr_steps - math.floor(fraction * config.lr_steps + 0.5)
 
 
 def matches_distributions(config, step):
@@ -459,11 +510,11 @@ def matches_distributions(config, step):
 
 
 def matching_timesteps(config, step):
-    """To which timestep each picture is noised that the student draws in this step (0-based): int64 (batch_size,)."""
+    """The timestep to which each picture that the student draws in this step (0-based) is noised: int64 (batch_size,)."""
     T = config.diffusion_steps
-    drawn = words(config.seed, Stream.MATCHING_TIMESTEP, 1, np.arange(config.batch_size), step)[:, 0].astype(np.int64)
     least = T // 50
-    return least + (drawn * (T - 2 * least) >> 32)
+    drawn = words(config.seed, Stream.MATCHING_TIMESTEP, 1, np.arange(config.batch_size), step)[:, 0]
+    return least + (drawn.astype(np.int64) * (T - 2 * least) >> 32)
 
 
 def batch_indices(seed, step, batch_size, n):
@@ -539,26 +590,28 @@ def noise_levels(diffusion_steps, noise_schedule, zero_terminal_snr=False):
 
 
 def _before(levels):
-    """The levels of the timesteps before: of timestep 0 the image."""
+    """The levels of the timesteps before each; before timestep 0 comes the image."""
     return NoiseLevels(np.append(1.0, levels.alpha[:-1]), np.append(0.0, levels.sigma[:-1]))
 
 
 def noise_fractions(levels):
-    """The noise's part of the sum of alpha and sigma: float64 (T,), rising from 0 to 1."""
+    """sigma / (alpha + sigma), the share of the noise in x_t: float64 (T,), rising from 0 to 1."""
     return levels.sigma / (levels.alpha + levels.sigma)
 
 
 def earlier_timesteps(fractions, t, step, steps):
     """The pairs of consistency tuning (Geng et al. 2024, "Consistency Models Made Easy"), of timesteps t (B,).
 
-    fractions: float32 (T,), the noise_fractions. A run has eight stages of equally many steps. In stage k = 1 ... 8 that of
-    the earlier timestep is at most 1 - 2^-k of the other's: 1/2 at first, 255/256 in the end. Before the first timestep comes
-    the image itself, -1. Returns (int64 (B,), float32 (B,)): the earlier timesteps, and how much larger t's noise_fraction is.
+    fractions: float32 (T,), the noise_fractions. A run has eight stages of equally many steps. In stage k = 1 ... 8 the
+    noise fraction of the earlier timestep is at most 1 - 2^-k of t's: 1/2 of it at first, 255/256 in the end. -1 stands for
+    the image itself, which comes before timestep 0.
+    Returns (earlier timesteps, gaps), int64 and float32 (B,); a gap is by how much the noise fraction of t is larger.
     """
     stage = min(step * 8 // steps, 7) if steps else 0
     most = fractions[t] * np.float32(1 - 0.5 ** (stage + 1))
     earlier = np.searchsorted(fractions, most, side="right") - 1
-    return earlier, fractions[t] - np.where(earlier < 0, np.float32(0), fractions[earlier])
+    earlier_fractions = np.where(earlier < 0, np.float32(0), fractions[earlier])
+    return earlier, fractions[t] - earlier_fractions
 
 
 def transition_variance(less, more):
@@ -567,10 +620,10 @@ def transition_variance(less, more):
 
 
 def variance_range(levels):
-    """What a step of the chain may add as noise, by its logarithm: (least, most - least), float64 (T,) each.
+    """The range of the variance that a step of the chain may add, in logarithms: (least, most - least), float64 (T,) each.
 
-    The least variance is the posterior's, q(x_{t-1} | x_t, x_0)'s, and at t = 0, where that is 0, the next
-    one's; the most is beta (Nichol and Dhariwal 2021, equation 15).
+    The least variance is that of the posterior q(x_{t-1} | x_t, x_0), and at t = 0, where that is 0, the one of t = 1. The
+    most is beta (Nichol and Dhariwal 2021, equation 15).
     """
     before = _before(levels)
     beta = transition_variance(before, levels)
@@ -580,9 +633,9 @@ def variance_range(levels):
 
 
 def mean_factors(levels, predict):
-    """For each unit by which the prediction is off, how far a step's mean is: float64 (T,).
+    """By how much the mean of a step is off where the prediction is off by 1: float64 (T,).
 
-    The posterior's mean less the chain's is this times target - prediction, whatever is predicted.
+    The mean of the posterior minus that of the model's step is this times (target - prediction), whatever is predicted.
     """
     before = _before(levels)
     of_x0 = before.alpha * transition_variance(before, levels) / levels.sigma**2  # Ho et al. 2020, equation 7
@@ -605,37 +658,43 @@ def x0_error(levels, predict):
 
 
 def loss_weights(levels, predict, min_snr_gamma):
-    """What the loss of each timestep counts for: float64 (T,); gamma 0: 1.
+    """The weight of the loss at each timestep: float64 (T,); all are 1 where min_snr_gamma is 0.
 
-    Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy": the error in x0 counts
-    min(SNR, gamma), SNR = alpha^2 / sigma^2.
+    Hang et al. 2023, "Efficient Diffusion Training via Min-SNR Weighting Strategy": the squared error in x0 has the weight
+    min(SNR, gamma), where SNR = alpha^2 / sigma^2.
     """
     alpha, sigma = levels
     if not min_snr_gamma:
         return np.ones_like(alpha)
     snr = (alpha / sigma) ** 2
-    if predict == "eps":  # whose error is that in x0 / sqrt(SNR); 1 where SNR is 0
-        return np.divide(np.minimum(snr, min_snr_gamma), snr, out=np.ones_like(snr), where=snr > 0)
-    return np.minimum(snr, min_snr_gamma) * x0_error(levels, predict) ** 2
+    weights_of_x0 = np.minimum(snr, min_snr_gamma)
+    if predict == "eps":  # its error is sqrt(SNR) times that in x0; the weight is 1 where SNR is 0
+        return np.divide(weights_of_x0, snr, out=np.ones_like(snr), where=snr > 0)
+    return weights_of_x0 * x0_error(levels, predict) ** 2
 
 
 @functools.lru_cache(maxsize=4)
 def last_words(diffusion_steps, noise_schedule, zero_terminal_snr, timestep_sampling, timestep_mean, timestep_std):
     """The largest random word that draws each timestep: uint32 (T,), rising.
 
-    uniform: all are equally likely; lognormal: log(sigma / alpha) is normal (Karras et al. 2022, table 1), which for the
-    flow schedule is the logit-normal distribution of Esser et al. 2024, "Scaling Rectified Flow Transformers". A timestep
-    stands for the levels nearer to it than to its neighbours, by their noise_fractions.
+    uniform: all timesteps are equally likely. lognormal: log(sigma / alpha) is normal (Karras et al. 2022, table 1), which
+    for the flow schedule is the logit-normal distribution of Esser et al. 2024, "Scaling Rectified Flow Transformers". A
+    timestep stands for the levels that are nearer to it than to its neighbours, by their noise_fractions.
     """
     T = diffusion_steps
     if timestep_sampling == "uniform":
-        probabilities = np.arange(1, T + 1) / T
+        cumulative = np.arange(1, T + 1) / T
     else:
         fractions = noise_fractions(noise_levels(T, noise_schedule, zero_terminal_snr))
         middle = (fractions[:-1] + fractions[1:]) / 2
         deviations = (np.log(middle / (1 - middle)) - timestep_mean) / timestep_std
-        probabilities = np.array([math.erfc(-d / math.sqrt(2)) / 2 for d in deviations] + [1.0])
-    return (np.maximum(np.ceil(2.0**32 * probabilities), 1) - 1).astype(np.uint32)
+        cumulative = np.array([normal_cdf(d) for d in deviations] + [1.0])
+    return (np.maximum(np.ceil(2.0**32 * cumulative), 1) - 1).astype(np.uint32)
+
+
+def normal_cdf(x):
+    """The probability that a standard normal is below x."""
+    return math.erfc(-x / math.sqrt(2)) / 2
 
 
 SPACINGS = ("auto", "uniform", "trailing", "karras")  # old headers number these, and THRESHOLDS, in this order
@@ -656,16 +715,17 @@ def check_steps(diffusion_steps, sample_steps):
 
 
 def space_timesteps(diffusion_steps, sample_steps):
-    """Ascending timesteps, the first and the last included: int64 (sample_steps,).
+    """Evenly spaced ascending timesteps, the first and the last of the chain included: int64 (sample_steps,).
 
-    As guided-diffusion's space_timesteps(T, [N]): positions accumulated in float64, rounded half to even. One
-    alone is the last, the noisiest, from which a single step makes the mean of all pictures.
+    As in guided-diffusion's space_timesteps(T, [N]), positions are summed up in float64 and rounded half to even. A single
+    timestep is the last, the noisiest.
     """
     check_steps(diffusion_steps, sample_steps)
     if sample_steps == 1:
         return np.array([diffusion_steps - 1], np.int64)
     stride = (diffusion_steps - 1) / (sample_steps - 1)
-    taken, position = [], 0.0
+    taken = []
+    position = 0.0
     for _ in range(sample_steps):
         taken.append(round(position))
         position += stride
@@ -673,20 +733,25 @@ def space_timesteps(diffusion_steps, sample_steps):
 
 
 def trailing_timesteps(diffusion_steps, sample_steps):
-    """Likewise with steps of one length, the last, to no noise, included: Lin et al. 2023, table 2."""
+    """Ascending timesteps at equal distances, where the last step, to no noise, is as long as the others: Lin et al. 2023,
+    table 2. int64 (sample_steps,)."""
     stride = diffusion_steps / sample_steps
-    return np.array([round(diffusion_steps - i * stride) - 1 for i in reversed(range(sample_steps))], np.int64)
+    taken = [round(diffusion_steps - i * stride) - 1 for i in reversed(range(sample_steps))]
+    return np.array(taken, np.int64)
 
 
 def karras_timesteps(levels, sample_steps):
-    """Likewise of the chain of levels, by noise ratios as Karras et al. 2022 have them, equation 5, rho = 7.
+    """Ascending timesteps whose noise ratios are nearly those of Karras et al. 2022, equation 5 with rho = 7: int64
+    (sample_steps,).
 
-    They go from their 80, or the chain's least noise, to that of timestep 0; of each the nearest timestep, by
-    its logarithm, that is not taken. The noisiest, which stands last, is T - 1.
+    The ratios fall from 80, or the largest of the chain if that is less, to that of timestep 0. For each the timestep is
+    taken whose ratio has the nearest logarithm among those that are left. The noisiest, which stands last, is always T - 1.
     """
     ratios = noise_ratios(levels)
-    logs, t = np.log(ratios), len(ratios) - 1
-    most, least = (float(ratio) ** (1 / 7) for ratio in (min(ratios[-1], 80), ratios[0]))
+    logs = np.log(ratios)
+    most = float(min(ratios[-1], 80)) ** (1 / 7)
+    least = float(ratios[0]) ** (1 / 7)
+    t = len(ratios) - 1
     taken = [t]
     for i in range(1, sample_steps):
         wanted = 7 * math.log(most + (least - most) * i / (sample_steps - 1))
@@ -700,19 +765,20 @@ def karras_timesteps(levels, sample_steps):
 
 def second_start(count):
     """The place, from 1, among `count` evenly spaced timesteps at which the second of two consistency steps starts."""
-    return -(-3 * count // 10)
+    return math.ceil(3 * count / 10)
 
 
 def consistency_timesteps(diffusion_steps, path_steps, sample_steps):
     """The ascending timesteps of a sampler after consistency tuning: int64 (sample_steps,).
 
-    The last is T - 1. The second of two steps starts three tenths of the way up, at a point of the paths if the model learned
-    from paths; otherwise distances are even.
+    The last is T - 1. Of two steps the second starts three tenths of the way up, at a point of the paths if the model
+    learned from paths. Any other number of steps has equal distances.
     """
     if sample_steps != 2:
         return trailing_timesteps(diffusion_steps, sample_steps)
     spaced = path_steps or diffusion_steps
-    return np.array([trailing_timesteps(diffusion_steps, spaced)[second_start(spaced) - 1], diffusion_steps - 1])
+    second = trailing_timesteps(diffusion_steps, spaced)[second_start(spaced) - 1]
+    return np.array([second, diffusion_steps - 1])
 
 
 def spaced_timesteps(spacing, levels, sample_steps):
@@ -733,14 +799,44 @@ def _setting(default, help=None, choices=None, low=None, high=None):
     return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
 
+def _what_it_must_be(field, value):
+    """What a field of Settings must be, in words, where the value is something else; "" where the value will do."""
+    low, high = field.metadata["low"], field.metadata["high"]
+    if field.type is str:
+        choices = field.metadata["choices"]
+        is_fine = value in choices
+        wanted = " or ".join(choices)
+    elif field.type is bool:
+        is_fine = isinstance(value, (bool, int)) and value in (0, 1)
+        wanted = "0 or 1"
+    elif field.type is tuple:
+        kind = "whole numbers" if type(low) is int else "numbers"
+        least = low or 1
+        is_fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
+        is_fine = is_fine and all(is_number(v, type(low)) and least <= v <= high for v in value)
+        wanted = f"at most {MAX_LEVELS} {kind} from {least} to {high}"
+    elif field.type is Rates:
+        is_fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
+        wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
+    else:
+        is_fine = is_number(value, field.type) and low <= value <= high
+        wanted = f"from {low} to {high}"
+        if is_fine and 0 < abs(value) < FLOAT_MIN:
+            return f"0 or at least {FLOAT_MIN:.2g}, the least float above it"
+    return "" if is_fine else wanted
+
+
 class Settings:
-    """What the configurations of all networks share; each is a dataclass of _settings. magic: see read_checkpoint."""
+    """What the configurations of all networks share. Each is a dataclass of _settings with a check_network(prefix) and a
+    magic, see read_checkpoint."""
     def __post_init__(self):
         self.ema_rate = Rates(self.ema_rate)
 
     def label_rows(self):
-        """Rows of the label embedding: a class each, and one for no class where labels are dropped."""
-        return self.num_classes + (self.cond_drop_prob > 0) if self.class_cond else 0
+        """Rows of the label embedding: one for each class, and one for no class where labels are dropped."""
+        if not self.class_cond:
+            return 0
+        return self.num_classes + (self.cond_drop_prob > 0)
 
     def noise_levels(self):
         """The NoiseLevels of its schedule: see noise_levels."""
@@ -752,34 +848,23 @@ class Settings:
                           self.timestep_sampling, self.timestep_mean, self.timestep_std)
 
     def timestep_unit(self):
-        """What the network is told of a timestep for each step: 1, or of a thousandth of the chain."""
+        """What the network is told of timestep t is t times this: 1, or what makes the whole chain 1000."""
         return 1000.0 / self.diffusion_steps if self.rescale_timesteps else 1
 
     def check(self, where=""):
         """Raise UserError for a value that nothing can work with. `where` names the file it came from."""
         prefix = f"{where}: " if where else "--"
         for field in dataclasses.fields(self):
-            value, rule = getattr(self, field.name), field.metadata
-            low, high = rule["low"], rule["high"]
-            if field.type is str:
-                fine, wanted = value in rule["choices"], " or ".join(rule["choices"])
-            elif field.type is bool:
-                fine, wanted = isinstance(value, (bool, int)) and value in (0, 1), "0 or 1"
-            elif field.type is tuple:
-                fine = isinstance(value, (tuple, list)) and len(value) <= MAX_LEVELS
-                fine = fine and all(is_number(v, type(low)) and (low or 1) <= v <= high for v in value)
-                kind = "whole numbers" if type(low) is int else "numbers"
-                wanted = f"at most {MAX_LEVELS} {kind} from {low or 1} to {high}"
-            elif field.type is Rates:
-                fine = len(value) <= len(EMA_SECTIONS) and all(low < v <= high for v in value)
-                wanted = f"at most {len(EMA_SECTIONS)} numbers between 0 and {high}"
-            else:
-                fine, wanted = is_number(value, field.type) and low <= value <= high, f"from {low} to {high}"
-                if fine and 0 < abs(value) < FLOAT_MIN:
-                    fine, wanted = False, f"0 or at least {FLOAT_MIN:.2g}, the least float above it"
-            if not fine:
+            value = getattr(self, field.name)
+            wanted = _what_it_must_be(field, value)
+            if wanted:
                 raise UserError(f"{prefix}{field.name} is {value!r:.60}, it must be {wanted}")
         self.check_network(prefix)
+        self.check_schedule(prefix)
+        return self
+
+    def check_schedule(self, prefix):
+        """Raise UserError for a noise schedule that the timesteps or the prediction don't suit."""
         if self.noise_schedule == "linear" and self.diffusion_steps < LEAST_LINEAR_STEPS:
             raise UserError(f"{prefix}diffusion_steps {self.diffusion_steps} is too few for a linear schedule;"
                             f" use {LEAST_LINEAR_STEPS} or more, or cosine")
@@ -789,12 +874,11 @@ class Settings:
             name = "zero_terminal_snr" if self.zero_terminal_snr else "noise_schedule flow"
             raise UserError(f"{prefix}{name} leaves nothing but noise at the last timestep, where"
                             f" predict eps says nothing of the image; use --predict v or x0")
-        return self
 
 
 @dataclasses.dataclass
 class Config(Settings):
-    """Architecture, diffusion, optimiser: what a .bin tells of its model and its run, and a flag each where help is given."""
+    """Architecture, diffusion, optimiser: what a .bin tells of its model and its run. A field with a help text is a flag."""
     image_size: int = _setting(64, "height and width of the images, in pixels", low=4, high=1024)
     in_channels: int = _setting(3, "channels of an image: 1 grey, 2 grey and alpha, 3 RGB, 4 RGBA or another code", low=1,
                                 high=4)
@@ -820,7 +904,7 @@ class Config(Settings):
     cond_drop_prob: float = _setting(0.0, "part of the images whose class is hidden, for guidance",
                                      low=0, high=0.999)
     channel_mult: tuple = _setting((1, 2, 3, 4), "width of each level in units of num_channels",
-                                   low=0.125, high=64)  # the type of low is that of each: see check
+                                   low=0.125, high=64)  # each is a number of the type of low: see _what_it_must_be
     attention_resolutions: tuple = _setting((16, 8), "image sizes with attention, 0 for none", low=0,
                                             high=1024)
     diffusion_steps: int = _setting(1000, "timesteps T of the diffusion", low=2, high=10**5)
@@ -838,10 +922,10 @@ class Config(Settings):
     timestep_mean: float = _setting(0.0, "mean of log(sigma / alpha)", low=-20, high=20)
     timestep_std: float = _setting(1.0, "standard deviation of log(sigma / alpha)", low=0.01, high=20)
     consistency: bool = _setting(False, "tune --model_weights to draw in one or two steps; see --preset consistency")
-    consistency_steps: int = _setting(2, "with --consistency: the number of steps, 1 or 2, in which the tuned model is to draw best",
-                                      low=1, high=2)
-    path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0: from"
-                                  " pairs of timesteps", low=0, high=1000)
+    consistency_steps: int = _setting(2, "with --consistency: the number of steps, 1 or 2, in which the tuned model is to"
+                                         " draw best", low=1, high=2)
+    path_steps: int = _setting(0, "with --consistency: learn from paths of so many steps that the model itself draws; 0:"
+                                  " from pairs of timesteps", low=0, high=1000)
     matching_fraction: float = _setting(0.0, "with --path_steps: in this last part of the steps match the distribution of"
                                              " pictures instead of paths", low=0, high=0.9)
     optimizer: str = _setting("adamw", "muon: Muon for the weights of hidden layers, and AdamW for all others",
@@ -869,12 +953,17 @@ class Config(Settings):
     magic = WEIGHTS_MAGIC
 
     def heads(self, channels, decoder):
-        """Heads of an attention between so many channels. Raises UserError where these can't be dealt out."""
-        heads = (decoder and self.num_heads_upsample or self.num_heads) or channels // self.num_head_channels
-        if not heads or channels % heads or not self.num_heads and channels % self.num_head_channels:
-            name = "num_heads" if self.num_heads else "num_head_channels"
-            raise UserError(f"{name} {heads if self.num_heads else self.num_head_channels} doesn't divide an"
-                            f" attention layer of {channels} channels")
+        """Heads of an attention layer of so many channels. Raises UserError where these can't be dealt out evenly."""
+        if not self.num_heads:
+            if channels % self.num_head_channels:
+                raise UserError(f"num_head_channels {self.num_head_channels} doesn't divide an attention layer of {channels}"
+                                " channels")
+            return channels // self.num_head_channels
+        heads = self.num_heads
+        if decoder and self.num_heads_upsample:
+            heads = self.num_heads_upsample
+        if channels % heads:
+            raise UserError(f"num_heads {heads} doesn't divide an attention layer of {channels} channels")
         return heads
 
     def level_widths(self):
@@ -890,14 +979,15 @@ class Config(Settings):
         if not self.channel_mult:
             raise UserError(f"{prefix}channel_mult is empty, it must name the width of each level, e.g."
                             f" 1,2,3,4")
-        if self.image_size % 2 ** (len(self.channel_mult) - 1):
-            levels = len(self.channel_mult)
+        levels = len(self.channel_mult)
+        if self.image_size % 2 ** (levels - 1):
             raise UserError(f"{prefix}image_size {self.image_size} can't be halved {levels - 1} times for the"
                             f" {levels} levels of channel_mult")
         if self.num_channels % 32:
             raise UserError(f"{prefix}num_channels is {self.num_channels}, it must be a multiple of 32")
         for mult, width in zip(self.channel_mult, self.level_widths()):
-            if np.float32(self.num_channels) * np.float32(mult) != width or width % 32 or width > MAX_WIDTH:
+            is_whole = np.float32(self.num_channels) * np.float32(mult) == width
+            if not is_whole or width % 32 or width > MAX_WIDTH:
                 raise UserError(f"{prefix}channel_mult {mult} times num_channels {self.num_channels} is no"
                                 f" multiple of 32 up to {MAX_WIDTH}")
         if self.num_heads_upsample and not self.num_heads:
@@ -921,10 +1011,15 @@ RANGES = {"steps": (0, 99999999), "log_every": (1, 10**9), "save_every": (0, 10*
 
 
 def check_range(name, value, least=None, flag=None):
-    """Raise UserError unless a number is in RANGES[name]; least: where that is not its lower end."""
+    """Raise UserError unless a number is in RANGES[name] and, if that is given, at least `least`.
+
+    flag: what the flag is called, if not as in RANGES.
+    """
     low, high = RANGES[name]
-    if not max(low, least or low) <= value <= high:
-        raise UserError(f"--{flag or name} must be from {max(low, least or low)} to {high}, not {value}")
+    if least is not None:
+        low = max(low, least)
+    if not low <= value <= high:
+        raise UserError(f"--{flag or name} must be from {low} to {high}, not {value}")
 
 
 ADM = dict(attention_resolutions=(32, 16, 8), class_cond=True, num_classes=1000, learn_sigma=True,
@@ -934,8 +1029,9 @@ RECORDS = dict(noise_schedule="edm", predict="edm", timestep_sampling="lognormal
 PRESETS = {
     "tiny": dict(image_size=32, num_channels=32, channel_mult=(1, 2, 2), num_res_blocks=1,
                  attention_resolutions=(8,), norm_groups=8, predict="flow", noise_schedule="flow",
-                 timestep_sampling="lognormal", batch_size=8, optimizer="muon", lr=1e-3, lr_schedule="cosine", warmup_steps=100,
-                 ema_rate=0.995, steps=4000, save_every=1000, sample_every=500, data_file="data/faces.bin"),
+                 timestep_sampling="lognormal", batch_size=8, optimizer="muon", lr=1e-3, lr_schedule="cosine",
+                 warmup_steps=100, ema_rate=0.995, steps=4000, save_every=1000, sample_every=500,
+                 data_file="data/faces.bin"),
     "small32": dict(image_size=32, num_channels=64, channel_mult=(1, 2, 2), num_res_blocks=2,
                     attention_resolutions=(16, 8), batch_size=64, lr=3e-4, steps=20000, **RECORDS),
     "fashion32": dict(image_size=32, in_channels=1, num_classes=10, channel_mult=(1, 2, 2), class_cond=True,
@@ -958,15 +1054,16 @@ PRESETS = {
 
 
 def spread_classes(config, classes, count):
-    """(a class for each of `count` pictures, equally many of each; how many classes there are, see grid_columns).
+    """(a class for each of `count` pictures, as equally many of each as can be; the groups of grid_columns).
 
-    (None, 0) without class_cond; the second is 0 where the numbers don't come out even.
+    A group is the pictures of a class; there are 0 where they are not equally many. (None, 0) without class_cond.
     """
     if not config.class_cond:
         return None, 0
     classes = list(classes)
     spread = [classes[i * len(classes) // count] for i in range(count)]
-    return spread, len(classes) if len(classes) > 1 and count % len(classes) == 0 else 0
+    are_groups = len(classes) > 1 and count % len(classes) == 0
+    return spread, len(classes) if are_groups else 0
 
 
 def flags_of(config):
@@ -986,7 +1083,7 @@ def setting_text(value):
         return str(int(value))
     if not isinstance(value, (float, np.floating)):
         return str(value)
-    number = np.float32(value)  # whose text has as few digits as tell it from all others
+    number = np.float32(value)  # NumPy writes as few digits as tell it from all other float32
     if not np.isfinite(number):
         return str(number)
     scientific = np.format_float_scientific(number, trim="-", exp_digits=2)
@@ -995,54 +1092,68 @@ def setting_text(value):
 
 
 def parse_setting(text, kind, choices=None):
-    """The value of this kind (see Config) that such a text stands for. Raises ValueError."""
+    """The value, of the type `kind` of a Config's field, that a text of setting_text stands for. Raises ValueError."""
     if kind is tuple:
-        numbers = [float(part) for part in text.split(",")]
-        return tuple(int(x) if x.is_integer() else x for x in numbers) if numbers != [0] else ()
+        values = [float(part) for part in text.split(",")]
+        return () if values == [0] else tuple(map(whole_as_int, values))
     if kind is Rates:
         return Rates(float(part) for part in text.split(","))
-    if kind is bool and text not in ("0", "1") or choices and text not in choices:
+    if kind is bool and text not in ("0", "1"):
         raise ValueError(text)
-    return kind(int(text)) if kind is bool else kind(text)
+    if choices and text not in choices:
+        raise ValueError(text)
+    return text == "1" if kind is bool else kind(text)
 
 
 def learning_rate(config, step):
-    """The learning rate of step (0-based): linear warm-up, then constant, half a cosine or a line down. While distributions
-    are matched it is constant and small."""
+    """The learning rate of a step (0-based).
+
+    It rises linearly during the warm-up; then it is constant, or falls along half a cosine or a line. While distributions
+    are matched it is constant and small.
+    """
     if matches_distributions(config, step):
         return STUDENT_RATE * config.lr
     rate = config.lr * min(1.0, (step + 1) / max(config.warmup_steps, 1))
-    if config.lr_schedule != "constant" and step >= config.warmup_steps:
-        done = min((step - config.warmup_steps) / max(config.lr_steps - config.warmup_steps, 1), 1.0)
-        falling = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1 - done
-        rate *= config.final_lr_fraction + (1 - config.final_lr_fraction) * falling
-    return rate
+    if config.lr_schedule == "constant" or step < config.warmup_steps:
+        return rate
+    done = min((step - config.warmup_steps) / max(config.lr_steps - config.warmup_steps, 1), 1.0)
+    falling = 1 - done
+    if config.lr_schedule == "cosine":
+        falling = 0.5 * (1 + math.cos(math.pi * done))
+    return rate * (config.final_lr_fraction + (1 - config.final_lr_fraction) * falling)
 
 
 def ema_decay(rate, update, warmup=True):
-    """How much of the average is kept at an update (0-based); with a warm-up less at first."""
-    return min(rate, 1 - (2 + update) ** -0.75) if warmup else rate
+    """How much of the average is kept at an update (0-based); with a warm-up, less of it at first."""
+    if not warmup:
+        return rate
+    return min(rate, 1 - (2 + update) ** -0.75)
 
 
 @dataclasses.dataclass
 class History:
-    """What --skip_outliers goes by: the losses and gradient norms of the last steps that were not skipped."""
+    """What --skip_outliers goes by: the losses and gradient norms of the last 128 steps that were not skipped."""
     skipped: int = 0  # steps that updated nothing
-    seen: int = 0     # steps that were entered below: the n-th in place n % 128
+    seen: int = 0     # steps that are entered below, step number n in place n % 128
     losses: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(128, "<f4"))
     norms: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(128, "<f4"))
 
     def accepts(self, loss, norm, deviations):
-        """Whether neither is an outlier; enters them if so, counts a skipped step if not."""
-        count = min(self.seen, 128)
+        """Whether neither the loss nor the norm is an outlier. If so they are entered, if not a skipped step is counted."""
         for value, window in ((loss, self.losses), (norm, self.norms)):
-            last = window[:count].astype(np.float64)
-            if deviations > 0 and count >= 32 and value - last.mean() > deviations * last.std(ddof=1):
+            if deviations > 0 and self.is_outlier(value, window, deviations):
                 self.skipped += 1
                 return False
-        self.losses[self.seen % 128], self.norms[self.seen % 128] = loss, norm
+        place = self.seen % 128
+        self.losses[place] = loss
+        self.norms[place] = norm
         self.seen += 1
         return True
+
+    def is_outlier(self, value, window, deviations):
+        """Whether a value lies so many standard deviations above the mean of a window; of fewer than 32 values none does."""
+        last = window[:min(self.seen, 128)].astype(np.float64)
+        return len(last) >= 32 and value - last.mean() > deviations * last.std(ddof=1)
 
     def pack(self):
         """The bytes of a checkpoint's section `state`."""
@@ -1053,9 +1164,11 @@ class History:
     def unpack(cls, data, step, path):
         """The History of such a section. Raises UserError."""
         if len(data) == 8 + 2 * 4 * 128:
-            (skipped, seen), values = np.frombuffer(data[:8], "<i4").tolist(), np.frombuffer(data[8:], "<f4")
-            if skipped >= 0 and seen >= 0 and skipped + seen <= step and np.isfinite(values).all():
-                return cls(skipped, seen, values[:128].copy(), values[128:].copy())
+            skipped, seen = np.frombuffer(data[:8], "<i4").tolist()
+            losses, norms = np.frombuffer(data[8:], "<f4").reshape(2, 128)
+            are_counts = skipped >= 0 and seen >= 0 and skipped + seen <= step
+            if are_counts and np.isfinite(losses).all() and np.isfinite(norms).all():
+                return cls(skipped, seen, losses.copy(), norms.copy())
         raise UserError(f"{path} is damaged: its section state makes no sense")
 
 
@@ -1063,7 +1176,10 @@ class History:
 # files in general
 
 def _map_file(path, magics, refusal):
-    """(header int32 (256,), whole file uint8 as a read-only mapping). refusal: of a file that begins with none of magics."""
+    """(header int32 (256,), whole file uint8 as a read-only mapping). Raises UserError.
+
+    refusal: what is said of a file whose first number is none of magics.
+    """
     try:
         size = os.path.getsize(path)
         if os.path.isdir(path):
@@ -1086,7 +1202,7 @@ def _need_size(path, data, expected, what):
 
 
 def _check_crc(path, header, data, field):
-    """Compare the checksum in header[field] with that of the data, then of the header with the field at 0."""
+    """Raise UserError unless header[field] is the CRC-32 of the data and, after them, of the header with 0 in that field."""
     crc = 0
     for start in range(HEADER_BYTES, len(data), 1 << 24):
         crc = zlib.crc32(data[start:start + (1 << 24)], crc)
@@ -1097,7 +1213,7 @@ def _check_crc(path, header, data, field):
 
 
 def check_target(path):
-    """Raise UserError where no file can be written: no folder, or there is something else than a file."""
+    """Raise UserError where no file can be written: its folder is missing or closed, or the path is of something else."""
     folder = os.path.dirname(path) or "."
     if os.path.exists(path) and not os.path.isfile(path):
         kind = "a folder" if os.path.isdir(path) else "a device or a pipe"
@@ -1111,13 +1227,14 @@ def check_target(path):
 
 def check_folder(path):
     """Raise UserError unless path is a folder to write into, or can be made one."""
-    place = path
+    place = path  # the innermost folder of it that exists
     while place and not os.path.lexists(place):
         place = os.path.dirname(place)
-    if not os.path.isdir(place or "."):
+    place = place or "."
+    if not os.path.isdir(place):
         raise UserError(f"{place} is a file, a folder is needed")
-    if not os.access(place or ".", os.W_OK | os.X_OK):
-        raise UserError(f"{path} can't be written: the folder {place or '.'} may not be written into")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"{path} can't be written: the folder {place} may not be written into")
 
 
 @contextlib.contextmanager
@@ -1139,25 +1256,31 @@ def locked(folder, refusal):
 
 @functools.lru_cache(maxsize=None)  # once a folder
 def _remove_stale_temporaries(folder):
-    """Remove the temporary files that killed processes left. Who writes one holds a lock on it."""
+    """Remove the temporary files that killed processes left. The process that still writes one holds a lock on it."""
     names = []
     with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(folder) if re.search(r"\.unet-\d+-\d+\.tmp$", name)]
-    for path in (os.path.join(folder, name) for name in names):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.remove(path)
-            finally:
-                os.close(descriptor)
+        names = os.listdir(folder)
+    for name in names:
+        if re.search(r"\.unet-\d+-\d+\.tmp$", name):
+            with contextlib.suppress(OSError):
+                _remove_unlocked(os.path.join(folder, name))
+
+
+def _remove_unlocked(path):
+    """Remove a file. Raises OSError, and leaves it, where a process holds a lock on it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.remove(path)
+    finally:
+        os.close(descriptor)
 
 
 _numbers = itertools.count(1)
 
 
 def _open_temporary(path):
-    """Create a file beside path, under a name that nobody has used, and lock it. -> (name, file)"""
+    """Create a file beside path, under a name that nobody has used, and lock it: (its name, the open file)."""
     while True:
         temporary = f"{path}.unet-{os.getpid()}-{next(_numbers)}.tmp"
         try:
@@ -1172,7 +1295,7 @@ def _open_temporary(path):
 
 
 def _flush(file):
-    """To the disk."""
+    """Bring what was written to an open file onto the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -1189,9 +1312,10 @@ def _writing(path):
 @contextlib.contextmanager
 def replacing(path):
     """Open a temporary file beside path; flush and rename it to path at the end, or remove it on an error."""
-    path, temporary = os.fspath(path), None
+    path = os.fspath(path)
     check_target(path)
     _remove_stale_temporaries(os.path.dirname(path) or ".")
+    temporary = None
     with _writing(path):
         try:
             temporary, file = _open_temporary(path)
@@ -1216,6 +1340,7 @@ def _write_with_header(file, header, blocks, crc_field):
 
 
 def _write_header(file, header, crc, crc_field):
+    """Write the header at the start of the file, with the CRC-32 of data and header in crc_field. crc: that of the data."""
     header[crc_field] = 0
     crc = zlib.crc32(header.tobytes(), crc)
     header[crc_field] = np.uint32(crc).view(np.int32)
@@ -1254,25 +1379,30 @@ class Images:
                             f" --image_size {image_size}")
 
     def match_classes(self, names, trains=True):
-        """Number the labels as a model does whose classes have these names. Raises UserError for others.
+        """Number the labels as a model does whose classes have these names. Raises UserError for images of other classes.
 
-        Returns what else differs in a sentence, "" where nothing does. trains: of each class images are needed.
+        Returns a sentence of what else differs, "" where nothing does. trains: a class without images is a difference, too.
         """
         if self.labels is None:
             raise UserError(f"{self.path} has no labels, and the model knows classes: make it with"
                             f" prepare_data.py --labels")
+        counts = np.bincount(self.labels, minlength=len(self.class_names))  # images of each class
         known = {nfc(name): number for number, name in enumerate(names)}
-        images = np.bincount(self.labels, minlength=len(self.class_names))
-        numbers = np.array([known.get(nfc(name), -1) for name in self.class_names], np.int32)
-        unknown = [name for name, n, count in zip(self.class_names, numbers, images) if n < 0 and count]
+        numbers = np.array([known.get(nfc(name), -1) for name in self.class_names], np.int32)  # in the model
+        unknown, moved, there = [], [], set()
+        for i, (name, number, count) in enumerate(zip(self.class_names, numbers, counts)):
+            if count and number < 0:
+                unknown.append(name)
+            if count and number != i:
+                moved.append(f"{name} is number {i} there and {number} in the model")
+            if count or not trains:
+                there.add(nfc(name))
         if unknown:
             raise UserError(f"{self.path} has images of {listed(unknown)}, which the model does not know: its"
                             f" classes are {listed(names)}")
-        moved = [f"{name} is number {i} there and {n} in the model"
-                 for i, (name, n, count) in enumerate(zip(self.class_names, numbers, images)) if count and n != i]
-        there = {nfc(name) for name, count in zip(self.class_names, images) if count or not trains}
         lacking = [name for name in names if nfc(name) not in there]
-        self.labels, self.class_names = numbers[self.labels], tuple(names)
+        self.labels = numbers[self.labels]
+        self.class_names = tuple(names)
         differences = []
         if moved:
             differences.append(f"numbers its classes otherwise and is matched by their names: {moved[0]}")
@@ -1282,21 +1412,26 @@ class Images:
 
     def check_labels(self, config):
         """Raise UserError unless there are the labels that class_cond needs."""
-        if config.class_cond and not self.class_names:
-            raise UserError(f"{self.path} has no labels, and --class_cond 1 needs them: make it with prepare_data.py --labels")
-        if config.class_cond and len(self.class_names) > config.num_classes:
-            count = len(self.class_names)
+        if not config.class_cond:
+            return
+        count = len(self.class_names)
+        if not count:
+            raise UserError(f"{self.path} has no labels, and --class_cond 1 needs them: make it with prepare_data.py"
+                            " --labels")
+        if count > config.num_classes:
             raise UserError(f"{self.path} has {counted(count, 'class')}, more than --num_classes {config.num_classes}: use"
                             f" {count}")
 
     def floats(self, indices, image_size=None):
-        """Images, bytes as [-1, 1], floats as they are: float32 (len(indices), C, image_size, image_size).
+        """Images, bytes scaled to [-1, 1], floats as they are: float32 (len(indices), C, image_size, image_size).
 
-        Box-filtered where the file's images are larger by a whole factor k: the sum of the k*k values, row by
-        row in float32, divided once.
+        Images that are larger than that by a whole factor k are box-filtered: the k*k values are summed up row by row in
+        float32, and the sum is divided once. image_size: the file's own unless given.
         """
         x = self.pixels[indices].astype(np.float32)
-        k = x.shape[-1] // (image_size or x.shape[-1])
+        k = 1
+        if image_size:
+            k = x.shape[-1] // image_size
         total = x[..., ::k, ::k]
         for place in range(1, k * k):
             total = total + x[..., place // k::k, place % k::k]
@@ -1306,9 +1441,10 @@ class Images:
 
 
 def parse_class_names(data, path, least, most):
-    """The names of classes in bytes of UTF-8, each ended by a newline, from least to most of them: a tuple."""
+    """The names of classes in bytes of UTF-8, each ended by a newline: a tuple of least to most names. Raises UserError."""
     count = data.count(b"\n")
-    if not least <= count <= most or data and not data.endswith(b"\n"):
+    ends_within_name = data and not data.endswith(b"\n")
+    if not least <= count <= most or ends_within_name:
         raise UserError(f"{path} is damaged: it has {count} names of classes for {most} classes")
     names = tuple(data.decode("utf-8", "surrogateescape").split("\n")[:-1])
     check_class_names(names, path)
@@ -1317,7 +1453,10 @@ def parse_class_names(data, path, least, most):
 
 def check_class_names(names, path):
     """Raise UserError for names that can't be stored: what is no text in UTF-8, an empty one, and two that are the same."""
-    if any("\0" in name or name != name.encode("utf-8", "replace").decode() for name in names):
+    def is_text(name):
+        return "\0" not in name and name == name.encode("utf-8", "replace").decode()
+
+    if not all(map(is_text, names)):
         raise UserError(f"{path} has names of classes that are no text in UTF-8")
     if "" in names:
         raise UserError(f"{path} has a class without a name")
@@ -1327,9 +1466,9 @@ def check_class_names(names, path):
 
 
 def read_class_names(path, classes):
-    """The lines of --class_names, a text file, as names of so many classes, of which several may share one: a tuple.
+    """The lines of --class_names, a text file with a line for each of so many classes: a tuple. Raises UserError.
 
-    Raises UserError. Names that are stored must also pass check_class_names.
+    Several classes may have the same name; names that are to be stored must also pass check_class_names.
     """
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
@@ -1345,6 +1484,32 @@ def read_images(path):
     """Images from a .bin, old (float32) or new (checked against its checksum). Raises UserError."""
     header, data = _map_file(path, [IMAGES_MAGIC], f"holds no images (its first number is not {IMAGES_MAGIC}): make such a"
                                                    f" file with prepare_data.py")
+    shape, kind, classes, name_bytes = _image_fields(path, header)
+    n, channels, height, width = shape
+    is_old = header[5] == 0
+    dtype = IMAGE_TYPES[kind]
+    pixels_end = HEADER_BYTES + math.prod(shape) * dtype.itemsize
+    labels_end = pixels_end + (4 * n if classes else 0)
+    elements = "bytes" if kind == 1 else "floats"
+    _need_size(path, data, labels_end + name_bytes, f"{n} images of {channels}x{height}x{width} {elements}")
+    if not is_old:
+        _check_crc(path, header, data, 9)
+    pixels = data[HEADER_BYTES:pixels_end].view(dtype)
+    if kind == 2:
+        _check_floats(path, pixels, is_old)
+    images = Images(pixels.reshape(shape), path=path)
+    if not is_old:
+        images.checksum = f"{int(header[9]) & 0xFFFFFFFF:08x}"
+    if classes:
+        images.labels = np.frombuffer(data[pixels_end:labels_end].tobytes(), "<i4")
+        images.class_names = parse_class_names(data[labels_end:].tobytes(), path, classes, classes)
+        if images.labels.min() < 0 or images.labels.max() >= classes:
+            raise UserError(f"{path} has a label outside 0 ... {classes - 1}")
+    return images
+
+
+def _image_fields(path, header):
+    """((N, C, H, W), element type, number of classes, bytes of their names) of an image file's header. Raises UserError."""
     n, channels, height, width, version, kind, classes, name_bytes = (int(v) for v in header[1:9])
     if min(n, channels, height, width) < 1:
         raise UserError(f"{path} claims to hold {n} images of {channels} x {height} x {width}, all must be"
@@ -1356,43 +1521,40 @@ def read_images(path):
         kind, classes, name_bytes = 2, 0, 0
     if classes < 0 or name_bytes < 0 or (classes == 0) != (name_bytes == 0):
         raise UserError(f"{path} claims to have {classes} classes with names of {name_bytes} bytes")
-    shape, count, dtype = (n, channels, height, width), n * channels * height * width, IMAGE_TYPES[kind]
-    end = HEADER_BYTES + count * dtype.itemsize
-    labels_end = end + (4 * n if classes else 0)
-    _need_size(path, data, labels_end + name_bytes,
-               f"{n} images of {channels}x{height}x{width} {('bytes', 'floats')[kind - 1]}")
-    if version:
-        _check_crc(path, header, data, 9)
-    pixels, most = data[HEADER_BYTES:end].view(dtype), np.finfo("f4").max if version else 1.001
-    for start in range(0, count if kind == 2 else 0, 1 << 22):
+    return (n, channels, height, width), kind, classes, name_bytes
+
+
+def _check_floats(path, pixels, is_old):
+    """Raise UserError for float32 pixels that are not finite or, of an old file, outside [-1, 1]."""
+    most = 1.001 if is_old else np.finfo("f4").max
+    why = ", outside [-1, 1]" if is_old else ""
+    for start in range(0, len(pixels), 1 << 22):
         some = pixels[start:start + (1 << 22)]
         bad = some[~(np.abs(some) <= most)]
         if len(bad):
-            raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}"
-                            + ", outside [-1, 1]" * (version == 0))
-    images = Images(pixels.reshape(shape), path=path)
-    if version:
-        images.checksum = f"{int(header[9]) & 0xFFFFFFFF:08x}"
-    if classes:
-        images.labels = np.frombuffer(data[end:labels_end].tobytes(), "<i4")
-        images.class_names = parse_class_names(data[labels_end:].tobytes(), path, classes, classes)
-        if images.labels.min() < 0 or images.labels.max() >= classes:
-            raise UserError(f"{path} has a label outside 0 ... {classes - 1}")
-    return images
+            raise UserError(f"{path} is damaged: it holds a pixel of {bad[0]:g}{why}")
 
 
 def class_order(names):
-    """The names in the order of their numbers, each once: as numbers if all are whole numbers, else as text."""
-    if all(re.fullmatch("[0-9]+", name) for name in names):  # of any length, which int() does not take
-        return sorted(set(names), key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
-    return sorted(set(names))
+    """The names of classes, each once, in the order of their numbers: by value if all are whole numbers, else as text."""
+    def value(name):  # int() refuses thousands of digits
+        digits = name.lstrip("0")
+        return len(digits), digits, name
+
+    are_numbers = all(re.fullmatch("[0-9]+", name) for name in names)
+    return sorted(set(names), key=value if are_numbers else None)
 
 
 class ImageWriter:
-    """Takes the images of a new file one by one; only a label each stays in memory. See image_writer."""
+    """Takes the images of a new file one by one, and keeps no more than their labels in memory. See image_writer."""
     def __init__(self, file, path):
-        self.file, self.path = file, path
-        self.n, self.like, self.crc, self.labels, self.finished = 0, None, 0, [], False
+        self.file = file
+        self.path = path
+        self.n = 0
+        self.like = None  # (dtype, shape) of each image
+        self.crc = 0
+        self.labels = []
+        self.finished = False
         file.write(bytes(HEADER_BYTES))
 
     def add(self, pixels, label=None):
@@ -1400,8 +1562,9 @@ class ImageWriter:
 
         All are uint8, or all are float32.
         """
-        self.like = self.like or (pixels.dtype, pixels.shape)
-        assert pixels.dtype in IMAGE_TYPES.values() and (pixels.dtype, pixels.shape) == self.like
+        like = pixels.dtype, pixels.shape
+        self.like = self.like or like
+        assert pixels.dtype in IMAGE_TYPES.values() and like == self.like
         self._write(np.ascontiguousarray(pixels).data)
         self.labels.append(None if label is None else nfc(label))
         self.n += 1
@@ -1412,9 +1575,9 @@ class ImageWriter:
             self.file.write(block)
 
     def finish(self, class_names=None):
-        """Append labels and class names, write the header, and flush all to the disk; once.
+        """Append labels and class names, write the header, and flush all to the disk. A second call does nothing.
 
-        class_names: every class in its order, those without an image here too; by default the images' own.
+        class_names: every class in its order, also those without an image here; by default those of the images.
         """
         if self.finished:
             return
@@ -1440,7 +1603,7 @@ class ImageWriter:
 def image_writer(path):
     """`with image_writer(path) as writer: writer.add(...)`. The file appears as `path` once it is whole.
 
-    Who writes several calls finish() of each before the first appears.
+    Where several files are to appear together, call finish() of each before the first `with` ends.
     """
     with replacing(path) as file:
         writer = ImageWriter(file, path)
@@ -1475,7 +1638,8 @@ def write_old_images(path, pixels):
 #    ..., from field 128 on 32 bytes a section: name (24) and length (8)], then the sections
 
 EMA_SECTIONS = ("ema", "ema_2", "ema_3", "ema_4")
-TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v", "teacher", "fake", "fake_m", "fake_v")  # float32, in named_parameters() order
+# float32, in the order of named_parameters()
+TENSOR_SECTIONS = ("weights", *EMA_SECTIONS, "adam_m", "adam_v", "teacher", "fake", "fake_m", "fake_v")
 TEXT_SECTIONS = ("class_names", "data_checksum")
 WEIGHTS_VERSION = 3
 FIELD_CHECKSUM, FIELD_SECTIONS, FIELD_STEP, FIELD_PARAMETERS, FIELD_TENSORS, FIELD_LOSS, FIELD_LR_STEPS = range(2, 9)
@@ -1490,7 +1654,7 @@ class Checkpoint:
     smoothed_loss: float = 0.0
     tensors: int = 0  # number of parameter tensors; 0 when the file doesn't tell
     old: bool = False
-    run: dict = dataclasses.field(default_factory=dict)  # values of RUN_SETTINGS, of those that are known
+    run: dict = dataclasses.field(default_factory=dict)  # those of RUN_SETTINGS that are known: {name: value}
     version: int = WEIGHTS_VERSION  # of the file's format
 
     @property
@@ -1504,7 +1668,7 @@ def class_section(names):
     return {"class_names": "".join(f"{name}\n" for name in names)} if names else {}
 
 
-# The settings of a run that are no fields of Config, which ./train_unet takes up again on --resume.
+# The settings of a run that are no fields of Config, and that ./train_unet takes up again on --resume: (type, choices).
 RUN_SETTINGS = dict.fromkeys(("steps", "log_every", "save_every", "sample_every", "val_every", "keep", "keep_every",
                               "microbatch", "num_samples", "sample_steps", "use_ema"), (int, None))
 RUN_SETTINGS |= dict.fromkeys(("eta", "guidance_scale"), (float, None))
@@ -1515,31 +1679,38 @@ RUN_SETTINGS |= {"guidance_interval": (str, None)}  # only of files of version 2
 
 
 def config_section(config, run):
-    """The text of a checkpoint's section `config`, as bytes: a line `name = value` a setting, by name.
+    """The text of a checkpoint's section `config`, as bytes: a line `name = value` for each setting, sorted by name.
 
-    A file's name with a line break, which no line can hold, is left out.
+    The name of a file that has a line break in it is left out, since no line can hold it.
     """
-    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-                if field.metadata["help"]} | run
-    lines = [f"{name} = {setting_text(value)}\n" for name, value in sorted(settings.items()) if value != ""]
-    return "".join(line for line in lines if line.count("\n") == 1).encode("utf-8", "surrogateescape")
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.metadata["help"]}
+    settings |= run
+    text = ""
+    for name, value in sorted(settings.items()):
+        line = f"{name} = {setting_text(value)}\n"
+        if value != "" and line.count("\n") == 1:
+            text += line
+    return text.encode("utf-8", "surrogateescape")
 
 
 def read_settings(settings, kind, path):
     """(a `kind` of Settings, {name: value} of RUN_SETTINGS) from {name: text}. Raises UserError."""
     fields = {field.name: (field.type, field.metadata["choices"]) for field in dataclasses.fields(kind)
               if field.metadata["help"]}
-    config, run = kind(), {}
+    known = fields | RUN_SETTINGS
+    config = kind()
+    run = {}
     for name, text in settings.items():
-        if name not in fields | RUN_SETTINGS:
+        if name not in known:
             raise UserError(f"{path} has the setting {name:.80}, which this program doesn't know")
         try:
-            value = parse_setting(text, *(fields | RUN_SETTINGS)[name])
+            value = parse_setting(text, *known[name])
         except (ValueError, OverflowError):
             raise UserError(f"{path} is damaged: its {name} is {text[:60]!r}") from None
-        low, high = RANGES.get(name, (0, 0)) if name in RUN_SETTINGS and not isinstance(value, str) else (0, 0)
-        if low < high and not low <= value <= high:
-            raise UserError(f"{path} is damaged: its {name} is out of range")
+        if name in RUN_SETTINGS and name in RANGES:
+            low, high = RANGES[name]
+            if not low <= value <= high:
+                raise UserError(f"{path} is damaged: its {name} is out of range")
         if name in fields:
             setattr(config, name, value)
         else:
@@ -1562,22 +1733,22 @@ OLD_LOSS, OLD_LR_STEPS, OLD_MORE_RATES = 60, 54, 75  # the last: of ema_rate's s
 
 
 def _old_settings(header, kind):
-    """{name: text} of a header of version 1 or 2, as far as Settings of this kind have them."""
+    """{name: text} of the settings in a header of version 1 or 2, as far as Settings of this kind have them."""
     known = {field.name: (field.type, field.metadata["choices"]) for field in dataclasses.fields(kind)} | RUN_SETTINGS
-    floats, settings = header.view("<f4"), {}
+    floats = header.view("<f4")
+    settings = {}
     for name, index in OLD_FIELDS.items():
         if name not in known or header[1] < 2 and index >= 107:
             continue
-        value, (of_type, choices) = header[index], known[name]
+        of_type, choices = known[name]
+        value = header[index]
         if of_type is float:
             value = floats[index]
         elif of_type is Rates:
             rates = floats[[index, *range(OLD_MORE_RATES, OLD_MORE_RATES + 3)]]
             value = tuple(itertools.takewhile(bool, rates))
-        elif of_type is tuple:  # the bits of a float were stored of a fraction
-            numbers = zip(header[index:index + MAX_LEVELS], floats[index:index + MAX_LEVELS])
-            value = tuple(real if real >= FLOAT_MIN and not float(real).is_integer() else whole
-                          for whole, real in itertools.takewhile(lambda pair: pair[0], numbers))
+        elif of_type is tuple:
+            value = _old_list(header[index:index + MAX_LEVELS])
         elif choices:
             value = choices[value] if 0 <= value < len(choices) else f"number {value}"
         elif name == "use_new_attention_order" and value in (0, 1):
@@ -1590,10 +1761,51 @@ def _old_settings(header, kind):
     return settings
 
 
+def _old_list(fields):
+    """The numbers in the fields of a list, which ends at a 0: a tuple. Of a fraction its float's bits were stored."""
+    values = []
+    for whole, real in zip(fields, fields.view("<f4")):
+        if not whole:
+            break
+        is_fraction = real >= FLOAT_MIN and not float(real).is_integer()
+        values.append(real if is_fraction else whole)
+    return tuple(values)
+
+
 def _section(header, i):
     """(name, length in bytes) of section number i in the header of weights; one that is not there has no name."""
     entry = header[128 + 8 * i:136 + 8 * i].tobytes()
-    return entry[:24].rstrip(b"\0").decode("ascii", "replace"), int.from_bytes(entry[24:], "little")
+    name = entry[:24].rstrip(b"\0").decode("ascii", "replace")
+    return name, int.from_bytes(entry[24:], "little")
+
+
+def _section_places(path, header, parameters):
+    """{name: (first byte, end)} of the sections of weights, in their order. Raises UserError."""
+    places = {}
+    start = HEADER_BYTES
+    for i in range(header[FIELD_SECTIONS]):
+        name, length = _section(header, i)
+        if name in places or not name.isprintable() or not name:
+            raise UserError(f"{path} is damaged: section {i} has the name {name!r}")
+        if name in TENSOR_SECTIONS and length != 4 * parameters:
+            raise UserError(f"{path} is damaged: section {name} has {length} bytes for {parameters}"
+                            f" parameters")
+        places[name] = (start, start + length)
+        start += length
+    return places
+
+
+def _text(block):
+    """The text of a section's bytes."""
+    return block.tobytes().decode("utf-8", "surrogateescape")
+
+
+def _check_sections(path, names, version):
+    """Raise UserError where weights of this version of the format lack a section."""
+    if "weights" not in names or ("adam_m" in names) != ("adam_v" in names):
+        raise UserError(f"{path} is damaged: its sections are {', '.join(names)}")
+    if version == WEIGHTS_VERSION and "config" not in names:
+        raise UserError(f"{path} is damaged: it has no section config")
 
 
 def read_checkpoint(path, kind=Config):
@@ -1602,7 +1814,9 @@ def read_checkpoint(path, kind=Config):
     kind: the network's class of Settings, whose magic is what its files begin with.
     """
     ours = kind.magic.to_bytes(4, "little").rstrip(bytes(1)).decode()
-    magics = [IMAGES_MAGIC, kind.magic, *[OLD_WEIGHTS_MAGIC] * (kind is Config)]
+    magics = [IMAGES_MAGIC, kind.magic]
+    if kind is Config:
+        magics.append(OLD_WEIGHTS_MAGIC)
     header, data = _map_file(path, magics, f"holds no weights (its first bytes are neither {ours} nor those of an old file)")
     if header[0] == IMAGES_MAGIC:
         raise UserError(f"{path} holds images; weights were expected")
@@ -1614,41 +1828,35 @@ def read_checkpoint(path, kind=Config):
     if not 1 <= count <= 16 or step < 0 or parameters < 1 or tensors < 1:
         raise UserError(f"{path} is damaged: {count} sections, step {step}, {parameters} parameters in"
                         f" {tensors} tensors")
-    table, start = {}, HEADER_BYTES
-    for i in range(count):
-        name, length = _section(header, i)
-        if name in table or not name.isprintable() or not name:
-            raise UserError(f"{path} is damaged: section {i} has the name {name!r}")
-        if name in TENSOR_SECTIONS and length != 4 * parameters:
-            raise UserError(f"{path} is damaged: section {name} has {length} bytes for {parameters}"
-                            f" parameters")
-        table[name] = (start, start + length)
-        start += length
-    _need_size(path, data, start, "its sections")
-    if "weights" not in table or ("adam_m" in table) != ("adam_v" in table):
-        raise UserError(f"{path} is damaged: its sections are {', '.join(table)}")
-    if version == WEIGHTS_VERSION and "config" not in table:
-        raise UserError(f"{path} is damaged: it has no section config")
+    places = _section_places(path, header, parameters)
+    _need_size(path, data, max(end for _, end in places.values()), "its sections")
+    _check_sections(path, places.keys(), version)
     _check_crc(path, header, data, FIELD_CHECKSUM)
-    content = {name: data[first:last] for name, (first, last) in table.items()}
-    texts = {name: block.tobytes().decode("utf-8", "surrogateescape") for name, block in content.items()
-             if name in ("config", *TEXT_SECTIONS) or version < WEIGHTS_VERSION and name in RUN_SETTINGS}
+
+    content = {name: data[first:end] for name, (first, end) in places.items()}
     sections = {name: np.frombuffer(content[name], "<f4") for name in TENSOR_SECTIONS if name in content}
     if "state" in content:
         sections["state"] = History.unpack(content["state"].tobytes(), step, path)
-    sections |= {name: texts[name] for name in TEXT_SECTIONS if name in texts}
+    sections |= {name: _text(content[name]) for name in TEXT_SECTIONS if name in content}
+
+    floats = header.view("<f4")
     if version < WEIGHTS_VERSION:
-        loss, lr_steps = header.view("<f4")[OLD_LOSS], header[OLD_LR_STEPS]
-        settings = _old_settings(header, kind) | {name: texts[name] for name in texts if name in RUN_SETTINGS}
+        loss = floats[OLD_LOSS]
+        lr_steps = header[OLD_LR_STEPS]
+        settings = _old_settings(header, kind)
+        settings |= {name: _text(block) for name, block in content.items() if name in RUN_SETTINGS}
     else:
-        loss, lr_steps = header.view("<f4")[FIELD_LOSS], header[FIELD_LR_STEPS]
-        settings = dict(line.split(" = ", 1) for line in texts["config"].split("\n") if " = " in line)
+        loss = floats[FIELD_LOSS]
+        lr_steps = header[FIELD_LR_STEPS]
+        lines = _text(content["config"]).split("\n")
+        settings = dict(line.split(" = ", 1) for line in lines if " = " in line)
     if not np.isfinite(loss):
         raise UserError(f"{path} is damaged: its loss is no number")
     config, run = read_settings(settings, kind, path)
     config.lr_steps = max(0, int(lr_steps))
     if "class_names" in content:
-        parse_class_names(content["class_names"].tobytes(), path, 0, config.num_classes if config.class_cond else 0)
+        most = config.num_classes if config.class_cond else 0
+        parse_class_names(content["class_names"].tobytes(), path, 0, most)
     if not re.fullmatch("[0-9a-f]{8}|", sections.get("data_checksum", "")):
         raise UserError(f"{path} is damaged: its section data_checksum is no checksum")
     return Checkpoint(config, sections, step, float(loss), tensors, run=run, version=version)
@@ -1667,39 +1875,54 @@ def _read_old_weights(path, header, data):
     config = Config(image_size=height, in_channels=c_in, num_channels=c_model, max_period=max_period,
                     attention_resolutions=(height // 4, height // 8)).check(path)
     skipped = 48 * batch * c_in * height * width if has_rng else 0  # the old program's generator states
-    parameters, rest = divmod(len(data) - HEADER_BYTES - skipped, 4 * (3 if has_adamw else 1))
+    names = ("weights", "adam_m", "adam_v") if has_adamw else ("weights",)
+    parameters, rest = divmod(len(data) - HEADER_BYTES - skipped, 4 * len(names))
     if rest or parameters < 1:
         raise UserError(f"{path} is cut short or too long: its {len(data)} bytes fit no number of parameters")
-    names = ("weights", "adam_m", "adam_v") if has_adamw else ("weights",)
-    block = data[HEADER_BYTES:HEADER_BYTES + 4 * parameters * len(names)].view("<f4").reshape(len(names), -1)
-    return Checkpoint(config, dict(zip(names, block)), old=True)
+    end = HEADER_BYTES + 4 * parameters * len(names)
+    arrays = data[HEADER_BYTES:end].view("<f4").reshape(len(names), -1)
+    return Checkpoint(config, dict(zip(names, arrays)), old=True)
+
+
+def _written_sections(checkpoint, tensors):
+    """{name: bytes-like parts} of a Checkpoint's sections, in the order of the file. tensors: {name: arrays}."""
+    written = {}
+    for name, arrays in tensors.items():
+        written[name] = [np.ascontiguousarray(array, "<f4").ravel().view(np.uint8).data for array in arrays]
+    sections = checkpoint.sections
+    if "state" in sections:
+        written["state"] = [sections["state"].pack()]
+    written["config"] = [config_section(checkpoint.config, checkpoint.run)]
+    for name in TEXT_SECTIONS:
+        if name in sections:
+            written[name] = [sections[name].encode("utf-8", "surrogateescape")]
+    return written
 
 
 def write_checkpoint(path, checkpoint):
     """Write a new .bin; it replaces `path` only once it is whole.
 
-    The tensor sections are float32 arrays of any shape or lists of the parameters' arrays in PyTorch's order;
-    checkpoint.tensors must be set when they are plain arrays.
+    A tensor section is a list of the parameters' float32 arrays in PyTorch's order, or one array of all of them; then
+    checkpoint.tensors must tell how many they are.
     """
-    header, blocks, sections = np.zeros(256, "<i4"), [], checkpoint.sections
-    as_list = {name: sections[name] if isinstance(sections[name], (list, tuple)) else [sections[name]]
-               for name in TENSOR_SECTIONS if name in sections}
-    parameters = sum(np.size(part) for part in as_list["weights"])
-    assert all(sum(np.size(part) for part in parts) == parameters for parts in as_list.values())
-    written = {name: [np.ascontiguousarray(part, "<f4").ravel().view(np.uint8).data for part in parts]
-               for name, parts in as_list.items()}
-    if "state" in sections:
-        written["state"] = [sections["state"].pack()]
-    written["config"] = [config_section(checkpoint.config, checkpoint.run)]
-    written |= {name: [sections[name].encode("utf-8", "surrogateescape")] for name in TEXT_SECTIONS if name in sections}
-    for i, (name, parts) in enumerate(written.items()):
-        length = sum(len(part) for part in parts)
+    tensors = {name: checkpoint.sections[name] for name in TENSOR_SECTIONS if name in checkpoint.sections}
+    tensors = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in tensors.items()}
+    sizes = {name: sum(map(np.size, arrays)) for name, arrays in tensors.items()}
+    parameters = sizes["weights"]
+    assert set(sizes.values()) == {parameters}
+
+    sections = _written_sections(checkpoint, tensors)
+    header = np.zeros(256, "<i4")
+    header[:2] = [checkpoint.config.magic, WEIGHTS_VERSION]
+    header[FIELD_SECTIONS] = len(sections)
+    header[FIELD_STEP] = checkpoint.step
+    header[FIELD_PARAMETERS] = parameters
+    header[FIELD_TENSORS] = checkpoint.tensors or len(tensors["weights"])
+    for i, (name, parts) in enumerate(sections.items()):
+        length = sum(map(len, parts))
         entry = name.encode("ascii").ljust(24, b"\0") + length.to_bytes(8, "little")
         header[128 + 8 * i:136 + 8 * i] = np.frombuffer(entry, "<i4")
-        blocks += parts
-    header[:2] = [checkpoint.config.magic, WEIGHTS_VERSION]
-    header[FIELD_SECTIONS] = len(written)
-    header[FIELD_STEP:FIELD_TENSORS + 1] = [checkpoint.step, parameters, checkpoint.tensors or len(as_list["weights"])]
+    blocks = itertools.chain.from_iterable(sections.values())
     header.view("<f4")[FIELD_LOSS] = checkpoint.smoothed_loss
     header[FIELD_LR_STEPS] = checkpoint.config.lr_steps
     with replacing(path) as file:
@@ -1707,19 +1930,21 @@ def write_checkpoint(path, checkpoint):
 
 
 def write_old_weights(path, config, weights, m=None, v=None, batch=0, has_rng=False):
-    """Write an old weights file from flat float32 arrays, junk in the undefined fields; only for tests."""
+    """Write an old weights file from flat float32 arrays, with junk in the undefined fields; only for tests."""
     header = np.full(256, -559038737, "<i4")
     header[:10] = [OLD_WEIGHTS_MAGIC, batch, config.in_channels, config.num_channels, config.in_channels,
                    config.image_size, config.image_size, config.max_period, m is not None, has_rng]
     with replacing(path) as file:
         file.write(header.tobytes())
         for array in (weights, m, v):
-            file.write(b"" if array is None else np.asarray(array, "<f4").tobytes())
-        file.write(bytes(48 * batch * config.in_channels * config.image_size**2 * bool(has_rng)))
+            if array is not None:
+                file.write(np.asarray(array, "<f4").tobytes())
+        if has_rng:
+            file.write(bytes(48 * batch * config.in_channels * config.image_size**2))
 
 
 def what_it_holds(path):
-    """"images", "weights" or "a checkpoint of a run", which holds more than weights, by a file's header; otherwise ""."""
+    """What a file holds by its header: "images", "weights", "a checkpoint of a run", that is more than weights; else ""."""
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
         return ""
     with open(path, "rb") as file:
@@ -1730,12 +1955,13 @@ def what_it_holds(path):
         return "a checkpoint of a run" if header[8] else "weights"  # has_adamw
     if header[0] not in (WEIGHTS_MAGIC, DIT_MAGIC):
         return ""
-    more = {_section(header, i)[0] for i in range(16)} & set(TENSOR_SECTIONS) - {"weights"}
-    return "a checkpoint of a run" if more else "weights"
+    names = {_section(header, i)[0] for i in range(16)}
+    has_more = names & set(TENSOR_SECTIONS) - {"weights"}
+    return "a checkpoint of a run" if has_more else "weights"
 
 
 def check_kept(path, flag, *kinds):
-    """Raise UserError where a file that the flag names would take the place of one that holds any of these kinds."""
+    """Raise UserError where the file that a flag names holds one of these kinds (see what_it_holds), and would be lost."""
     holds = what_it_holds(path)
     if holds in kinds:
         raise UserError(f"{path} holds {holds}; name another file with --{flag}")
@@ -1744,24 +1970,28 @@ def check_kept(path, flag, *kinds):
 def check_replaced(path, flag, is_ours, what):
     """Raise UserError where the file that a flag names holds something that this command did not write.
 
-    is_ours: whether a path is of a file that it wrote. what: the name of these. An empty file may be replaced.
+    is_ours(path): whether the command wrote this file. what: the name of such files. An empty file may be replaced.
     """
     if os.path.isfile(path) and os.path.getsize(path) and not is_ours(path):
-        raise UserError(f"{path} holds {what_it_holds(path) or f'no {what} of an earlier call'}; name another file with --{flag}")
+        holds = what_it_holds(path) or f"no {what} of an earlier call"
+        raise UserError(f"{path} holds {holds}; name another file with --{flag}")
 
 
-def newest_checkpoint(place):
-    """(path, Checkpoint) of the file `place`, or of the folder's whole checkpoint with the most steps."""
-    paths = [place]
-    if os.path.isdir(place):
-        paths = [os.path.join(place, name) for name in os.listdir(place) if name.endswith(".bin")]
-        steps = {}
-        for path in paths:
+def _weights_in(folder):
+    """The paths of the files with weights in a folder, those with the most steps first."""
+    steps = {}
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        if name.endswith(".bin"):
             with contextlib.suppress(UserError):
                 header, _ = _map_file(path, [WEIGHTS_MAGIC], "holds no weights")
                 steps[path] = int(header[FIELD_STEP])
-        paths = sorted(steps, key=steps.get, reverse=True)
-    for path in paths:
+    return sorted(steps, key=steps.get, reverse=True)
+
+
+def newest_checkpoint(place):
+    """(path, Checkpoint) of the file `place`, or of the undamaged checkpoint with the most steps in the folder `place`."""
+    for path in _weights_in(place) if os.path.isdir(place) else [place]:
         try:
             checkpoint = read_checkpoint(path)
         except UserError as error:
@@ -1770,8 +2000,8 @@ def newest_checkpoint(place):
             print(f"skipped: {error}", file=sys.stderr)
             continue
         if checkpoint.old:
-            raise UserError(f"{path} is of an earlier trainer and does not tell its step, so that it can't be resumed: start a"
-                            f" new run from its weights with --model_weights {path}")
+            raise UserError(f"{path} is of an earlier trainer and does not tell its step, so that it can't be resumed: start"
+                            f" a new run from its weights with --model_weights {path}")
         if "adam_m" in checkpoint.sections:
             return path, checkpoint
     raise UserError(f"{place} holds no checkpoint to resume from (weights alone start a new run:"
@@ -1805,13 +2035,16 @@ def read_tensors(path):
     header, data = _map_file(path, [TENSORS_MAGIC], refusal)
     if header[1] != 1:
         raise UserError(f"{path} {refusal}")
-    tensors, at = {}, HEADER_BYTES
+    tensors = {}
+    at = HEADER_BYTES
     for _ in range(int(header[2])):
         if at + TENSOR_HEADER.itemsize > len(data):
             raise UserError(f"{path} is cut short at byte {at}")
         entry = np.frombuffer(data[at:at + TENSOR_HEADER.itemsize].tobytes(), TENSOR_HEADER)[0]
         at += TENSOR_HEADER.itemsize
-        kind, ndim, dims = int(entry["type"]), int(entry["ndim"]), [int(d) for d in entry["dims"]]
+        kind = int(entry["type"])
+        ndim = int(entry["ndim"])
+        dims = [int(d) for d in entry["dims"]]
         if not (0 <= kind < 3 and 0 <= ndim <= 4 and min(dims) >= 0):
             raise UserError(f"{path} is damaged at byte {at}")
         size = math.prod(dims) * TENSOR_TYPES[kind].itemsize
@@ -1834,12 +2067,14 @@ def to_uint8(x):
 
 
 def picture_format(path, channels=3):
-    """The format that Pillow writes such pictures in to a file of this name's ending. Raises UserError where there is none."""
+    """The name of the format that Pillow writes to a file with this ending. Raises UserError where it can't, or not such
+    pictures."""
     from PIL import Image
     ending = os.path.splitext(path)[1].lower()
     name = Image.registered_extensions().get(ending)
+    mode = ("L", "LA", "RGB", "RGBA")[channels - 1]
     try:
-        Image.new(("L", "LA", "RGB", "RGBA")[channels - 1], (16, 16)).save(io.BytesIO(), name or "none")
+        Image.new(mode, (16, 16)).save(io.BytesIO(), name or "none")
     except (KeyError, OSError, ValueError):  # e.g. formats that are only read, or only in black and white
         endings = ".png, .jpg or another ending that Pillow writes"
         if channels % 2 == 0:
@@ -1852,7 +2087,9 @@ def encode_picture(file, pixels, kind):
     """Write uint8 (C, H, W), grey, grey and alpha, RGB or RGBA, into an open file, in a format of Pillow's."""
     from PIL import Image
     array = np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
-    Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array).save(file, kind)
+    if array.shape[-1] == 1:
+        array = array[..., 0]
+    Image.fromarray(array).save(file, kind)
 
 
 def save_picture(path, pixels):
@@ -1868,8 +2105,8 @@ def save_picture(path, pixels):
 def grid_columns(n, groups, image_size):
     """How many of n pictures stand in a row of their grid, which is about square.
 
-    Of groups of equally many pictures, such as classes, each has a row, or shares one with others where that needs
-    more than 4,000 pixels a side. 0: none.
+    groups: of how many groups, such as classes, there are equally many pictures, 0 if of none. A group then has a row of its
+    own or, where the grid would have more than 4,000 pixels a side, shares one with other groups.
     """
     square = math.ceil(math.sqrt(n))
     if not groups:
@@ -1896,10 +2133,11 @@ def draw_grid(pixels, columns=None, gap=2):
     """
     n, channels, height, width = pixels.shape
     columns = columns or grid_columns(n, 0, width)
-    size = gap + -(-n // columns) * (height + gap), gap + columns * (width + gap)
-    grid = np.full((channels, *size), 255, np.uint8)
+    rows = math.ceil(n / columns)
+    grid = np.full((channels, gap + rows * (height + gap), gap + columns * (width + gap)), 255, np.uint8)
     for i in range(n):
-        y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
+        y = gap + i // columns * (height + gap)
+        x = gap + i % columns * (width + gap)
         grid[:, y:y + height, x:x + width] = pixels[i]
     return grid
 
@@ -1910,8 +2148,10 @@ def save_grid(path, pixels, columns=None, gap=2):
 
 
 def save_arrays(path, pixels, classes=None):
-    """Write uint8 (N, C, H, W) as arr_0, (N, H, W, C), and their classes, where there are any, as arr_1,
-    int64 (N): the .npz that the evaluators of guided-diffusion and others read."""
+    """Write the .npz that the evaluators of guided-diffusion and others read.
+
+    It holds pixels, uint8 (N, C, H, W), as arr_0, (N, H, W, C), and classes, if they are given, as arr_1, int64 (N,).
+    """
     arrays = [np.ascontiguousarray(np.moveaxis(pixels, 1, -1))]
     if classes is not None:
         arrays.append(np.array(classes, np.int64))
@@ -1924,15 +2164,19 @@ def save_arrays(path, pixels, classes=None):
 
 def terminal_display():
     """How standard output can show a picture: "kitty", by its graphics protocol; "iterm", as an inline image of
-    iTerm2; "half blocks", as coloured text; "" where it can't. By the environment alone: a terminal that is asked may
-    never answer."""
+    iTerm2; "half blocks", as coloured text; "" where it can't.
+
+    Only the environment is looked at, since a terminal that is asked may never answer.
+    """
     env = {name: os.environ.get(name, "") for name in (
-        "TERM", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID", "TMUX", "STY", "ZELLIJ", "NO_COLOR")}
-    term, program = env["TERM"], env["TERM_PROGRAM"]
+        "TERM", "TERM_PROGRAM", "LC_TERMINAL", "KITTY_WINDOW_ID", "TMUX", "STY", "ZELLIJ", "NO_COLOR",
+        "LC_ALL", "LC_CTYPE", "LANG")}
+    term = env["TERM"]
+    program = env["TERM_PROGRAM"]
     if not sys.stdout.isatty() or term in ("", "dumb"):
         return ""
     # tmux and its like draw the screen themselves, and pass no pictures on
-    is_inside = term.startswith(("tmux", "screen")) or any(env[name] for name in ("TMUX", "STY", "ZELLIJ"))
+    is_inside = term.startswith(("tmux", "screen")) or env["TMUX"] or env["STY"] or env["ZELLIJ"]
     # a program that kitty starts, such as another terminal, inherits its KITTY_WINDOW_ID
     is_kitty = term == "xterm-kitty" or not program and env["KITTY_WINDOW_ID"]
     is_ghostty = term == "xterm-ghostty" or program == "ghostty"
@@ -1942,15 +2186,18 @@ def terminal_display():
         return "kitty"
     if not is_inside and (is_iterm or is_like_iterm):
         return "iterm"
-    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "").lower()
-    return "half blocks" if ("utf-8" in locale or "utf8" in locale) and not env["NO_COLOR"] else ""
+    locale = (env["LC_ALL"] or env["LC_CTYPE"] or env["LANG"]).lower()
+    is_utf8 = "utf-8" in locale or "utf8" in locale
+    return "half blocks" if is_utf8 and not env["NO_COLOR"] else ""
 
 
 def kitty_picture(png, cells):
-    """The bytes of a PNG, so many cells wide, in chunks of 4,096 characters; q=2: the terminal is not to answer.
+    """The text that shows a PNG, so many cells wide, in chunks of 4,096 characters; q=2 asks the terminal not to answer.
     https://sw.kovidgoyal.net/kitty/graphics-protocol/"""
-    encoded, chunk = base64.b64encode(png).decode(), 4096
-    shown, keys = "", f"a=T,f=100,q=2,c={cells},"
+    encoded = base64.b64encode(png).decode()
+    chunk = 4096
+    keys = f"a=T,f=100,q=2,c={cells},"  # of the first chunk
+    shown = ""
     for at in range(0, len(encoded), chunk):
         has_more = at + chunk < len(encoded)
         shown += f"\x1b_G{keys}m={has_more:d};{encoded[at:at + chunk]}\x1b\\"
@@ -1959,18 +2206,22 @@ def kitty_picture(png, cells):
 
 
 def iterm_picture(png, cells):
-    """The bytes of a PNG, so many cells wide. https://iterm2.com/documentation-images.html"""
-    return f"\x1b]1337;File=inline=1;size={len(png)};width={cells}:{base64.b64encode(png).decode()}\a\n"
+    """The text that shows a PNG, so many cells wide. https://iterm2.com/documentation-images.html"""
+    encoded = base64.b64encode(png).decode()
+    return f"\x1b]1337;File=inline=1;size={len(png)};width={cells}:{encoded}\a\n"
 
 
 def half_blocks(picture, columns):
-    """uint8 (C, height, width) as text, scaled down to so many columns. Each cell shows two pixels: the colour of its
-    sign, the upper half block, and below it the colour of its background. A pixel is the mean of those that it
-    covers; what is transparent lies over white."""
+    """A picture, uint8 (C, height, width), as text, scaled down to so many columns.
+
+    Each cell shows two pixels: the upper one by the colour of its sign, the upper half block, the lower one by the colour of
+    its background. A pixel is the mean of those of the picture that it covers. What is transparent lies over white.
+    """
     channels, height, width = picture.shape
     w = min(width, columns)
     rows = max(1, height * w // width // 2)
-    left, top = np.arange(w + 1) * width // w, np.arange(2 * rows + 1) * height // (2 * rows)
+    left = np.arange(w + 1) * width // w
+    top = np.arange(2 * rows + 1) * height // (2 * rows)
 
     wide = picture.astype(np.int64)
     alpha = wide[-1] if channels % 2 == 0 else np.int64(255)
@@ -1982,8 +2233,11 @@ def half_blocks(picture, columns):
 
     def cell(upper, lower):
         return "\x1b[38;2;{};{};{};48;2;{};{};{}m\u2580".format(*upper, *lower)
-    lines = ("".join(map(cell, *pair)) for pair in zip(means[0::2], means[1::2]))
-    return "".join(line + "\x1b[0m\n" for line in lines)
+
+    text = ""
+    for upper_row, lower_row in zip(means[0::2], means[1::2]):
+        text += "".join(map(cell, upper_row, lower_row)) + "\x1b[0m\n"
+    return text
 
 
 def show_grid(grid):
@@ -2001,5 +2255,6 @@ def show_grid(grid):
         file = io.BytesIO()
         encode_picture(file, grid, "PNG")
         cells = min((grid.shape[2] + 7) // 8, columns)  # a cell is some 8 pixels wide, or 16 on a fine screen
-        shown = (kitty_picture if display == "kitty" else iterm_picture)(file.getvalue(), cells)
+        as_text = kitty_picture if display == "kitty" else iterm_picture
+        shown = as_text(file.getvalue(), cells)
     sys.stdout.write(shown)
