@@ -748,11 +748,11 @@ template <typename Real> struct ConcatOf {
 };
 
 // A row for each image, (B, pitch)[:, :C]: a part of the embedding's projections, or its gradient. Without data there
-// are none.
+// are none, and row() is null.
 template <typename Real> struct RowsOf {
     Real* data = nullptr;
     int pitch = 0;
-    HOST_DEVICE Real* row(int b) const { return data + (size_t)b * pitch; }
+    HOST_DEVICE Real* row(int b) const { return data ? data + (size_t)b * pitch : nullptr; }
 };
 
 // The parameters of a convolution of nine taps or one: w (O, 3, 3, C) or (O, C), bias (O).
