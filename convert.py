@@ -1088,10 +1088,9 @@ def _reasons_of_timesteps(values):
 def _reasons_of_layers(values):
     """What this architecture can't have of a UNet2DModel's norms and numbers of channels: texts."""
     groups = values["norm_num_groups"]
-    attention_groups = values["attn_norm_num_groups"]
-    if not attention_groups and values["resnet_time_scale_shift"] != "scale_shift":
-        attention_groups = groups
-    if values["add_attention"] and (attention_groups or None) != groups:
+    modulates = values["resnet_time_scale_shift"] == "scale_shift"
+    attention_groups = values["attn_norm_num_groups"] or (None if modulates else groups)
+    if values["add_attention"] and attention_groups != groups:
         yield f"attn_norm_num_groups {values['attn_norm_num_groups']} (here it is norm_num_groups, {groups})"
     narrowest = min(values["block_out_channels"])
     if narrowest < 2 * groups:

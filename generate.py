@@ -196,7 +196,7 @@ def read_image(path, image_size, channels):
         raise UserError(f"{path}: a model of {counted(channels, 'channel')} takes a .bin here, since no picture is read with so"
                         f" many")
     else:
-        from prepare_data import Remarks, UnidentifiedImageError, load_image, white_of
+        from prepare_data import Remarks, UnidentifiedImageError, load_image, white_of, why_failed
         try:
             with open(path, "rb") as file:
                 data, remarks = file.read(), Remarks()
@@ -207,7 +207,7 @@ def read_image(path, image_size, channels):
                 picture = load_image(data, image_size, channels, white_level=white)
             images = unet_io.Images(picture[None], path=path)
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            why = why_failed(error).split("\n")[0]
             why = "it has no known format" if isinstance(error, UnidentifiedImageError) else why
             raise UserError(f"{path} can't be read as a picture: {why}") from None
     images.check_size(image_size, channels)
@@ -261,9 +261,8 @@ def read_edit(args, config):
             raise UserError(f"--mask needs --sampler ddim or ddpm, not {args.sampler}")
         edit.mask = read_mask(args, config)
         edit.jump_length, edit.jump_n_sample = args.jump_length or 10, args.jump_n_sample or 10
-        steps = sampler_steps(config, args.sampler, args.sample_steps)
-        if steps * edit.jump_n_sample > 10**6:
-            raise UserError(f"--jump_n_sample {edit.jump_n_sample} times {steps} steps are more than a"
+        if args.sample_steps * edit.jump_n_sample > 10**6:
+            raise UserError(f"--jump_n_sample {edit.jump_n_sample} times {args.sample_steps} steps are more than a"
                             f" million; use a smaller one")
     return edit
 
@@ -363,9 +362,9 @@ def export_page(args, model, class_names, step):
         raise UserError(f"{args.model_weights} is no UNet, and a page draws with a UNet only")
     if args.threshold == "dynamic":
         raise UserError("a page draws without --threshold dynamic: name another, such as --threshold clamp")
-    sampling = {name: getattr(args, name) for name in ("sampler", "guidance_scale", "eta", "spacing", "threshold")}
-    sampling["sample_steps"] = sampler_steps(model.config, args.sampler, args.sample_steps)
-    sampler_timesteps(model.config, args.sampler, sampling["sample_steps"], args.spacing)  # which refuses what can't be
+    sampling = {name: getattr(args, name)
+                for name in ("sampler", "guidance_scale", "eta", "spacing", "threshold", "sample_steps")}
+    sampler_timesteps(model.config, args.sampler, args.sample_steps, args.spacing)  # which refuses what can't be
     page = unet_io.import_from_dev("web/page")
     page.write_page(args.export_page, model, sampling, class_names, step)
     unet_io.say(f"wrote {args.export_page}: {os.path.getsize(args.export_page) / 1e6:.1f} MB, which any browser opens")
@@ -560,8 +559,7 @@ def check_sampling(args, config):
     """Raise UserError where the sampler can't draw what is asked for."""
     if args.eta > 0 and args.sampler != "ddim":
         raise UserError(f"--eta {args.eta:g} goes with --sampler ddim only")
-    steps = sampler_steps(config, args.sampler, args.sample_steps)
-    adds_noise = args.sampler == "ddpm" or args.eta > 0 or (args.sampler == "consistency" and steps > 1)
+    adds_noise = args.sampler == "ddpm" or args.eta > 0 or (args.sampler == "consistency" and args.sample_steps > 1)
     if args.interpolate and adds_noise:
         raise UserError("--interpolate needs a sampler that adds no noise: no ddpm, no --eta, and no more than"
                         " --sample_steps 1 of consistency")
@@ -603,21 +601,24 @@ def draw(args, model, device, classes, guide, edit):
     as_floats = is_array(args.output_name, ".npy")
     check_memory(args.count, args.strip, shape, 4 if as_floats else 1)
     ends = seed_noise(args.seeds, shape) if args.interpolate else None
-    steps = sampler_steps(model.config, args.sampler, args.sample_steps)
-    shown = spread_steps(steps, args.strip)
+    shown = spread_steps(args.sample_steps, args.strip)
     pictures, strips = [], []
     for start in range(0, args.count, args.batch_size):
         some = slice(start, start + args.batch_size)
         names = args.names[some]
         label = f"pictures {start + 1}-{start + len(names)} of {args.count}"
         strip = []
+
+        def keep_shown(i, begun, x0):
+            if i in shown:
+                strip.append(x0.cpu())
+
         x = sample(model, names, sampler=args.sampler, sample_steps=args.sample_steps, spacing=args.spacing,
                    eta=args.eta, threshold=args.threshold, device=device,
                    progress=lambda calls: tqdm(calls, label, disable=None),
                    start=slerp(*ends, args.count, some) if args.interpolate else None,
                    classes=classes and classes[some], guidance_scale=args.guidance_scale,
-                   guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit,
-                   watch=lambda i, x, x0: strip.extend(x0.cpu() for step in shown if step == i))
+                   guidance_interval=args.guidance_interval or (0.0, 1.0), guide=guide, edit=edit, watch=keep_shown)
         if args.strip:
             strips.append(unet_io.to_uint8(torch.stack(strip, 1).numpy()))
         if not torch.isfinite(x).all():
@@ -651,7 +652,7 @@ def write_grid(args, pictures, classes, names, groups):
 
 def write_strips(path, strips):
     """Write the strips, uint8 (N, columns, C, H, W), below each other; one that is too wide is broken into rows."""
-    count, length, *shape = strips.shape
+    _, length, *shape = strips.shape
     columns = min(length, 4000 // (shape[-1] + 2))
     missing = -length % columns  # white pictures behind each strip, whose last row they fill
     strips = np.pad(strips, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)], constant_values=255)
@@ -709,6 +710,7 @@ def main():
         unet_io.say(f"drawing as in training:{taken}")
     model.to(device).eval()
     unet_io.picture_format(picture_beside(args.output_name, ""), config.in_channels)  # with transparency, if the model has it
+    args.sample_steps = sampler_steps(config, args.sampler, args.sample_steps)
     check_sampling(args, config)
     images, held_out = open_comparisons(args, config)
     if (args.classes or args.class_names) and not config.class_cond:
@@ -729,9 +731,8 @@ def main():
                         f" be left out; use --num_samples {len(asked)} or more")
     asked = asked or range(len(class_names) or config.num_classes)
     classes, groups = unet_io.spread_classes(config, asked, args.count)
-    steps = sampler_steps(config, args.sampler, args.sample_steps)
-    if not 0 <= args.strip <= steps:
-        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(steps, 'step')}")
+    if not 0 <= args.strip <= args.sample_steps:
+        raise UserError(f"--strip {args.strip} must be from 0 to the sampler's {counted(args.sample_steps, 'step')}")
     pictures, strips = draw(args, model, device, classes, guide, edit)
 
     write_grid(args, pictures, classes, [class_names[n] for n in asked] if class_names else [],

@@ -127,6 +127,11 @@ def as_class(text):
     return printable(nfc(" ".join(text.split())))
 
 
+def why_failed(error):
+    """What an exception says, or its type where it says nothing."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
 # ----------------------------------------------------------------------------------------------------
 # places
 
@@ -475,7 +480,7 @@ def read_labels(source, path):
         raise UserError(f"{path} is not in UTF-8: save it so") from None
     except Exception as error:  # zipfile raises nearly anything on damaged files
         raise UserError(f"--labels {path} can't be read, neither from here nor in {source.path}:"
-                        f" {getattr(error, 'strerror', None) or error}") from None
+                        f" {why_failed(error)}") from None
 
 
 class Finder:
@@ -933,7 +938,7 @@ def read_idx(path, dimensions):
             count = math.prod(shape) if min(shape) > 0 else 0
             data = file.read(count + 1) if count < MAX_IDX_BYTES else b""
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{path} can't be read: {why_failed(error)}") from None
     if not count or len(data) != count:
         raise UserError(f"{path} is damaged: its header asks for {count} bytes, and {len(data)} follow")
     return np.frombuffer(data, np.uint8).reshape(shape)
@@ -1009,7 +1014,7 @@ def read_array(path, labels):
     except KeyError as error:
         raise UserError(f"{path} has no array called {error.args[0].split()[0]}") from None
     except Exception as error:  # NumPy raises nearly anything on damaged files
-        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        why = why_failed(error).split("\n")[0]
         if "pickle" in why:
             why = "it holds Python objects, or is no .npy or .npz file"
         raise UserError(f"{path} can't be read as NumPy's arrays: {why}") from None
@@ -1333,7 +1338,7 @@ class PictureSet:
         except UnidentifiedImageError:
             return None, f"{name}: not a picture of a known format"
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-            return None, f"{name}: {getattr(error, 'strerror', '') or str(error) or type(error).__name__}"
+            return None, f"{name}: {why_failed(error)}"
 
     def refuse_empty(self, counts, repeated, held_out):
         """Raise UserError where a file would have no images. repeated: how many --distinct left out."""

@@ -1004,7 +1004,7 @@ static void timestep_embedding(Tensor out, const int* timesteps, int max_period,
     run(TimestepEmbedding<floatX>{out, timesteps, max_period, unit});
 }
 
-// A float and its bits. A union, because GCC 12 makes slower code of std::bit_cast in fast_exp: a tenth in group norm.
+// A float and its bits. A union, because GCC 12 makes slower code of std::bit_cast in fast_exp.
 union FloatBits {
     float value;
     uint32_t bits;
@@ -2814,6 +2814,9 @@ struct PairWeights {
 // times, but seldom in steps that follow each other, which would learn the same twice.
 enum { PATHS_KEPT = 20 };
 
+// The points that are kept of a path: where each consistency step begins, and the end.
+HOST_DEVICE static inline int points_a_path(int consistency_steps) { return consistency_steps + 1; }
+
 // x_t (B, H, W, PIXEL) and target from paths, as AddNoise has them from images and noise. An item is an element.
 template <typename Real> struct LoadPathPoints {
     TensorOf<Real> x_t;
@@ -2827,8 +2830,8 @@ template <typename Real> struct LoadPathPoints {
     HOST_DEVICE void operator()(size_t i) const {
         size_t b = i / ((size_t)x_t.T() * PIXEL);
         size_t point = chosen[b];
-        const int points_a_path = consistency_steps + 1;
-        size_t end = point / points_a_path * points_a_path + consistency_steps;
+        const size_t path = point / points_a_path(consistency_steps);
+        size_t end = path * points_a_path(consistency_steps) + consistency_steps;
         float x = points[point * x_t.count() + i];
         float x0 = points[end * x_t.count() + i];
 
@@ -3601,9 +3604,6 @@ static size_t images_of_step(const Model* m) { return m->ranks * images_of_rank(
 // The buffers in which micro-batches' gradients are added up in pairs: one, and one for each level of tree_gradient.
 static int gradient_buffers(const Model* m) { return 1 + std::bit_width(microbatch_count(m) - 1u); }
 
-// The points that are kept of a path: where each consistency step begins, and the end.
-static int points_a_path(const Config& c) { return c.consistency_steps + 1; }
-
 // Whether each rank has only its shard of the trained weights, and whether what the layers read is a copy.
 static bool is_sharded(const Model* m) { return m->ranks > 1; }
 static size_t first_of_shard(const Model* m) { return m->rank * m->shard; }
@@ -3656,7 +3656,7 @@ static void place_optimiser(Model* m, Arena* arena) {
 static void place_paths(Model* m, Arena* arena) {
     place(arena, m->shard, m->teacher);
     size_t values = images_of_rank(m) * pixels_of(m->config) * PIXEL;
-    place(arena, PATHS_KEPT * points_a_path(m->config) * values, m->points);
+    place(arena, PATHS_KEPT * points_a_path(m->config.consistency_steps) * values, m->points);
 }
 
 static void place_pairs(Model* m, Arena* arena) {
@@ -3974,7 +3974,7 @@ struct BeginStep {
         const BatchSource& s = source;
         int64_t path = path_of(s, b, step);
         int point = (int)((b + step) % s.consistency_steps);
-        sources[b] = (int)(path % PATHS_KEPT) * (s.consistency_steps + 1) + point;
+        sources[b] = (int)(path % PATHS_KEPT) * points_a_path(s.consistency_steps) + point;
         timesteps[b] = s.starts[point];
         if (s.labels) labels[b] = path_start(s, b, path).label;
     }
@@ -4266,7 +4266,7 @@ static std::vector<MicroBatch> own_microbatches(const Model* m, Objective object
 // A micro-batch's points of paths, as LoadPathPoints has them.
 static float* points_of(const Model* m, const MicroBatch& part) {
     const Config& c = m->config;
-    return m->points + part.own * PATHS_KEPT * points_a_path(c) * pixels_of(c) * PIXEL;
+    return m->points + part.own * PATHS_KEPT * points_a_path(c.consistency_steps) * pixels_of(c) * PIXEL;
 }
 
 // A micro-batch's images (B, C, H, W) in one of DistributionMatching's arrays, which hold those of the whole rank.
@@ -4613,7 +4613,7 @@ static void draw_paths(Trainer* t, int64_t number) {
         begin_samples(m, batch);
 
         size_t values = batch.input.count();
-        float* point = points_of(m, part) + number % PATHS_KEPT * points_a_path(c) * values;
+        float* point = points_of(m, part) + number % PATHS_KEPT * points_a_path(c.consistency_steps) * values;
         for (int i = 0; i <= end; i++) {
             take_sampler_step(m, batch, t->path[i], &t->path_graphs);
             if (i != 0 && i != second && i != end) continue;
@@ -5085,7 +5085,7 @@ static std::string copies_text(const Model& m) {
 
 // Prints what each of several ranks computes and sends in a step.
 static void print_shards(const Model& m) {
-    int images = std::min(microbatch_count(&m) * m.plan.batch, m.config.batch_size);
+    int images = std::min((int)images_of_rank(&m), m.config.batch_size);
     double sent = (1 - 1.0 / world.size) * (double)m.plan.num_floats;  // floats that a rank sends in a step
 
     printf("each of %d ranks has this memory and up to %d images of a step, ", world.size, images);
@@ -5452,7 +5452,7 @@ static SampleGrid plan_pictures(const Drawing& drawing, const std::vector<uint32
 static void note_training_flags(const GivenFlags& given) {
     for (const GivenFlag& g : given) {
         bool is_typed = g.origin.empty();
-        bool is_used = index_of({"batch_size", "seed"}, g.flag->name) >= 0;
+        bool is_used = contains({"batch_size", "seed"}, g.flag->name);
         if (is_typed && !is_used && g.flag->group == TRAINING)
             say("note: --%s does nothing with --generate", g.flag->name);
     }
@@ -5604,8 +5604,6 @@ static Strings row_names(const Config& c, Strings names) {
 }
 
 static bool is_real_name(const std::string& row) { return row[0] != '\n'; }
-
-static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
 
 // What becomes of a file's table of classes in a model with these rows: "cat and dog are kept, bird is new, and the
 // row for no class is dropped".
@@ -6396,8 +6394,7 @@ static bool kernels_await_inputs = true;
 static void create_event(cudaEvent_t* event) { CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming)); }
 
 static void backend_init() {
-    std::string other_build = text("build for the CPU: make %s DEVICE=cpu", network.program);
-    const char* instead = other_build.c_str();
+    const std::string instead = text("build for the CPU: make %s DEVICE=cpu", network.program);
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || !count)
@@ -6525,7 +6522,7 @@ static void check_nccl(double start) {
     if (!nccl_connected) {
         if (seconds_now() - start > CONNECTION_SECONDS)
             fail("%d ranks did not meet at %s; see that all were started, and that the port is open", world.size,
-                 nccl_address().c_str());
+                 nccl_address());
         return;
     }
     int status = 0;
@@ -7366,8 +7363,8 @@ static constexpr int attention_forward_blocks(int D) {
     return 6;
 }
 
-// Blocks on a multiprocessor in backward. With 4, heads of up to 32 take 40 us at the same sizes; with 3 they take
-// 43 us, and with 5 and tiles of 32 rows 48 us.
+// Blocks on a multiprocessor in backward. At the same sizes, on an H100, heads of up to 32 take 40 us with 4; with 3
+// they take 43 us, and with 5 and tiles of 32 rows 48 us.
 static constexpr int attention_backward_blocks(int D) { return D > 32 ? attention_forward_blocks(D) : 4; }
 
 // q, k, v, the output or a gradient of one head of an image: T rows of d channels, `stride` apart.
@@ -7802,8 +7799,9 @@ __device__ inline const floatX* rows_from(const floatX* p, unsigned n, unsigned 
     return (const floatX*)((const char*)p + (size_t)n * (pitch * (unsigned)sizeof(floatX)));
 }
 
-// Copies a thread's vectors to shared memory: one to each of n rows that lie SWEEP apart, where n is at most N. The vector for
-// the row that is i further down comes from pixel_of(i). It is zero where there is no such pixel: -1, or not below `pixels`.
+// Copies a thread's vectors to shared memory: one to each of n rows that lie SWEEP apart, where n is at most N. The
+// vector for the row that is i further down comes from pixel_of(i). It is zero where there is no such pixel: -1, or
+// not below `pixels`.
 template <int N, int SWEEP, int ROW_BYTES = 128>
 __device__ __forceinline__ void load_pixels(uint32_t to, int n, const floatX* from, unsigned channels,
                                             unsigned pixels, auto pixel_of) {
@@ -8069,9 +8067,9 @@ struct GemmBlock : Gemm {
         }
     };
 
-    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. It takes 64
-    // pixels at a time; where a norm's sums are wanted, or an embedding is added, these are of one image. A thread has a vector
-    // of channels of every STRIDE-th pixel.
+    // The epilogue: finishes a block's sums, which lie in `staging` as (BM, PITCH), and writes them to the output. It
+    // takes 64 pixels at a time; where a norm's sums are wanted, or an embedding is added, these are of one image. A
+    // thread has a vector of channels of every STRIDE-th pixel.
     __device__ __forceinline__ void finish(float* staging, const int* pixel_of_row, int tile, int n0) const {
         constexpr int ROW = BN / VEC, STRIDE = THREADS / ROW, PASSES = 64 / STRIDE, PITCH = STAGING_PITCH;
         const int column = threadIdx.x % ROW * VEC;
@@ -8208,8 +8206,8 @@ struct GemmBlock : Gemm {
             __syncthreads();
         }
 
-        // Of a chunk, counted from `first`: whether it lies in x's second tensor, how many channels its tensor has, and which
-        // of these is the chunk's first.
+        // Of a chunk, counted from `first`: whether it lies in x's second tensor, how many channels its tensor has, and
+        // which of these is the chunk's first.
         auto is_second = [&](int chunk) { return TAPS == 1 && !TRANSPOSED && first + chunk >= chunks1(); };
         auto channels = [&](int chunk) -> unsigned { return is_second(chunk) ? x.second.C : x.first.C; };
         auto channel = [&](int chunk) {
@@ -8872,10 +8870,10 @@ static void gemm_backward_weight(ConvLayer<TAPS> layer, Tensor dout, Concat x, R
     };
     if constexpr (HAS_HOPPER && TAPS > 1) return launch_hopper_weight_gradient<TAPS>(g);
 
-    using Block = WeightBlock<TAPS>;
-    g.tiling = make_tiling(g.dout, TAPS, Block::PIXELS);
+    using ThreadBlock = WeightBlock<TAPS>;
+    g.tiling = make_tiling(g.dout, TAPS, ThreadBlock::PIXELS);
     g.splits = choose_weight_splits(g);
-    launch_weight_sums(g, Block::launch_tiles);
+    launch_weight_sums(g, ThreadBlock::launch_tiles);
 }
 
 static void conv3x3_forward(Tensor out, Concat x, Conv layer, ForwardOptions options) {
@@ -8935,15 +8933,16 @@ __global__ void __launch_bounds__(ThreadBlock::THREADS, ThreadBlock::BLOCKS)
 static void multiply_matrices(const MatrixProduct* products, int count, int tiles, RightMatrix right_lies) {
     PROFILE("Muon", {});
     constexpr bool BF16 = sizeof(floatX) == 2;
-    using Block64 = GemmBlock<64, 64, 32, 32, 1, false, 3, 4>;
-    using Block128 = GemmBlock<128, 128, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>;
-    static_assert(matrix_tile(RIGHT_TRANSPOSED) == 64 && matrix_tile(RIGHT_IN_ROWS) == 128, "a block does a tile");
+    constexpr int SMALL = matrix_tile(RIGHT_TRANSPOSED);
+    constexpr int LARGE = matrix_tile(RIGHT_IN_ROWS);
+    using SmallBlock = GemmBlock<SMALL, SMALL, 32, 32, 1, false, 3, 4>;
+    using LargeBlock = GemmBlock<LARGE, LARGE, 64, BF16 ? 64 : 32, 1, true, 3, BF16 ? 2 : 1>;
     auto launch_blocks = [&]<class ThreadBlock>(ThreadBlock) {
         const int bytes = ThreadBlock::shared_bytes(2, ThreadBlock::A_ROWS);
         launch(products_kernel<ThreadBlock>, tiles, ThreadBlock::THREADS, bytes, products, count);
     };
-    if (right_lies == RIGHT_TRANSPOSED) launch_blocks(Block64());
-    else launch_blocks(Block128());
+    if (right_lies == RIGHT_TRANSPOSED) launch_blocks(SmallBlock());
+    else launch_blocks(LargeBlock());
 }
 
 }  // namespace gpu
@@ -9775,8 +9774,8 @@ template <int WARPGROUPS> struct HopperWeightBlock : WeightGradient {
         auto release = [&] {  // of the stage before
             if (threadIdx.x % 128 == 0) shared.ring.empty[stage.previous()].arrive();
         };
-        // Adds the products of all steps to c, and with the bias makes its partial sums. Steps are then done in runs, each of
-        // at most eight images, whose sums are the eight columns.
+        // Adds the products of all steps to c, and with the bias makes its partial sums. Steps are then done in runs,
+        // each of at most eight images, whose sums are the eight columns.
         auto multiply = [&](auto with_bias) {
             constexpr bool BIAS = decltype(with_bias)::value;
             const int steps = tiling.set_tiles();  // of an image

@@ -569,6 +569,11 @@ def load_model(path, use_ema=None, overrides=None, free=()):
     if not checkpoint.old:
         told = {name: value for name, value in overrides.items() if name not in free}
         refuse_contradictions(told, checkpoint.config, path)
+    return model_of(checkpoint, use_ema, path), checkpoint
+
+
+def model_of(checkpoint, use_ema, path):
+    """The UNet of a Checkpoint that was read from path; use_ema: see load_model. Raises UserError."""
     # no memory until the number of parameters is known to be right
     model = unet_without_memory(checkpoint.config, path)
     parameters = list(model.parameters())
@@ -579,7 +584,7 @@ def load_model(path, use_ema=None, overrides=None, free=()):
     if sum(p.numel() for p in parameters) == len(flat):
         model = model.to_empty(device="cpu")
     set_tensors(model, model.parameters(), flat, path)
-    return model, checkpoint
+    return model
 
 
 def read_any(path, use_ema, overrides, free):
@@ -984,7 +989,7 @@ def heun_step(x, x0, now, later, predict):
 def back_to_more_noise(x, now, earlier, noise):
     """x as if it had been noised from `now` on, to the level `earlier` (Lugmayr et al. 2022, "RePaint", algorithm 1)."""
     ratio = earlier.alpha / now.alpha
-    return ratio * x + math.sqrt(earlier.sigma**2 - (ratio * now.sigma) ** 2) * noise()
+    return ratio * x + math.sqrt(variance_between(earlier, now)) * noise()
 
 
 @torch.no_grad()
@@ -1641,8 +1646,7 @@ def idle_flags(config, run, given):
         "init": ("with --model_weights", not run.model_weights),
         "debug_steps": ("without --write_debug_state", run.write_debug_state),
     }
-    usual = {field.name: field.default for field in dataclasses.fields(Config)}
-    usual |= {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
+    usual = vars(Config()) | RUN_DEFAULTS
     values = vars(config) | vars(run)
     notes = [f"--{name} does nothing {lack}" for name, (lack, is_met) in needs.items()
              if name in given and values[name] != usual[name] and not is_met]
@@ -1744,6 +1748,7 @@ RENAMED = {"--log_dir": "--out_dir, the folder for log, checkpoints and samples"
 # The defaults of the flags that parse_flags declares one by one
 OTHER_DEFAULTS = dict(resume=None, preset=None, threshold="clamp", init="philox", compile=None, precision="fp32", device="",
                       operators="torch")
+RUN_DEFAULTS = {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
 
 
 def parse_flags(argv=None):
@@ -1782,8 +1787,7 @@ def parse_flags(argv=None):
 
 def resolve(given):
     """(Config, run namespace) from defaults, then the preset, then the flags that were given."""
-    values = {name: default for name, (default, _) in RUN_FLAGS.items()} | OTHER_DEFAULTS
-    values |= unet_io.PRESETS.get(given.get("preset"), {}) | given
+    values = RUN_DEFAULTS | unet_io.PRESETS.get(given.get("preset"), {}) | given
     fields = {field.name for field in dataclasses.fields(Config)}
     of_config = {name: value for name, value in values.items() if name in fields}
     of_run = {name: value for name, value in values.items() if name not in fields}
@@ -1867,7 +1871,7 @@ def resumed_model(config, run, given):
                  "threshold"):
         if name not in given and name in checkpoint.run:
             setattr(run, name, checkpoint.run[name])
-    model, _ = load_model(path, use_ema=0)
+    model = model_of(checkpoint, 0, path)
     return model, checkpoint, path
 
 
@@ -2169,7 +2173,7 @@ def train_from(model, checkpoint, path, config, run, given):
     if run.steps == 0 and not resumes:
         unet_io.say("--steps 0: nothing is trained, the initial weights are saved")
         progress.save()
-    take_steps(trainer, run, progress, stops)
+    take_steps(progress, stops)
     if stops:
         unet_io.say(f"stopped; to go on: python3 train_unet.py --resume {shlex.quote(progress.saved or run.out_dir)}"
                     f" --steps {run.steps}")
@@ -2191,8 +2195,10 @@ def say_what_is_trained(trainer, run):
         unet_io.say(f"note: up to step {on_paths} it learns paths; then it matches distributions, and its loss is another")
 
 
-def take_steps(trainer, run, progress, stops):
+def take_steps(progress, stops):
     """Train until --steps are done or `stops`, see stops_asked, has a signal; log, save and draw on the way."""
+    trainer = progress.trainer
+    run = progress.run
     with tqdm(desc="training", total=run.steps, initial=trainer.steps_done, disable=None) as bar:
         while trainer.steps_done < run.steps and not stops:
             loss = trainer.step()

@@ -139,6 +139,8 @@ static int index_of(const Strings& names, const std::string& name) {
     return (int)(at - names.begin());
 }
 
+static bool contains(const Strings& names, const std::string& name) { return index_of(names, name) >= 0; }
+
 // "apple, banana and 3 more": names in a sentence, at most as many as one can take in.
 static std::string listed(const Strings& names) {
     const size_t most = 8;
@@ -665,7 +667,7 @@ static std::vector<Preset> PRESETS = {
 };
 
 // Whether a flag stands for several others: --preset, and --model of dev/dit.
-static bool is_preset(const Flag& flag) { return index_of({"preset", "model"}, flag.name) >= 0; }
+static bool is_preset(const Flag& flag) { return contains({"preset", "model"}, flag.name); }
 
 // How many letters two words share at the beginning and at the end.
 static ptrdiff_t shared_letters(const std::string& a, const std::string& b) {
@@ -818,7 +820,7 @@ static void print_help(bool all) {
 
     int group = -1;
     for (const Flag& flag : FLAGS) {
-        if (!all && index_of(USUAL_FLAGS, flag.name) < 0) continue;
+        if (!all && !contains(USUAL_FLAGS, flag.name)) continue;
         if (flag.group != group) printf("\n%s\n", GROUP_TITLES[flag.group]);
         group = flag.group;
 
@@ -921,7 +923,7 @@ static const std::vector<OtherProgram> OTHER_PROGRAMS = {
 
 static void refuse_elsewhere(const std::string& name) {
     for (const OtherProgram& program : OTHER_PROGRAMS)
-        if (index_of(program.flags, name) >= 0)
+        if (contains(program.flags, name))
             fail_usage("--%s is %s's: python3 %s --help tells how it is used", name, program.name, program.name);
 }
 
@@ -1154,7 +1156,7 @@ struct Dataset {
     Strings class_names = {};      // which they number; some may have no image
     std::string checksum = "";     // the file's, in hexadecimal digits; old ones have none
 
-    // A value of a pixel in [-1, 1].
+    // A value of a pixel. Bytes become -1 to 1; floats are what they are.
     float value(size_t i) const {
         if (bytes.empty()) return floats[i];
         return (float)bytes[i] / 127.5f - 1.0f;
@@ -1966,7 +1968,7 @@ enum Taking { TO_SAMPLE, TO_START, TO_RESUME };
 static bool is_taken(const Flag& flag, Taking taking) {
     if (flag.group == MODEL || flag.group == DIFFUSION) return true;
     if (taking == TO_RESUME) return flag.on_resume == FIXED;
-    bool of_timesteps = index_of({"consistency", "consistency_steps", "path_steps"}, flag.name) >= 0;
+    bool of_timesteps = contains({"consistency", "consistency_steps", "path_steps"}, flag.name);
     return taking == TO_SAMPLE && of_timesteps;  // which the model has learned
 }
 
@@ -1976,7 +1978,7 @@ static void take_from_file(Config* config, const GivenFlags& given, const Weight
     for (const Flag& flag : FLAGS) {
         if (!is_taken(flag, taking)) continue;
         const GivenFlag* g = was_given(given, flag.name);
-        bool of_classes = index_of({"class_cond", "num_classes", "cond_drop_prob"}, flag.name) >= 0;
+        bool of_classes = contains({"class_cond", "num_classes", "cond_drop_prob"}, flag.name);
         if (taking == TO_START && g && of_classes && config->class_cond) continue;
 
         std::string asked = flag_text(*config, flag);
@@ -2006,7 +2008,7 @@ static std::string take_sampling(Config* config, const GivenFlags& given, const 
     std::string taken;
     for (const Flag& flag : FLAGS) {
         if (flag.group != SAMPLING || was_given(given, flag.name)) continue;
-        bool of_sampler = index_of({"sample_steps", "spacing", "eta"}, flag.name) >= 0;
+        bool of_sampler = contains({"sample_steps", "spacing", "eta"}, flag.name);
         if (of_sampler && was_given(given, "sampler")) continue;
 
         std::string value = flag_text(run, flag);
@@ -2081,14 +2083,13 @@ static std::vector<uint32_t> numbered_classes(const std::string& word, const Str
     }
 
     bool are_all_known = !numbers.empty() && classes.size() == numbers.size();
+    if (are_all_known) return classes;
+
     bool has_loose_accent = word.find('\xCC') != word.npos;  // the first byte of a combining accent in UTF-8
     const char* remedy = "";
     if (has_loose_accent)
         remedy = "; an accent was typed as a character of its own: copy the name as the model has it";
-    if (!are_all_known)
-        fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names),
-                   remedy);
-    return classes;
+    fail_usage("--class %s: the model has no class called '%s'; its classes are %s%s", list, word, listed(names), remedy);
 }
 
 // The classes of a list such as cat,dog. At each place the longest name counts, so that a comma may be part of one.

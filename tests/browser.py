@@ -71,11 +71,11 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait(self, script, seconds=3600):
+    def wait(self, script):
         """Wait until the value of a script is true, which even on the busiest machine takes no hour."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 3600
         while not self.evaluate(script):
-            assert time.monotonic() < end, f"after {seconds} s it is still not so: {script}"
+            assert time.monotonic() < end, f"after an hour it is still not so: {script}"
             time.sleep(0.02)
 
     def open(self, path):

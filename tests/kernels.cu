@@ -1252,7 +1252,8 @@ static void test_products(RightMatrix right_lies, bool has_norms) {
     for (Size s : sizes) squares += s.rows * s.rows, wholes += s.rows * s.columns;
     Layer out(wholes), left(squares, 0.2f, 0.3f), right(wholes), added(wholes);
 
-    check("products of matrices", text("%s%s", right_lies == RIGHT_TRANSPOSED ? "transposed" : "plain", has_norms ? ", norms" : ""),
+    const char* lies = right_lies == RIGHT_TRANSPOSED ? "transposed" : "plain";
+    check("products of matrices", text("%s%s", lies, has_norms ? ", norms" : ""),
           {{&out, WRITTEN, "out", LIMIT}}, [&](auto on) {
               typedef MatrixProductOf<typename decltype(on)::T> Product;
               std::vector<Product> products;

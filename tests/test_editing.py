@@ -1,8 +1,6 @@
 """Drawing by another model's guidance, from a picture (SDEdit), around one (RePaint), by classes' names."""
 import collections
 import functools
-import re
-import subprocess
 import sys
 
 import numpy as np

@@ -16,7 +16,7 @@ import train_unet
 import unet_io
 from harness import (
     SMALL, NETWORK, PREDICTIONS, ROOT, SCHEDULES, TRAIN, perturbed_file, picture, run, script, target_of)
-from unet_io import Config, UserError
+from unet_io import Config
 
 SEEDS, STEPS = range(1000), (1, 2, 3, 5, 10, 25, 50)
 SECOND_ORDER = ("dpmpp", "heun")

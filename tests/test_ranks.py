@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import time
 
 import numpy as np

@@ -10,8 +10,8 @@
 //                                           only times a call of the network with so many images
 //
 // It is the program with hooks in its launchers. Each opens a scope at its head, PROFILE("3x3 dW", {operations,
-// bytes}) or PROFILE(layer), that lasts until it returns; a scope within another is a part of it. PROFILE(name) says of which
-// block of the network the scopes within are. On a GPU events in the step's graph take the times.
+// bytes}) or PROFILE(layer), that lasts until it returns; a scope within another is a part of it. PROFILE(name)
+// says of which block of the network the scopes within are. On a GPU events in the step's graph take the times.
 #define PROFILING
 #define PROFILE(...) auto profile_scope = open_scope(__VA_ARGS__)
 #define LAUNCH_CHECK() (count_launch(), CUDA_CHECK(cudaGetLastError()))
@@ -274,15 +274,7 @@ static void prepare_drawing(Model* m, Config config, int B) {
     backend_upload(m->sampler.specs, specs.data(), B * sizeof(SampleSpec));
     SamplerStep halfway = {.timestep = config.diffusion_steps / 2, .update = {.noise = 1}};
     run(SetModelInputs{m->timesteps, m->labels, m->sampler.specs, halfway.timestep, B, B, 0});
-    run(UpdateSamples<floatX>{{.input = unet_input(m, B),
-                                .out = unet_output(m),
-                                .channels = config.in_channels,
-                                .clamps = false,
-                                .guidance = 1,
-                                .x = m->sampler.x,
-                                .saved = m->sampler.saved,
-                                .specs = m->sampler.specs},
-                              halfway});
+    run(UpdateSamples<floatX>{samples_of(m, B, 1), halfway});
 }
 
 // Milliseconds of a call of the network, a line for each number of images. A graph on a GPU holds ten calls,
@@ -338,7 +330,7 @@ static void run_program(int argc, char** argv) {
     Model m;
     prepare_drawing(&m, config, drawn);
     double call_ms = time_replays([&] { unet_forward(&m, call_of(&m, drawn)); });
-    size_t bytes_to_draw = m.bytes + workspace_bytes();
+    size_t bytes_to_draw = memory_of(m);
 
     Trainer t;
     prepare_trial_run(&t, config);
@@ -353,8 +345,8 @@ static void run_program(int argc, char** argv) {
 #endif
     measure_entries(&t);
     const Plan& plan = t.model.plan;
-    size_t bytes_to_train = t.model.bytes + workspace_bytes(),
-           ema = ema_count(config) * plan.num_floats * sizeof(float);
+    size_t bytes_to_train = memory_of(t.model);
+    size_t ema = ema_count(config) * plan.num_floats * sizeof(float);
     printf(
         "floor: the longer of the time of the operations at the peak (%.3g TFLOP/s, 0: not known)\n"
         "and of the bytes at %.0f GB/s (a copy, measured now), each input and output moved once\n",

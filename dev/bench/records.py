@@ -211,7 +211,7 @@ class Program:
 # judging
 
 class Judge:
-    """The figures of pictures beside held-out images, all by generate.py's functions. Raises UserError without its network."""
+    """The figures of pictures beside held-out images, all by quality.py's functions. Raises UserError without its network."""
     def __init__(self, job):
         self.network, missing = quality.feature_network()
         if self.network is None:
@@ -256,7 +256,7 @@ class Judge:
         if classes is not None:
             labels, theirs = (torch.from_numpy(np.asarray(values)).long() for values in (classes, self.labels))
             found["accuracy %"] = 100 * quality.classification_accuracy(drawn, labels, self.held_out, theirs, self.config.seed,
-                                                                          DEVICE)
+                                                                        DEVICE)
         return found
 
 
