@@ -1386,14 +1386,16 @@ class Trainer:
             loss = self.loss(*self.image_batch(step))
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters, config.grad_clip or math.inf).item()
-        if not math.isfinite(norm):
+        loss = loss.item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            what = "a gradient" if math.isfinite(loss) else "the loss"
             why = self.too_large() if self.history.skipped == step else ""
-            tqdm.write(f"step {step + 1}: a gradient is not finite, the update is skipped{why}", file=sys.stderr)
+            tqdm.write(f"step {step + 1}: {what} is not finite, the update is skipped{why}", file=sys.stderr)
             self.history.skipped += 1
-        elif self.history.accepts(loss.item(), norm, 0 if matches else config.skip_outliers):
+        elif self.history.accepts(loss, norm, 0 if matches else config.skip_outliers):
             self.update(matches)
         self.steps_done += 1
-        return loss.item()
+        return loss
 
     def image_batch(self, step):
         """What make_batch makes for step (0-based); meanwhile that of the next step is begun."""

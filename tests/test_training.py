@@ -1,6 +1,7 @@
 """Training steps against PyTorch: losses, decay, clipping, schedules, parts of a batch, validation."""
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -214,6 +215,27 @@ def test_skipped_outliers(tmp_path, images8):
         flat = np.concatenate([p.ravel() for p in train_unet.to_numpy(tensors)])
         away = np.linalg.norm(files[steps].sections[name] - flat)
         assert away < 2e-3 * np.linalg.norm(flat - files[32].sections[name]), name
+
+
+@pytest.mark.parametrize("loss, power, what", [(math.inf, 1, "the loss"), (math.nan, 1, "the loss"), (1.0, 0.5, "a gradient")])
+def test_update_that_is_not_finite(images8, capsys, loss, power, what):
+    """A step without a finite loss and gradient changes neither weights nor averages, and a checkpoint after it is read."""
+    config = Config(**TOY)
+    model = train_unet.init_weights(train_unet.UNet(config), config.seed)
+    trainer = train_unet.Trainer(model, unet_io.read_images(images8), config)
+    trainer.step()
+    before = [p.clone() for p in [*trainer.parameters, *trainer.emas[0]]]
+
+    def broken_loss(*batch):
+        weights = trainer.parameters[0].sum()
+        return loss + (weights - weights.detach()) ** power  # of 0, where the slope of a root is infinite
+
+    trainer.loss = broken_loss
+    assert np.array_equal(trainer.step(), loss, equal_nan=True)
+    assert f"step 2: {what} is not finite, the update is skipped" in capsys.readouterr().err
+    assert all(torch.equal(old, now) for old, now in zip(before, [*trainer.parameters, *trainer.emas[0]]))
+    history = unet_io.History.unpack(trainer.history.pack(), trainer.steps_done, "checkpoint.bin")
+    assert (history.skipped, history.seen) == (1, 1)
 
 
 @pytest.mark.parametrize("microbatch", [2, 9])
