@@ -574,13 +574,12 @@ def json_pairs(path, text):
         raise UserError(f"{path} holds neither an object of labels nor a list of [file, label]")
     pairs = []
     for entry in content:
-        if isinstance(entry, Pairs):
-            entry = file_and_label(entry)
-        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[0], str) \
-                or type(entry[1]) not in (str, int):
-            shown = json.dumps(entry)[:80]
+        pair = file_and_label(entry) if isinstance(entry, Pairs) else entry
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or type(pair[1]) not in (str, int):
+            shown = json.dumps(dict(entry) if isinstance(entry, Pairs) else entry)[:80]
             raise UserError(f"{path} holds {shown}, which is no file with a label, a text or a whole number")
-        pairs.append((entry[0], str(entry[1])))
+        pairs.append((pair[0], str(pair[1])))
     return pairs
 
 

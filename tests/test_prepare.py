@@ -890,6 +890,7 @@ def test_labels_from_a_file(tmp_path, name):
     ("quote.csv", '1.png,"cat\n', ["can't be read as a table"]),
     ("empty.csv", "\n", ["holds no labels"]),
     ("latin.csv", b"1.png,caf\xe9\n", ["not in UTF-8"]),
+    ("no_label.json", '[{"file": "1.png", "width": 8}]', ['holds {"file": "1.png", "width": 8}, which is no file']),
     ("null.json", '{"labels": null}', ["null"]),
     ("float.json", '{"1.png": 0.5}', ["0.5"]),
     ("number.json", "3", ["neither an object"]),
