@@ -4,155 +4,207 @@
 //   make groupnorm && ./groupnorm        every version: against PyTorch, then timed
 //   ./groupnorm 3                        version 3 alone
 //
-//   0  CPU, NCHW: the definition, a group after the other; and the program's function there. Without a GPU these are
-//      versions 1 and 3, and between them is
-//      2  CPU, NHWC: all channels of a pixel at a time, twice over an image
-//   1  fp32, NCHW, a thread a group
-//   2  fp32, NCHW, a block a group
-//   3  bf16, NCHW, a block a group, 16-byte loads
-//   4  bf16, NHWC, a block a tile of 64 pixels: partial sums, then the groups' sums, then the result
-//   5  the program's, alone: a launch sums, another joins the sums as it begins and writes the result
-//   6  the program's in the network: the sums come from the epilogue of whatever wrote x, backward of dout
+//   0  CPU, NCHW: the definition, one group after the other; and the program's function there
+//   1  fp32, NCHW, each thread has a group
+//   2  fp32, NCHW, each block has a group
+//   3  bf16, NCHW, each block has a group, and loads 16 bytes at a time
+//   4  bf16, NHWC, each block has a tile of 64 pixels: sums over tiles, then over groups, then the result
+//   5  the program's, alone: one launch makes the sums over tiles, the next one adds these up and writes the result
+//   6  the program's in the network: whatever wrote x, and backward dout, has left the sums over tiles behind
 //
-// What the steps change: a group is contiguous in NCHW, so a thread can walk it alone, but then 1024 threads
-// are all there are on a machine for 270,000, and neighbours read addresses far apart. A block a group gives
-// every multiprocessor work and reads whole lines; bf16 and 16-byte loads halve the traffic and leave an
-// eighth of the instructions. As a kernel by itself that is nearly as good as any: its second and third look
-// at the group find it in the cache. But NCHW suits nothing else here. NHWC, which the convolutions want,
-// tears a group into pieces of a few bytes a pixel; version 4 therefore sums by channel over a tile of pixels
-// and adds tiles and channels up afterwards, in three launches. That split is what lets the sums come from
-// elsewhere. Version 5 takes them in a pass of its own and joins them in every block that needs them, one
-// launch less. In the network (version 6) the convolution before has every value in registers and leaves the
-// sums behind, so that what remains is a read and a write; backward, the input gradient's epilogue has taken
-// it through the SiLU and summed it too. What that costs the epilogues is part of resblock's time. Backward, x
-// is in registers when out is wanted again: that is one write more, where a pass by itself would read x again.
-// PyTorch has kept out, and does not write it.
+// A build without a GPU has three versions:
 //
-// On a CPU, two threads of an Intel Xeon with AVX-512, 128 channels at 64x64, B = 4: the definition (1) adds
-// one number after the other and calls expf for each, 6.9 ms forward and 14.6 backward. With the channels
-// last (2), sums and a polynomial for the exponential go by vectors of 16 channels: 0.59 and 2.1 ms. The
-// program (3) takes 0.67 and 1.5: a task is 128 pixels of an image, so that one image is work for many
-// threads, and the sums of 64 channels stay in registers. Before, its tasks were 32 channels of an image, so
-// that it jumped 512 bytes from pixel to pixel: 1.0 and 2.9.
+//   1  NCHW: the definition, one group after the other
+//   2  NHWC: all channels of a pixel at a time, twice over an image
+//   3  the program's function
+//
+// Forward, Wu and He, "Group Normalization" (2018), equations 1, 2, 6 and 7. A group is C / 32 channels of an image:
+//
+//   x_hat = (x - mean) rstd        mean of the group, rstd = 1 / sqrt(variance of the group + eps)
+//   y     = x_hat w + bias         w and bias of the channel
+//   out   = y sigmoid(y)
+//
+// Backward, where mean(...) is over the group, and sums are over the pixels of a channel in all images:
+//
+//   dy    = dout sigmoid(y) (1 + y (1 - sigmoid(y)))
+//   dw    = sum(dy x_hat),  dbias = sum(dy)
+//   dx    = rstd (w dy - mean(w dy) - x_hat mean(w dy x_hat))
 #include "common.h"
 
-enum { GROUPNORM_GROUPS = 32, GROUPNORM_TILE = 64 };
+enum {
+    GROUPNORM_GROUPS = 32,
+    GROUPNORM_TILE = 64,  // pixels of version 4's tiles
+};
 static const float GROUPNORM_EPS = 1e-5f;
 
+// B images of C channels and T = H W pixels, G groups.
 struct GroupnormShape {
     int B, C, T, G;
 };
+
 static GroupnormShape groupnorm_shape(const Problem& p) {
     return {p.dim("B"), p.dim("C"), p.dim("H") * p.dim("W"), GROUPNORM_GROUPS};
 }
 
 #ifdef PROGRAM
-// The norm as the program's layers take it: to measure, its statistics to be written; trained, with these and
-// the gradients of its parameters.
+// The norm as the program's layers take it.
 template <typename Real>
-static NormOf<Real> groupnorm_of(Problem& p, float* statistics, float* affine) {
+static NormOf<Real> groupnorm_of(Problem& p, float* statistics, float* half_scale_shift) {
     return {.x = p.tensor_in<Real>("x"),
             .groups = GROUPNORM_GROUPS,
             .silu = true,
             .w = p.in<float>("w"),
             .bias = p.in<float>("bias"),
             .statistics = (GroupStatistics*)statistics,
-            .half_scale_shift = (ScaleShift*)affine};
+            .half_scale_shift = (ScaleShift*)half_scale_shift};
 }
+
+// Forward writes the groups' statistics, and the scales and shifts that follow from them.
 template <typename Real>
-static NormOf<Real> groupnorm_to_measure(Problem& p) {
+static NormOf<Real> groupnorm_for_forward(Problem& p) {
     return groupnorm_of<Real>(p, p.out<float>("statistics"), p.out<float>("half affine"));
 }
+
+// Backward reads what forward wrote.
 template <typename Real>
-static NormOf<Real> groupnorm_trained(Problem& p) {
-    NormOf<Real> norm =
-        groupnorm_of<Real>(p, (float*)p.in<float>("statistics"), (float*)p.in<float>("half affine"));
-    norm.dw = p.out<float>("dw"), norm.dbias = p.out<float>("dbias");
+static NormOf<Real> groupnorm_for_backward(Problem& p) {
+    float* statistics = (float*)p.in<float>("statistics");
+    float* half_scale_shift = (float*)p.in<float>("half affine");
+    NormOf<Real> norm = groupnorm_of<Real>(p, statistics, half_scale_shift);
+    norm.dw = p.out<float>("dw");
+    norm.dbias = p.out<float>("dbias");
     return norm;
 }
 
-// On a CPU.
+// The program's function on a CPU. A task is 128 pixels of an image, so that one image is work for many threads, and
+// the sums of 64 channels stay in registers.
 static void groupnorm_forward_cpu(Problem& p) {
-    cpu::Norm norm = groupnorm_to_measure<float>(p);
-    norm.x.first.moments = p.scratch_sums<Moments>("moments", norm.x.first);
-    cpu::channel_moments(norm.x.first);
+    cpu::Norm norm = groupnorm_for_forward<float>(p);
+    cpu::Tensor& x = norm.x.first;
+    x.moments = p.scratch_sums<Moments>("moments", x);
+    cpu::channel_moments(x);
     cpu::groupnorm_forward(p.tensor_out<float>("out"), norm);
 }
+
 static void groupnorm_backward_cpu(Problem& p) {
-    cpu::Norm norm = groupnorm_trained<float>(p);
-    cpu::Tensor dx = p.tensor_out<float>("dx"), dy = dx;
+    cpu::Norm norm = groupnorm_for_backward<float>(p);
+    cpu::Tensor dx = p.tensor_out<float>("dx");
+    cpu::Tensor dy = dx;  // until dx overwrites it
     norm.sums = p.scratch_sums<NormSums>("sums", norm.x.first);
     cpu::groupnorm_backward_sums(dy, p.tensor_in<float>("dout"), norm);
     cpu::groupnorm_backward(dx, p.tensor_out<float>("out"), dy, norm, cpu::BackwardOptions());
 }
 #endif
 
-// The gradient at the norm's output before the SiLU.
-HOST_DEVICE static inline float groupnorm_dy(float dout, float normed, float w, float bias) {
-    float y = normed * w + bias, s = 1 / (1 + expf(-y));
+// dy, the gradient at the norm's output before the SiLU.
+HOST_DEVICE static inline float groupnorm_dy(float dout, float x_hat, float w, float bias) {
+    float y = x_hat * w + bias;
+    float s = 1 / (1 + expf(-y));
     return dout * s * (1 + y * (1 - s));
 }
 
 // ---- 0, on a CPU 1: the definition --------------------------------------------------------------------------
+// One number after the other, and expf for each.
 
-// dw, dbias (C): sums (B, C), of dy x^ and of dy, over the images.
-static void groupnorm_weights(Problem& p, const float2* sums) {
+// Sums over a channel's pixels in one image.
+struct GroupnormSums {
+    float dy_x_hat, dy;
+};
+
+// dw, dbias (C) = sums (B, C), added up over the images
+static void groupnorm_weights(Problem& p, const GroupnormSums* sums) {
     GroupnormShape s = groupnorm_shape(p);
-    float *dw = p.out<float>("dw"), *dbias = p.out<float>("dbias");
+    float* dw = p.out<float>("dw");
+    float* dbias = p.out<float>("dbias");
     for (int c = 0; c < s.C; c++) {
-        double total_product = 0, total = 0;
-        for (int b = 0; b < s.B; b++) total_product += sums[b * s.C + c].x, total += sums[b * s.C + c].y;
-        dw[c] = (float)total_product, dbias[c] = (float)total;
+        double sum = 0;
+        double product = 0;
+        for (int b = 0; b < s.B; b++) {
+            product += sums[b * s.C + c].dy_x_hat;
+            sum += sums[b * s.C + c].dy;
+        }
+        dw[c] = (float)product;
+        dbias[c] = (float)sum;
     }
 }
 
-// x, out (B, C, T): group g of image b is the run of T C / G floats that begins at (b G + g) T C / G.
+// out, x (B, C, T); mean, rstd (B, G); w, bias (C). In NCHW a group is contiguous: group g of image b is the
+// n = C / G T floats from (b G + g) n on.
 static void groupnorm_forward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float *out = p.out<float>("out"), *mean = p.out<float>("mean"), *rstd = p.out<float>("rstd");
-    const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
-    int width = s.C / s.G, n = width * s.T;
+    float* out = p.out<float>("out");
+    float* mean = p.out<float>("mean");
+    float* rstd = p.out<float>("rstd");
+    const float* x = p.in<float>("x");
+    const float* w = p.in<float>("w");
+    const float* bias = p.in<float>("bias");
+    int group_size = s.C / s.G;  // channels
+    int n = group_size * s.T;    // elements
+
 #pragma omp parallel for
     for (int group = 0; group < s.B * s.G; group++) {
         const float* row = x + (size_t)group * n;
-        double sum = 0, squares = 0;
+        double sum = 0;
         for (int i = 0; i < n; i++) sum += row[i];
         double m = sum / n;
+
+        double squares = 0;
         for (int i = 0; i < n; i++) squares += (row[i] - m) * (row[i] - m);
-        mean[group] = (float)m, rstd[group] = (float)(1 / sqrt(squares / n + GROUPNORM_EPS));
+        mean[group] = (float)m;
+        rstd[group] = (float)(1 / sqrt(squares / n + GROUPNORM_EPS));
+
         for (int i = 0; i < n; i++) {
-            int c = group % s.G * width + i / s.T;
+            int c = group % s.G * group_size + i / s.T;
             float y = (row[i] - mean[group]) * rstd[group] * w[c] + bias[c];
             out[(size_t)group * n + i] = y / (1 + expf(-y));
         }
     }
 }
+
+// dx, out, dout, x (B, C, T); mean, rstd (B, G); w, bias (C)
 static void groupnorm_backward0(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float *dx = p.out<float>("dx"), *out = p.out<float>("out");
-    const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
-    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd"), *dout = p.in<float>("dout");
-    float2* sums = (float2*)p.scratch<float>("sums", (size_t)2 * s.B * s.C);
-    int width = s.C / s.G, n = width * s.T;
+    float* dx = p.out<float>("dx");
+    float* out = p.out<float>("out");
+    const float* x = p.in<float>("x");
+    const float* w = p.in<float>("w");
+    const float* bias = p.in<float>("bias");
+    const float* mean = p.in<float>("mean");
+    const float* rstd = p.in<float>("rstd");
+    const float* dout = p.in<float>("dout");
+    GroupnormSums* sums = (GroupnormSums*)p.scratch<float>("sums", (size_t)2 * s.B * s.C);  // (B, C)
+    int group_size = s.C / s.G;
+    int n = group_size * s.T;
+
 #pragma omp parallel for
     for (int group = 0; group < s.B * s.G; group++) {
-        float m = mean[group], r = rstd[group];
-        double sum = 0, product = 0;  // of w dy and of w dy x^
-        for (int channel = group * width; channel < (group + 1) * width; channel++) {
-            double channel_sum = 0, channel_product = 0;
+        float m = mean[group];
+        float r = rstd[group];
+
+        double sum = 0;      // of w dy
+        double product = 0;  // of w dy x_hat
+        for (int channel = group * group_size; channel < (group + 1) * group_size; channel++) {
             int c = channel % s.C;
+            double channel_sum = 0;
+            double channel_product = 0;
             for (size_t i = (size_t)channel * s.T; i < (size_t)(channel + 1) * s.T; i++) {
-                float normed = (x[i] - m) * r, dy = groupnorm_dy(dout[i], normed, w[c], bias[c]);
-                channel_sum += dy, channel_product += dy * normed;
+                float x_hat = (x[i] - m) * r;
+                float dy = groupnorm_dy(dout[i], x_hat, w[c], bias[c]);
+                channel_sum += dy;
+                channel_product += dy * x_hat;
             }
             sums[channel] = {(float)channel_product, (float)channel_sum};
-            sum += w[c] * channel_sum, product += w[c] * channel_product;
+            sum += w[c] * channel_sum;
+            product += w[c] * channel_product;
         }
+
         for (size_t i = (size_t)group * n; i < (size_t)(group + 1) * n; i++) {
             int c = (int)(i / s.T % s.C);
-            float normed = (x[i] - m) * r, dy = groupnorm_dy(dout[i], normed, w[c], bias[c]);
-            float y = normed * w[c] + bias[c];
-            dx[i] = r * (w[c] * dy - (float)((sum + normed * product) / n));
+            float x_hat = (x[i] - m) * r;
+            float dy = groupnorm_dy(dout[i], x_hat, w[c], bias[c]);
+            dx[i] = r * (w[c] * dy - (float)((sum + x_hat * product) / n));
+
+            float y = x_hat * w[c] + bias[c];
             out[i] = y / (1 + expf(-y));
         }
     }
@@ -162,32 +214,66 @@ static void groupnorm_backward0(Problem& p) {
 #ifndef __CUDACC__
 #ifdef PROGRAM
 // ---- 2 on a CPU: NHWC, all channels of a pixel at a time, an image a thread -------------------------------
+// With the channels last, sums and a polynomial in the place of expf go by vectors of 16 channels. So they do in the
+// program, version 3. The times in ms, on two threads of an Intel Xeon with AVX-512, 128 channels at 64x64, B = 4:
+//
+//                                                        forward   backward
+//   1  the definition                                        6.9       14.6
+//   2  an image is a task                                   0.59        2.1
+//   3  128 pixels of an image are a task                    0.67        1.5
+//      if 32 channels of an image were a task                1.0        2.9
+//
+// The tasks of the last row jump 512 bytes from pixel to pixel.
 
 // y sigmoid(y). With the program's sigmoid version 2 takes seven times as long: g++ 12 multiplies y by what
 // either end of the clamp in fast_exp leads to, in all lanes, and chooses afterwards. 1 / (1 + e^88) is
 // subnormal, and such a product costs a hundred cycles. Here no factor is below 1e-30.
 static inline float groupnorm_silu(float y) { return y / (1 + std::min(fast_exp(-y), 1e30f)); }
 
+// out, x (B, T, C); mean, rstd (B, G); w, bias (C). The norm becomes y = x scale + shift for each channel of an image.
 static void groupnorm_forward2(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float *out = p.out<float>("out"), *mean = p.out<float>("mean"), *rstd = p.out<float>("rstd");
-    const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
-    int C = s.C, width = C / s.G;
+    float* out = p.out<float>("out");
+    float* mean = p.out<float>("mean");
+    float* rstd = p.out<float>("rstd");
+    const float* x = p.in<float>("x");
+    const float* w = p.in<float>("w");
+    const float* bias = p.in<float>("bias");
+    int C = s.C;
+    int group_size = C / s.G;
+
 #pragma omp parallel for
     for (int b = 0; b < s.B; b++) {
+        size_t first = (size_t)b * s.T * C;
+        size_t last = first + (size_t)s.T * C;
+
         std::vector<double> sum(C), squares(C);
-        std::vector<float> scale(C), shift(C);
-        size_t first = (size_t)b * s.T * C, last = first + (size_t)s.T * C;
         for (size_t at = first; at < last; at += C)
-            SIMD_FOR (int c = 0; c < C; c++) sum[c] += x[at + c], squares[c] += (double)x[at + c] * x[at + c];
+            SIMD_FOR (int c = 0; c < C; c++) {
+                sum[c] += x[at + c];
+                squares[c] += (double)x[at + c] * x[at + c];
+            }
+
+        std::vector<float> scale(C), shift(C);
         for (int g = 0; g < s.G; g++) {
-            double n = (double)s.T * width, total = 0, total_squares = 0;
-            for (int c = g * width; c < (g + 1) * width; c++) total += sum[c], total_squares += squares[c];
-            double m = total / n, r = 1 / sqrt(total_squares / n - m * m + GROUPNORM_EPS);
-            mean[b * s.G + g] = (float)m, rstd[b * s.G + g] = (float)r;
-            for (int c = g * width; c < (g + 1) * width; c++)
-                scale[c] = (float)(r * w[c]), shift[c] = (float)(bias[c] - m * r * w[c]);
+            double total = 0;
+            double total_squares = 0;
+            for (int c = g * group_size; c < (g + 1) * group_size; c++) {
+                total += sum[c];
+                total_squares += squares[c];
+            }
+            double n = (double)s.T * group_size;
+            double m = total / n;
+            double r = 1 / sqrt(total_squares / n - m * m + GROUPNORM_EPS);
+            mean[b * s.G + g] = (float)m;
+            rstd[b * s.G + g] = (float)r;
+
+            for (int c = g * group_size; c < (g + 1) * group_size; c++) {
+                scale[c] = (float)(r * w[c]);
+                shift[c] = (float)(bias[c] - m * r * w[c]);
+            }
         }
+
         for (size_t at = first; at < last; at += C)
             SIMD_FOR (int c = 0; c < C; c++) {
                 float y = x[at + c] * scale[c] + shift[c];
@@ -195,41 +281,65 @@ static void groupnorm_forward2(Problem& p) {
             }
     }
 }
-// The second pass makes dy again, which costs an exponential and no memory.
+
+// dx, out, dout, x (B, T, C); mean, rstd (B, G); w, bias (C). The second pass over an image computes dy again, which
+// costs an exponential and no memory.
 static void groupnorm_backward2(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float *dx = p.out<float>("dx"), *out = p.out<float>("out");
-    const float *x = p.in<float>("x"), *w = p.in<float>("w"), *bias = p.in<float>("bias");
-    const float *mean = p.in<float>("mean"), *rstd = p.in<float>("rstd"), *dout = p.in<float>("dout");
-    float2* sums = (float2*)p.scratch<float>("sums", (size_t)2 * s.B * s.C);
-    int C = s.C, width = C / s.G;
+    float* dx = p.out<float>("dx");
+    float* out = p.out<float>("out");
+    const float* x = p.in<float>("x");
+    const float* w = p.in<float>("w");
+    const float* bias = p.in<float>("bias");
+    const float* mean = p.in<float>("mean");
+    const float* rstd = p.in<float>("rstd");
+    const float* dout = p.in<float>("dout");
+    GroupnormSums* sums = (GroupnormSums*)p.scratch<float>("sums", (size_t)2 * s.B * s.C);  // (B, C)
+    int C = s.C;
+    int group_size = C / s.G;
+
 #pragma omp parallel for
     for (int b = 0; b < s.B; b++) {
-        std::vector<double> sum(C), product(C);  // of dy, of dy x^
-        std::vector<float> slope(C), offset(C), mean_dy(C), mean_product(C);
-        size_t first = (size_t)b * s.T * C, last = first + (size_t)s.T * C;
+        size_t first = (size_t)b * s.T * C;
+        size_t last = first + (size_t)s.T * C;
+
+        std::vector<float> slope(C), offset(C);  // x_hat = x slope + offset
         for (int c = 0; c < C; c++) {
-            int group = b * s.G + c / width;
-            slope[c] = rstd[group], offset[c] = -mean[group] * rstd[group];
+            int group = b * s.G + c / group_size;
+            slope[c] = rstd[group];
+            offset[c] = -mean[group] * rstd[group];
         }
+
+        std::vector<double> sum(C), product(C);  // of dy, and of dy x_hat
         for (size_t at = first; at < last; at += C)
             SIMD_FOR (int c = 0; c < C; c++) {
-                float normed = x[at + c] * slope[c] + offset[c];
-                float dy = dout[at + c] * silu_gradient(normed * w[c] + bias[c]);
-                sum[c] += dy, product[c] += dy * normed;
+                float x_hat = x[at + c] * slope[c] + offset[c];
+                float dy = dout[at + c] * silu_gradient(x_hat * w[c] + bias[c]);
+                sum[c] += dy;
+                product[c] += dy * x_hat;
             }
+
+        std::vector<float> group_mean(C), group_product(C);  // the group's means of w dy, and of w dy x_hat
         for (int c = 0; c < C; c++) {
-            double a = 0, q = 0;  // over the group, of w dy and of w dy x^
-            for (int k = c / width * width; k < (c / width + 1) * width; k++)
-                a += w[k] * sum[k], q += w[k] * product[k];
-            mean_dy[c] = (float)(a / s.T / width), mean_product[c] = (float)(q / s.T / width);
             sums[b * C + c] = {(float)product[c], (float)sum[c]};
+
+            int c0 = c / group_size * group_size;
+            double total = 0;
+            double total_product = 0;
+            for (int k = c0; k < c0 + group_size; k++) {
+                total += w[k] * sum[k];
+                total_product += w[k] * product[k];
+            }
+            group_mean[c] = (float)(total / s.T / group_size);
+            group_product[c] = (float)(total_product / s.T / group_size);
         }
+
         for (size_t at = first; at < last; at += C)
             SIMD_FOR (int c = 0; c < C; c++) {
-                float normed = x[at + c] * slope[c] + offset[c], y = normed * w[c] + bias[c];
+                float x_hat = x[at + c] * slope[c] + offset[c];
+                float y = x_hat * w[c] + bias[c];
                 float dy = dout[at + c] * silu_gradient(y);
-                dx[at + c] = slope[c] * (w[c] * dy - mean_dy[c] - normed * mean_product[c]);
+                dx[at + c] = slope[c] * (w[c] * dy - group_mean[c] - x_hat * group_product[c]);
                 out[at + c] = groupnorm_silu(y);
             }
     }
@@ -716,14 +826,14 @@ static void groupnorm_backward4(Problem& p) {
 // 5: alone, the program's norm measures its input first; backward, it takes the gradient through the SiLU and
 // sums that.
 static void groupnorm_forward5(Problem& p) {
-    Norm norm = groupnorm_to_measure<floatX>(p);
+    Norm norm = groupnorm_for_forward<floatX>(p);
     Tensor& x = norm.x.first;
     x.moments = p.scratch_sums<Moments>("moments", x);
     channel_moments(x);
     groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward5(Problem& p) {
-    Norm norm = groupnorm_trained<floatX>(p);
+    Norm norm = groupnorm_for_backward<floatX>(p);
     norm.sums = p.scratch_sums<NormSums>("sums alone", norm.x.first);
     Tensor dy = p.tensor_scratch("dy alone", norm.x.first);
     groupnorm_backward_sums(dy, p.tensor_in<floatX>("dout"), norm);
@@ -731,12 +841,12 @@ static void groupnorm_backward5(Problem& p) {
 }
 // 6: in the network, the epilogues of the products before and, backward, behind it have done so.
 static void groupnorm_forward6(Problem& p) {
-    Norm norm = groupnorm_to_measure<floatX>(p);
+    Norm norm = groupnorm_for_forward<floatX>(p);
     norm.x.first.moments = (Moments*)p.in<float>("moments of x");
     groupnorm_forward(p.tensor_out<floatX>("out"), norm);
 }
 static void groupnorm_backward6(Problem& p) {
-    Norm norm = groupnorm_trained<floatX>(p);
+    Norm norm = groupnorm_for_backward<floatX>(p);
     norm.sums = (NormSums*)p.in<float>("sums");
     groupnorm_backward(p.tensor_out<floatX>("dx"), p.tensor_out<floatX>("out"), p.tensor_in<floatX>("dy"),
                        norm);
