@@ -984,11 +984,14 @@ __global__ void groupnorm_backward_kernel4(floatX* dx, floatX* out, const float*
     float sum_mean[VEC] = {}, product_mean[VEC] = {};  // over the group, of w dy and of w dy x_hat
     Unpacked x_hat, dy;
     int group_size = C / G;
+    float n = (float)(group_size * T);
+    const float* image_sums = sums + (size_t)blockIdx.y * C;            // (C), of dy
+    const float* image_products = sums + (size_t)(B + blockIdx.y) * C;  // (C), of dy x_hat
     for (int k = 0; k < VEC; k++) {
         int c0 = tile.channel(k) / group_size * group_size;
         for (int c = c0; c < c0 + group_size; c++) {
-            sum_mean[k] += (float)w[c] * sums[(size_t)blockIdx.y * C + c] / (float)(group_size * T);
-            product_mean[k] += (float)w[c] * sums[(size_t)(B + blockIdx.y) * C + c] / (float)(group_size * T);
+            sum_mean[k] += (float)w[c] * image_sums[c] / n;
+            product_mean[k] += (float)w[c] * image_products[c] / n;
         }
     }
 
