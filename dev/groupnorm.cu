@@ -31,10 +31,7 @@
 //   dx    = rstd (w dy - mean(w dy) - x_hat mean(w dy x_hat))
 #include "common.h"
 
-enum {
-    GROUPNORM_GROUPS = 32,
-    GROUPNORM_TILE = 64,  // pixels of version 4's tiles
-};
+enum { GROUPNORM_GROUPS = 32 };
 static const float GROUPNORM_EPS = 1e-5f;
 
 // B images of C channels and T = H W pixels, G groups.
@@ -742,6 +739,7 @@ static void groupnorm_backward3(Problem& p) {
 // and a third writes the result. Now that the sums are made by a launch of their own, they can come from elsewhere too.
 
 enum {
+    GROUPNORM_TILE = 64,  // pixels
     GROUPNORM_THREADS = 256,
     GROUPNORM_FLOATS = GROUPNORM_THREADS * VEC,  // elements that a block loads at a time, and the most channels
 };
@@ -812,7 +810,7 @@ __global__ void groupnorm_partials_kernel4(float* tile_mean, float* tile_m2, con
         }
     size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * C;
     for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) tile_mean[at + c] = total[c] / n;
-    __syncthreads();
+    __syncthreads();  // all threads have read total
 
     tile.add_up(total, shared_sums, squares, C);
     for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) tile_m2[at + c] = total[c];
@@ -955,9 +953,11 @@ __global__ void groupnorm_backward_partials_kernel4(float* partials, const float
 
     float* sums = partials + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * C;
     float* products = sums + (size_t)gridDim.y * gridDim.x * C;
+
     tile.add_up(total, shared_sums, sum, C);
     for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) sums[c] = total[c];
-    __syncthreads();
+    __syncthreads();  // all threads have read total
+
     tile.add_up(total, shared_sums, product, C);
     for (int c = threadIdx.x; c < C; c += GROUPNORM_THREADS) products[c] = total[c];
 }
@@ -983,6 +983,7 @@ __global__ void groupnorm_backward_kernel4(floatX* dx, floatX* out, const float*
     GroupnormChannels channels(tile, mean, rstd, w, bias, C, G);
     float sum_mean[VEC] = {}, product_mean[VEC] = {};  // over the group, of w dy and of w dy x_hat
     Unpacked x_hat, dy;
+
     int group_size = C / G;
     float n = (float)(group_size * T);
     const float* image_sums = sums + (size_t)blockIdx.y * C;            // (C), of dy
@@ -1052,8 +1053,9 @@ static void groupnorm_backward4(Problem& p) {
 // ---- 5, 6: the program's ----------------------------------------------------------------------------------
 
 #ifdef PROGRAM
-// 5: one launch makes the sums over tiles. The next adds up those that it needs in every block, and writes the result,
-// which is one launch less than in version 4. Backward, the first launch also turns dout into dy.
+// 5: one launch makes the sums over tiles. In the next, every block adds up those that it needs, and writes its part of
+// the result. So there are two launches, where version 4 has three, and four backward. Backward, the first of them also
+// turns dout into dy.
 static void groupnorm_forward5(Problem& p) {
     Norm norm = groupnorm_for_forward<floatX>(p);
     Tensor& x = norm.x.first;
