@@ -1,5 +1,5 @@
-// GELU by its approximation with a hyperbolic tangent, F.gelu(x, approximate="tanh"), forward and backward. The formula is
-// of Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016):
+// GELU by its approximation with a hyperbolic tangent, F.gelu(x, approximate="tanh"), forward and backward. The formula
+// is that of Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016):
 //
 //   u = sqrt(2 / pi) (x + 0.044715 x^3)      du/dx = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 //   out = x / 2 (1 + tanh(u))
