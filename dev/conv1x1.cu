@@ -318,9 +318,9 @@ __global__ void __launch_bounds__(256) conv1x1_forward_kernel4(float* out, const
     for (int i = 0; i < 8; i++) {
         int n = n0 + threadIdx.x / 32 * 8 + i;
         if (n >= N || t >= T) continue;
-        float b = bias ? bias[n] : 0.0f;
-        *(float4*)(out + (size_t)n * T + t) =
-            make_float4(sum[i][0] + b, sum[i][1] + b, sum[i][2] + b, sum[i][3] + b);
+        float bias_n = bias ? bias[n] : 0.0f;
+        float4 pixels = make_float4(sum[i][0] + bias_n, sum[i][1] + bias_n, sum[i][2] + bias_n, sum[i][3] + bias_n);
+        *(float4*)(out + (size_t)n * T + t) = pixels;
     }
 }
 
