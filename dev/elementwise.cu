@@ -1,44 +1,49 @@
-// Five small passes that do next to no arithmetic: SiLU, up-sampling, down-sampling, the timestep embedding and the loss.
+// Small passes that do next to no arithmetic: SiLU, up-sampling, down-sampling, the timestep embedding and the loss.
 //
 //   make elementwise && ./elementwise          every version: against PyTorch, then timed
 //   ./elementwise 3                            version 3 of each alone
 //   ./elementwise all silu-64x64               every version of one case
 //
-//   silu, out = x sigmoid(x)
-//   0  plain loops on the CPU: the specification; and the program's function there (as for all five)
+//   Version 0 of every pass is plain loops on the CPU, the specification, and the program's own function there.
+//
+//   silu: out = x sigmoid(x)
 //   1  fp32, a thread an element
 //   2  bf16, a thread an element: half the bytes (the program's own, which only the embedding uses)
 //   3  bf16, a thread 16 bytes: fewer and wider loads
 //   4  behind a group norm: the norm's kernel, then version 3
 //   5  behind a group norm: within the norm's kernel, as the program has it
 //
-//   upsample, F.interpolate(x, scale_factor=2), whose gradient is the sum of 2 x 2 pixels; downsample, F.avg_pool2d(x, 2),
-//   whose gradient repeats a quarter of a pixel four times: the same two kernels
+//   upsample: F.interpolate(x, scale_factor=2), whose gradient is the sum of 2 x 2 pixels.
+//   downsample: F.avg_pool2d(x, 2), whose gradient repeats a quarter of a pixel four times. Both have the same kernels.
 //   1  fp32, NCHW, a thread a number that is written
 //   2  bf16, NHWC, a thread a number that is written
-//   3  the program's: bf16, NHWC, a thread 16 bytes of the small image
+//   3  the program's: bf16, NHWC, a thread 16 bytes of what is written
 //
-//   timestep, out (B, C) = cat(cos(t f), sin(t f)), f_i = 10000^(-i / half), half = C / 2. It has no gradient
+//   timestep: out (B, C) = cat(cos(t f), sin(t f)), f_i = 10000^(-i / half), half = C / 2. It has no gradient.
 //   1  fp32, a thread an output, the angle a product of floats
 //   2  fp32, a thread an output, the angle in double
 //   3  the program's: a thread an angle, in double, sine and cosine together
 //
-//   mse, the loss of B samples of n elements: the sums of squares of parts of 4096 elements, whose sum, weighted by what
-//   each sample's timestep counts for, over B n is the loss; and dx = 2 weight (x - target) / (B n)
+//   mse: the loss of B samples of n elements is the sum of weight (x - target)^2 / (B n). The weight follows from the
+//   sample's timestep. Its gradient is dx = 2 weight (x - target) / (B n). The ladder computes dx, but of the loss
+//   only the sums of squares of parts of 4096 elements, which are not weighted yet.
 //   1  fp32, a thread an element adds its square to the part; the gradient in a kernel of its own
 //   2  bf16, a block a part, its sum through shuffles; the gradient in a kernel of its own
 //   3  the program's: a block a part, sum and gradient in one pass
 //
-// What the steps change: such a pass takes the time of its traffic. bf16 halves that, and 16 bytes a thread need an
-// eighth of the instructions to ask for it. The real step is to have no pass: a norm that writes a tensor has it
-// in registers, and there a SiLU costs nothing. Version 4 of silu is what version 5 replaces, and the difference between
-// the two is a whole SiLU. Resampling asks four times for each number of the small image where a thread is a
-// number of the large one. The program's kernel turns that around: a thread takes 16 bytes of the small image and
-// writes, or adds up, whole lines of NHWC. The embedding takes the time of a launch, and its versions differ in error
-// alone: t reaches 999, so that the last bit of an angle in float is 6e-5 of a radian, which version 1 carries into
-// cosine and sine. In version 1 of the loss 4096 threads queue for one address, in an order that differs from run to
-// run, and so does the last bit of the loss. A block that sums in its own order is as fast as its loads and gives the
-// same bits every time. The gradient needs the same two numbers, so it comes with the sum for one more write.
+// What the steps change: such a pass takes the time of its traffic. bf16 halves that, and a thread that asks for 16
+// bytes needs an eighth of the instructions. Beyond that:
+//
+//   silu        The real step is to have no pass at all. A norm that writes a tensor has it in registers, where a SiLU
+//               costs nothing. Version 5 replaces version 4, and the difference between the two is a whole SiLU.
+//   upsample,   A thread that writes one number also loads single numbers, and works out where they lie each time. The
+//   downsample  program's kernel does so once for 16 bytes of a pixel, whose channels lie next to each other in NHWC.
+//   timestep    The embedding takes the time of a launch, and its versions differ in error alone. t reaches 999, where
+//               the last bit of a float is 6e-5 of a radian. Version 1 carries that error into cosine and sine.
+//   mse         Version 1 has 4096 threads queue for one address. Their order differs from run to run, and so does the
+//               last bit of the loss. A block that sums in an order of its own is as fast as its loads, and gives the
+//               same bits every time. The gradient needs the two numbers that the sum needs, so that in version 3 it
+//               costs no more than its own writes.
 #include "common.h"
 
 namespace elementwise {
@@ -49,30 +54,39 @@ static size_t size_of(const Problem& p, const char* tensor) { return p.find(tens
 
 enum { GROUPS = 32 };
 
+// ---- 0: the specification ---------------------------------------------------------------------------------
+// All arrays are (n): SiLU need not know that they are images, (B, C, H, W).
+
 static void silu_forward0(Problem& p) {
+    size_t n = size_of(p, "x");
     float* out = p.out<float>("out");
     const float* x = p.in<float>("x");
-    for (size_t i = 0; i < size_of(p, "x"); i++) out[i] = x[i] / (1.0f + expf(-x[i]));
+    for (size_t i = 0; i < n; i++) out[i] = x[i] / (1.0f + expf(-x[i]));
 }
+
 static void silu_backward0(Problem& p) {
+    size_t n = size_of(p, "x");
     float* dx = p.out<float>("dx");
-    const float *dout = p.in<float>("dout"), *x = p.in<float>("x");
-    for (size_t i = 0; i < size_of(p, "x"); i++) {
+    const float* dout = p.in<float>("dout");
+    const float* x = p.in<float>("x");
+    for (size_t i = 0; i < n; i++) {
         float s = 1.0f / (1.0f + expf(-x[i]));
         dx[i] = dout[i] * s * (1.0f + x[i] * (1.0f - s));
     }
 }
 
 #ifdef PROGRAM
-// All elements in a row: SiLU does not ask for their places.
+// The program's layer, on the CPU and as version 2. It takes all elements as one pixel, (1, 1, 1, n).
 template <typename T>
 static TensorOf<T> row_of(const Problem& p, const T* data) {
     return {(T*)data, 1, 1, 1, (int)size_of(p, "x")};
 }
+
 template <typename T>
 static SiluForward<T> silu_forward(Problem& p) {
     return {.out = row_of(p, p.out<T>("out")), .x = row_of(p, p.in<T>("x"))};
 }
+
 template <typename T>
 static SiluBackward<T> silu_backward(Problem& p) {
     return {.dx = row_of(p, p.out<T>("dx")),
@@ -82,52 +96,63 @@ static SiluBackward<T> silu_backward(Problem& p) {
 #endif
 
 #ifdef __CUDACC__
-// ---- 1 ----------------------------------------------------------------------------------------------------
+// ---- 1: a thread an element -------------------------------------------------------------------------------
 
 __global__ void silu_forward_kernel1(float* out, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = x[i] / (1.0f + expf(-x[i]));
 }
+
 static void silu_forward1(Problem& p) {
     size_t n = size_of(p, "x");
     launch(silu_forward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("out"), p.in<float>("x"), n);
 }
+
 __global__ void silu_backward_kernel1(float* dx, const float* dout, const float* x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
+
     float s = 1.0f / (1.0f + expf(-x[i]));
     dx[i] = dout[i] * s * (1.0f + x[i] * (1.0f - s));
 }
+
 static void silu_backward1(Problem& p) {
     size_t n = size_of(p, "x");
     launch(silu_backward_kernel1, ceil_div(n, 256), 256, 0, p.out<float>("dx"), p.in<float>("dout"),
            p.in<float>("x"), n);
 }
 
-// ---- 3; 2 is the program's --------------------------------------------------------------------------------
+// ---- 3: a thread 16 bytes ---------------------------------------------------------------------------------
+// A thread loads and stores the VEC elements of 16 bytes at once. n is a multiple of VEC.
 
-// n: a multiple of VEC
 __global__ void silu_forward_kernel3(floatX* out, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
+
     Unpacked value = unpack(x + i);
     for (int k = 0; k < VEC; k++) value[k] *= sigmoid(value[k]);
     *(uint4*)(out + i) = pack(value);
 }
+
 static void launch_silu_forward3(floatX* out, const floatX* x, size_t n) {
     assert(n % VEC == 0);
     launch(silu_forward_kernel3, ceil_div(n, 256 * VEC), 256, 0, out, x, n);
 }
+
 static void silu_forward3(Problem& p) {
     launch_silu_forward3(p.out<floatX>("out"), p.in<floatX>("x"), size_of(p, "x"));
 }
+
 __global__ void silu_backward_kernel3(floatX* dx, const floatX* dout, const floatX* x, size_t n) {
     size_t i = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (i >= n) return;
-    Unpacked value = unpack(x + i), upstream = unpack(dout + i);
-    for (int k = 0; k < VEC; k++) upstream[k] *= silu_gradient(value[k]);
-    *(uint4*)(dx + i) = pack(upstream);
+
+    Unpacked value = unpack(x + i);
+    Unpacked gradient = unpack(dout + i);
+    for (int k = 0; k < VEC; k++) gradient[k] *= silu_gradient(value[k]);
+    *(uint4*)(dx + i) = pack(gradient);
 }
+
 static void silu_backward3(Problem& p) {
     size_t n = size_of(p, "x");
     assert(n % VEC == 0);
@@ -138,7 +163,8 @@ static void silu_backward3(Problem& p) {
 #ifdef PROGRAM
 // ---- 4, 5: behind a group norm ----------------------------------------------------------------------------
 
-// The program's group norm, the moments of x given, with or without the SiLU.
+// The program's group norm, with or without the SiLU. The moments of x are given. Where a SiLU follows, the norm keeps
+// half of its scale and shift instead of the whole.
 static void silu_normalise(Problem& p, floatX* out, bool silu) {
     Tensor x = p.tensor_in<floatX>("x");
     x.moments = (Moments*)p.in<float>("moments of x");
@@ -151,62 +177,90 @@ static void silu_normalise(Problem& p, floatX* out, bool silu) {
                  .half_scale_shift = (ScaleShift*)p.out<float>(silu ? "half affine" : "affine")};
     groupnorm_forward(p.shaped("x", out), norm);
 }
+
 static void silu_norm4(Problem& p) {
-    floatX* between = p.out<floatX>("normed");  // where the norm leaves its output, SiLU in place
-    silu_normalise(p, between, false);
-    launch_silu_forward3(between, between, size_of(p, "x"));
+    floatX* out = p.out<floatX>("normed");
+    silu_normalise(p, out, false);
+    launch_silu_forward3(out, out, size_of(p, "x"));  // SiLU reads the norm's output and overwrites it
 }
+
 static void silu_norm5(Problem& p) { silu_normalise(p, p.out<floatX>("normed"), true); }
 #endif
 #endif
 
+// The least traffic: `tensors` of x's size are read or written once each.
 static Work silu_work(const Problem& p, int tensors) {
     return {0, (double)tensors * sizeof(floatX) * (double)size_of(p, "x")};
 }
 
 // ==== upsample, downsample =================================================================================
 
-// Both go between a small image of H x W pixels and one of 2 H x 2 W: what is repeated or added up times a factor.
+// Both go between a small image of H x W pixels and a large one of 2H x 2W. The one direction repeats each pixel 2 x 2
+// times, the other adds 2 x 2 pixels up. Both multiply what they write by a factor.
 struct Resampling {
-    int images, C, H, W;
+    int B, C, H, W;
     float factor;
-    HOST_DEVICE size_t small() const { return (size_t)images * C * H * W; }
+
+    // The number of elements of all small images. The large ones have four times as many.
+    HOST_DEVICE size_t small_size() const { return (size_t)B * C * H * W; }
 };
-static Resampling upsampling(const Problem& p) { return {p.dim("B"), p.dim("C"), p.dim("H"), p.dim("W"), 1.0f}; }
+
+static Resampling upsampling(const Problem& p) {
+    return {p.dim("B"), p.dim("C"), p.dim("H"), p.dim("W"), 1.0f};
+}
+
 static Resampling downsampling(const Problem& p) {
     return {p.dim("B"), p.dim("C"), p.dim("H") / 2, p.dim("W") / 2, 0.25f};
 }
+
+// Upsample's forward repeats pixels, and its gradient adds them up. Downsample is the other way round. So each version
+// has two functions, one that repeats and one that adds up, and each of them serves two passes. It is told the names of
+// the tensors that it writes and reads.
 typedef void (*Resampler)(Problem&, const char* to, const char* from, Resampling);
-// upsample forward repeats and its gradient adds up; downsample is the other way round.
+
 static std::function<void(Problem&)> forward_by(Resampler f, Resampling (*sizes)(const Problem&)) {
     return [=](Problem& p) { f(p, "out", "x", sizes(p)); };
 }
+
 static std::function<void(Problem&)> backward_by(Resampler f, Resampling (*sizes)(const Problem&)) {
     return [=](Problem& p) { f(p, "dx", "dout", sizes(p)); };
 }
 
-// ---- 0 ----------------------------------------------------------------------------------------------------
+// ---- 0: the specification ---------------------------------------------------------------------------------
+// Here and in versions 1 and 2 rows are counted through all images. A large image has an even number of rows, so that
+// small row r / 2 still is the one that large row r belongs to.
 
+// to (B, C, 2H, 2W) = factor times from (B, C, H, W), each pixel four times.
 static void repeat0(Problem& p, const char* to, const char* from, Resampling s) {
     float* out = p.out<float>(to);
     const float* x = p.in<float>(from);
-    for (int row = 0; row < s.images * s.C * 2 * s.H; row++)  // of all planes, which follow each other
-        for (int i = 0; i < 2 * s.W; i++) *out++ = s.factor * x[(size_t)(row / 2) * s.W + i / 2];
+    int rows = s.B * s.C * 2 * s.H;
+    for (int row = 0; row < rows; row++) {
+        const float* source = x + (size_t)(row / 2) * s.W;
+        for (int column = 0; column < 2 * s.W; column++) *out++ = s.factor * source[column / 2];
+    }
 }
+
+// to (B, C, H, W) = factor times the sum of 2 x 2 pixels of from (B, C, 2H, 2W).
 static void pool0(Problem& p, const char* to, const char* from, Resampling s) {
     float* out = p.out<float>(to);
     const float* x = p.in<float>(from);
-    for (int row = 0; row < s.images * s.C * s.H; row++, x += 4 * s.W)
+    int rows = s.B * s.C * s.H;
+    for (int row = 0; row < rows; row++) {
+        const float* top = x + (size_t)row * 4 * s.W;
+        const float* bottom = top + 2 * s.W;
         for (int i = 0; i < 2 * s.W; i += 2)
-            *out++ = s.factor * (x[i] + x[i + 1] + x[2 * s.W + i] + x[2 * s.W + i + 1]);
+            *out++ = s.factor * (top[i] + top[i + 1] + bottom[i] + bottom[i + 1]);
+    }
 }
 
 #ifdef PROGRAM
-// The program's layer resamples either way, by the shapes of its tensors.
+// The program's layer, on the CPU and as version 3. It repeats or adds up, whichever the shapes of its tensors say.
 template <typename T>
 static Resample<T> resample(Problem& p, const char* to, const char* from, Resampling s) {
     return {.out = p.tensor_out<T>(to), .x = p.tensor_in<T>(from), .factor = s.factor, .accumulate = false};
 }
+
 static void resample_cpu(Problem& p, const char* to, const char* from, Resampling s) {
     cpu::run(resample<float>(p, to, from, s));
 }
@@ -214,51 +268,74 @@ static void resample_cpu(Problem& p, const char* to, const char* from, Resamplin
 
 #ifdef __CUDACC__
 // ---- 1: NCHW ----------------------------------------------------------------------------------------------
+// A thread writes one number. Each channel is an image of its own, so that rows are counted through all channels too.
 
-// out (B C, 2 H, 2 W) = x (B C, H, W) factor, each pixel four times.
+// out (B, C, 2H, 2W) = factor times x (B, C, H, W), each pixel four times.
 __global__ void repeat_kernel1(float* out, const float* x, Resampling s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= 4 * s.small()) return;
-    size_t column = i % (2 * s.W), row = i / (2 * s.W);  // of all planes' rows
+    if (i >= 4 * s.small_size()) return;
+
+    size_t column = i % (2 * s.W);
+    size_t row = i / (2 * s.W);
     out[i] = s.factor * x[row / 2 * s.W + column / 2];
 }
+
 static void repeat1(Problem& p, const char* to, const char* from, Resampling s) {
-    launch(repeat_kernel1, ceil_div(4 * s.small(), 256), 256, 0, p.out<float>(to), p.in<float>(from), s);
+    launch(repeat_kernel1, ceil_div(4 * s.small_size(), 256), 256, 0, p.out<float>(to), p.in<float>(from), s);
 }
-// out (B C, H, W) = the sum of 2 x 2 pixels of x (B C, 2 H, 2 W) times factor.
+
+// out (B, C, H, W) = factor times the sum of 2 x 2 pixels of x (B, C, 2H, 2W).
 __global__ void pool_kernel1(float* out, const float* x, Resampling s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= s.small()) return;
-    const float *first = x + i / s.W * 4 * s.W + i % s.W * 2, *second = first + 2 * s.W;
-    out[i] = s.factor * ((first[0] + first[1]) + (second[0] + second[1]));
+    if (i >= s.small_size()) return;
+
+    size_t column = i % s.W;
+    size_t row = i / s.W;
+    const float* top = x + row * 4 * s.W + column * 2;
+    const float* bottom = top + 2 * s.W;
+    out[i] = s.factor * ((top[0] + top[1]) + (bottom[0] + bottom[1]));
 }
+
 static void pool1(Problem& p, const char* to, const char* from, Resampling s) {
-    launch(pool_kernel1, ceil_div(s.small(), 256), 256, 0, p.out<float>(to), p.in<float>(from), s);
+    launch(pool_kernel1, ceil_div(s.small_size(), 256), 256, 0, p.out<float>(to), p.in<float>(from), s);
 }
 
 // ---- 2: NHWC ----------------------------------------------------------------------------------------------
+// The same in bf16, and with the channels last, as the program has them.
 
-// out (B, 2 H, 2 W, C) = x (B, H, W, C) factor, each pixel four times.
+// out (B, 2H, 2W, C) = factor times x (B, H, W, C), each pixel four times.
 __global__ void repeat_kernel2(floatX* out, const floatX* x, Resampling s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= 4 * s.small()) return;
-    size_t c = i % s.C, column = i / s.C % (2 * s.W), row = i / s.C / (2 * s.W);  // of all images' rows
-    out[i] = (floatX)(s.factor * (float)x[(row / 2 * s.W + column / 2) * s.C + c]);
+    if (i >= 4 * s.small_size()) return;
+
+    size_t c = i % s.C;
+    size_t column = i / s.C % (2 * s.W);
+    size_t row = i / s.C / (2 * s.W);
+    size_t pixel = row / 2 * s.W + column / 2;
+    out[i] = (floatX)(s.factor * (float)x[pixel * s.C + c]);
 }
+
 static void repeat2(Problem& p, const char* to, const char* from, Resampling s) {
-    launch(repeat_kernel2, ceil_div(4 * s.small(), 256), 256, 0, p.out<floatX>(to), p.in<floatX>(from), s);
+    launch(repeat_kernel2, ceil_div(4 * s.small_size(), 256), 256, 0, p.out<floatX>(to), p.in<floatX>(from), s);
 }
-// out (B, H, W, C) = the sum of 2 x 2 pixels of x (B, 2 H, 2 W, C) times factor.
+
+// out (B, H, W, C) = factor times the sum of 2 x 2 pixels of x (B, 2H, 2W, C).
 __global__ void pool_kernel2(floatX* out, const floatX* x, Resampling s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= s.small()) return;
-    size_t c = i % s.C, column = i / s.C % s.W, row = i / s.C / s.W;  // of all images' rows
-    const floatX* first = x + (row * 4 * s.W + column * 2) * s.C + c;
-    const floatX* second = first + (size_t)2 * s.W * s.C;
-    out[i] = (floatX)(s.factor * (((float)first[0] + (float)first[s.C]) + ((float)second[0] + (float)second[s.C])));
+    if (i >= s.small_size()) return;
+
+    size_t c = i % s.C;
+    size_t column = i / s.C % s.W;
+    size_t row = i / s.C / s.W;
+    const floatX* top = x + (row * 4 * s.W + column * 2) * s.C + c;
+    const floatX* bottom = top + (size_t)2 * s.W * s.C;
+    float top_sum = (float)top[0] + (float)top[s.C];
+    float bottom_sum = (float)bottom[0] + (float)bottom[s.C];
+    out[i] = (floatX)(s.factor * (top_sum + bottom_sum));
 }
+
 static void pool2(Problem& p, const char* to, const char* from, Resampling s) {
-    launch(pool_kernel2, ceil_div(s.small(), 256), 256, 0, p.out<floatX>(to), p.in<floatX>(from), s);
+    launch(pool_kernel2, ceil_div(s.small_size(), 256), 256, 0, p.out<floatX>(to), p.in<floatX>(from), s);
 }
 
 #ifdef PROGRAM
@@ -268,7 +345,8 @@ static void resample3(Problem& p, const char* to, const char* from, Resampling s
 #endif
 #endif
 
-static Work resampling_work(const Problem& p) {  // forward and backward alike: one side in, the other out
+// The least traffic, forward and backward alike: one of the two images is read, the other is written.
+static Work resampling_work(const Problem& p) {
     return {0, sizeof(floatX) * (double)(size_of(p, "x") + size_of(p, "out"))};
 }
 
@@ -276,18 +354,26 @@ static Work resampling_work(const Problem& p) {  // forward and backward alike: 
 
 enum { MAX_PERIOD = 10000 };
 
+// ---- 0: the specification ---------------------------------------------------------------------------------
+
+// out (B, C) = the cosines of half = C / 2 angles, then their sines. Angle i is t 10000^(-i / half).
 static void timestep0(Problem& p) {
     float* out = p.out<float>("out");
-    const int* t = p.in<int>("t");
-    int B = p.dim("B"), C = p.dim("C"), half = C / 2;
+    const int* timesteps = p.in<int>("t");
+    int B = p.dim("B");
+    int C = p.dim("C");
+    int half = C / 2;
     for (int b = 0; b < B; b++)
         for (int i = 0; i < half; i++) {
-            double angle = t[b] * exp(-log((double)MAX_PERIOD) * i / half);
-            out[b * C + i] = (float)cos(angle), out[b * C + half + i] = (float)sin(angle);
+            double frequency = exp(-log((double)MAX_PERIOD) * i / half);
+            double angle = timesteps[b] * frequency;
+            out[b * C + i] = (float)cos(angle);
+            out[b * C + half + i] = (float)sin(angle);
         }
 }
 
 #ifdef PROGRAM
+// The program's layer, on the CPU and as version 3.
 template <typename T>
 static TimestepEmbedding<T> timestep_layer(Problem& p) {
     return {.out = p.tensor_out<T>("out"), .timesteps = p.in<int>("t"), .max_period = MAX_PERIOD};
@@ -296,17 +382,27 @@ static TimestepEmbedding<T> timestep_layer(Problem& p) {
 
 #ifdef __CUDACC__
 // ---- 1, 2: a thread an output -----------------------------------------------------------------------------
+// out (B, C), timesteps (B). The two versions are one kernel, whose Angle is float or double.
 
 template <typename Angle>
-__global__ void timestep_kernel1(float* out, const int* t, int B, int C) {
-    int n = blockIdx.x * blockDim.x + threadIdx.x, half = C / 2, b = n / C, i = n % half;
+__global__ void timestep_kernel1(float* out, const int* timesteps, int B, int C) {
+    int n = blockIdx.x * blockDim.x + threadIdx.x;  // the place in out (B, C)
+    int half = C / 2;
+    int b = n / C;
+    int i = n % half;
     if (b >= B) return;
-    Angle angle = (Angle)t[b] * exp((Angle)-log((Angle)MAX_PERIOD) * i / half);
-    out[n] = (float)(n % C < half ? cos(angle) : sin(angle));
+
+    Angle t = (Angle)timesteps[b];
+    Angle frequency = exp((Angle)-log((Angle)MAX_PERIOD) * i / half);
+    Angle angle = t * frequency;
+    bool is_cosine = n % C < half;
+    out[n] = (float)(is_cosine ? cos(angle) : sin(angle));
 }
+
 template <typename Angle>
 static void timestep1(Problem& p) {
-    int B = p.dim("B"), C = p.dim("C");
+    int B = p.dim("B");
+    int C = p.dim("C");
     launch(timestep_kernel1<Angle>, ceil_div(B * C, 64), 64, 0, p.out<float>("out"), p.in<int>("t"), B, C);
 }
 #endif
@@ -317,23 +413,34 @@ static Work timestep_work(const Problem& p) {
 
 // ==== mse ==================================================================================================
 
+// Elements of a sample whose squares are added up to one number. A sample has n / PART of these, rounded up.
 enum { PART = 4096 };
-// What the loss needs of the schedule (1000, 10): the weight of a timestep's error is column 4.
+
+// The weight of a timestep's error is column 4 of the schedule, (1000, 10).
 HOST_DEVICE static inline float weight_of(const float* schedule, int t) { return schedule[10 * t + 4]; }
 
+// ---- 0: the specification ---------------------------------------------------------------------------------
+
+// x, target and dx are (B, n), losses (B, parts) and t (B).
 static void mse0(Problem& p) {
-    int B = p.dim("B"), n = p.dim("n");
-    float *losses = p.out<float>("losses"), *dx = p.out<float>("dx");
-    const float *x = p.in<float>("x"), *target = p.in<float>("target"), *schedule = p.in<float>("chain");
+    int B = p.dim("B");
+    int n = p.dim("n");
+    float* losses = p.out<float>("losses");
+    float* dx = p.out<float>("dx");
+    const float* x = p.in<float>("x");
+    const float* target = p.in<float>("target");
+    const float* schedule = p.in<float>("chain");
     const int* t = p.in<int>("t");
+
     for (int b = 0; b < B; b++)
         for (int first = 0; first < n; first += PART) {
+            int end = std::min(n, first + PART);
             double sum = 0;
-            for (int k = first; k < std::min(n, first + PART); k++) {
+            for (int k = first; k < end; k++) {
                 size_t i = (size_t)b * n + k;
-                float d = x[i] - target[i];
-                sum += d * d;
-                dx[i] = 2 * weight_of(schedule, t[b]) * d / ((float)B * n);
+                float error = x[i] - target[i];
+                sum += error * error;
+                dx[i] = 2 * weight_of(schedule, t[b]) * error / ((float)B * n);
             }
             *losses++ = (float)sum;
         }
@@ -342,29 +449,52 @@ static void mse0(Problem& p) {
 #ifdef PROGRAM
 static_assert((int)PART == (int)LOSS_CHUNK);
 static_assert(sizeof(ScheduleRow) == 10 * sizeof(float) && offsetof(ScheduleRow, weight) == 4 * sizeof(float));
+
+// The program's layer, on the CPU and as version 3.
 template <typename Real>
 static PredictionLoss<Real> mse_layer(Problem& p) {
-    int B = p.dim("B"), n = p.dim("n");
-    BatchLoss batch = {p.out<float>("losses"), p.in<int>("t"), (const ScheduleRow*)p.in<float>("chain"),
-                       B, n / PIXEL, PIXEL, 1000};
-    return {batch, p.in<Real>("x"), p.in<float>("target"), p.out<Real>("dx")};
+    BatchLoss batch = {.chunk_sums = p.out<float>("losses"),
+                       .timesteps = p.in<int>("t"),
+                       .schedule = (const ScheduleRow*)p.in<float>("chain"),
+                       .batch_size = p.dim("B"),
+                       .pixels = p.dim("n") / PIXEL,
+                       .channels = PIXEL,
+                       .diffusion_steps = 1000};
+    return {.batch = batch,
+            .out = p.in<Real>("x"),
+            .target = p.in<float>("target"),
+            .dout = p.out<Real>("dx")};
 }
 #endif
 
 #ifdef __CUDACC__
 // ---- 1: atomic additions ----------------------------------------------------------------------------------
 
-__global__ void mse_losses_kernel1(float* losses, const float* x, const float* target, size_t count, int n, int parts) {
+// losses (B, parts), zero before: a thread has an element of x and target (B, n), and adds its square to the sum of the
+// element's part. count is B n.
+__global__ void mse_losses_kernel1(float* losses, const float* x, const float* target, size_t count, int n,
+                                   int parts) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    atomicAdd(losses + i / n * parts + i % n / PART, (x[i] - target[i]) * (x[i] - target[i]));
+
+    size_t b = i / n;
+    size_t part = i % n / PART;
+    float error = x[i] - target[i];
+    atomicAdd(losses + b * parts + part, error * error);
 }
+
+// dx (B, n) = 2 weight (x - target) / (B n), with x and target (B, n) and t (B). Version 2 has this kernel too.
 template <typename T>
 __global__ void mse_gradient_kernel1(T* dx, const T* x, const float* target, const int* t, const float* schedule,
                                      size_t count, int n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < count) dx[i] = (T)(2.0f / (float)count * weight_of(schedule, t[i / n]) * ((float)x[i] - target[i]));
+    if (i >= count) return;
+
+    float weight = weight_of(schedule, t[i / n]);
+    float error = (float)x[i] - target[i];
+    dx[i] = (T)(2.0f / (float)count * weight * error);
 }
+
 template <typename T>
 static void mse_gradient1(Problem& p) {
     int n = p.dim("n");
@@ -372,11 +502,14 @@ static void mse_gradient1(Problem& p) {
     launch(mse_gradient_kernel1<T>, ceil_div(count, 256), 256, 0, p.out<T>("dx"), p.in<T>("x"),
            p.in<float>("target"), p.in<int>("t"), p.in<float>("chain"), count, n);
 }
+
 static void mse1(Problem& p) {
-    int n = p.dim("n"), parts = ceil_div(n, PART);
-    size_t count = (size_t)p.dim("B") * n;
+    int B = p.dim("B");
+    int n = p.dim("n");
+    int parts = ceil_div(n, PART);
+    size_t count = (size_t)B * n;
     float* losses = p.out<float>("losses");
-    backend_zero(losses, (size_t)p.dim("B") * parts * sizeof(float));
+    backend_zero(losses, (size_t)B * parts * sizeof(float));
     launch(mse_losses_kernel1, ceil_div(count, 256), 256, 0, losses, p.in<float>("x"), p.in<float>("target"),
            count, n, parts);
     mse_gradient1<float>(p);
@@ -384,23 +517,32 @@ static void mse1(Problem& p) {
 
 // ---- 2: a block a part ------------------------------------------------------------------------------------
 
+// losses (B, parts), of x and target (B, n): a block owns a part. Each of its threads adds up every blockDim.x-th
+// square, and team_sum adds up the threads' sums in a fixed order.
 __global__ void mse_losses_kernel2(float* losses, const floatX* x, const float* target, int n, int parts) {
-    float sum = 0;
     int part = blockIdx.x % parts;
-    size_t sample = (size_t)(blockIdx.x / parts) * n, end = sample + min((part + 1) * PART, n);
-    for (size_t i = sample + part * PART + threadIdx.x; i < end; i += blockDim.x)
-        sum += ((float)x[i] - target[i]) * ((float)x[i] - target[i]);
+    size_t sample = (size_t)(blockIdx.x / parts) * n;
+    size_t end = sample + min((part + 1) * PART, n);
+
+    float sum = 0;
+    for (size_t i = sample + part * PART + threadIdx.x; i < end; i += blockDim.x) {
+        float error = (float)x[i] - target[i];
+        sum += error * error;
+    }
     sum = team_sum(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum;
 }
+
 static void mse2(Problem& p) {
-    int n = p.dim("n"), parts = ceil_div(n, PART);
+    int n = p.dim("n");
+    int parts = ceil_div(n, PART);
     launch(mse_losses_kernel2, p.dim("B") * parts, 256, 0, p.out<float>("losses"), p.in<floatX>("x"),
            p.in<float>("target"), n, parts);
     mse_gradient1<floatX>(p);
 }
 #endif
 
+// The least traffic: x and target are read, dx is written.
 static Work mse_work(const Problem& p) {
     return {0, (sizeof(float) + 2.0 * sizeof(floatX)) * p.dim("B") * (double)p.dim("n")};
 }
@@ -408,9 +550,15 @@ static Work mse_work(const Problem& p) {
 // ==== the ladder ===========================================================================================
 
 static std::vector<Version> versions() {
-    const char *up = "upsample forward", *up_back = "upsample backward", *down = "downsample forward",
-               *down_back = "downsample backward", *plain = "the specification";
-    std::vector<Version> all = {
+    const char* up = "upsample forward";
+    const char* up_back = "upsample backward";
+    const char* down = "downsample forward";
+    const char* down_back = "downsample backward";
+    const char* plain = "the specification";
+    [[maybe_unused]] const char* on_cpu = "train_unet.cu on a CPU";
+    [[maybe_unused]] const char* wide = "16 bytes a thread: the program's";
+    [[maybe_unused]] const char* pairs = "sine and cosine together: the program's";
+    return {
         {0, "silu forward", NCHW, CPU_FP32, plain, silu_forward0},
         {0, "silu backward", NCHW, CPU_FP32, plain, silu_backward0},
         {0, up, NCHW, CPU_FP32, plain, forward_by(repeat0, upsampling)},
@@ -419,53 +567,49 @@ static std::vector<Version> versions() {
         {0, down_back, NCHW, CPU_FP32, plain, backward_by(repeat0, downsampling)},
         {0, "timestep", NHWC, CPU_FP32, plain, timestep0},
         {0, "mse", NHWC, CPU_FP32, plain, mse0},
-    };
-    [[maybe_unused]] auto add = [&](std::initializer_list<Version> more) { all.insert(all.end(), more); };
 #ifdef PROGRAM
-    const char* here = "train_unet.cu on a CPU";
-    add({{0, "silu forward", NCHW, CPU_FP32, here, [](Problem& p) { cpu::run(silu_forward<float>(p)); }},
-         {0, "silu backward", NCHW, CPU_FP32, here, [](Problem& p) { cpu::run(silu_backward<float>(p)); }},
-         {0, up, NHWC, CPU_FP32, here, forward_by(resample_cpu, upsampling)},
-         {0, up_back, NHWC, CPU_FP32, here, backward_by(resample_cpu, upsampling)},
-         {0, down, NHWC, CPU_FP32, here, forward_by(resample_cpu, downsampling)},
-         {0, down_back, NHWC, CPU_FP32, here, backward_by(resample_cpu, downsampling)},
-         {0, "timestep", NHWC, CPU_FP32, here, [](Problem& p) { cpu::run(timestep_layer<float>(p)); }},
-         {0, "mse", NHWC, CPU_FP32, here, [](Problem& p) { cpu::run(mse_layer<float>(p)); }}});
+        {0, "silu forward", NCHW, CPU_FP32, on_cpu, [](Problem& p) { cpu::run(silu_forward<float>(p)); }},
+        {0, "silu backward", NCHW, CPU_FP32, on_cpu, [](Problem& p) { cpu::run(silu_backward<float>(p)); }},
+        {0, up, NHWC, CPU_FP32, on_cpu, forward_by(resample_cpu, upsampling)},
+        {0, up_back, NHWC, CPU_FP32, on_cpu, backward_by(resample_cpu, upsampling)},
+        {0, down, NHWC, CPU_FP32, on_cpu, forward_by(resample_cpu, downsampling)},
+        {0, down_back, NHWC, CPU_FP32, on_cpu, backward_by(resample_cpu, downsampling)},
+        {0, "timestep", NHWC, CPU_FP32, on_cpu, [](Problem& p) { cpu::run(timestep_layer<float>(p)); }},
+        {0, "mse", NHWC, CPU_FP32, on_cpu, [](Problem& p) { cpu::run(mse_layer<float>(p)); }},
 #endif
 #ifdef __CUDACC__
-    add({{1, "silu forward", NCHW, FP32, "a thread an element", silu_forward1},
-         {1, "silu backward", NCHW, FP32, "a thread an element", silu_backward1}});
+        {1, "silu forward", NCHW, FP32, "a thread an element", silu_forward1},
+        {1, "silu backward", NCHW, FP32, "a thread an element", silu_backward1},
 #ifdef PROGRAM
-    add({{2, "silu forward", NHWC, FLOATX, "half the bytes", [](Problem& p) { run(silu_forward<floatX>(p)); }},
-         {2, "silu backward", NHWC, FLOATX, "half the bytes", [](Problem& p) { run(silu_backward<floatX>(p)); }}});
+        {2, "silu forward", NHWC, FLOATX, "half the bytes", [](Problem& p) { run(silu_forward<floatX>(p)); }},
+        {2, "silu backward", NHWC, FLOATX, "half the bytes", [](Problem& p) { run(silu_backward<floatX>(p)); }},
 #endif
-    add({{3, "silu forward", NHWC, FLOATX, "16 bytes a thread", silu_forward3},
-         {3, "silu backward", NHWC, FLOATX, "16 bytes a thread", silu_backward3},
-         {1, up, NCHW, FP32, "a thread a number written", forward_by(repeat1, upsampling)},
-         {1, up_back, NCHW, FP32, "a thread a number written", backward_by(pool1, upsampling)},
-         {2, up, NHWC, FLOATX, "half the bytes", forward_by(repeat2, upsampling)},
-         {2, up_back, NHWC, FLOATX, "half the bytes", backward_by(pool2, upsampling)},
-         {1, down, NCHW, FP32, "a thread a number written", forward_by(pool1, downsampling)},
-         {1, down_back, NCHW, FP32, "a thread a number written", backward_by(repeat1, downsampling)},
-         {2, down, NHWC, FLOATX, "half the bytes", forward_by(pool2, downsampling)},
-         {2, down_back, NHWC, FLOATX, "half the bytes", backward_by(repeat2, downsampling)},
-         {1, "timestep", NHWC, FP32, "angles in float", timestep1<float>, 3e-4},  // of 999 radians
-         {2, "timestep", NHWC, FP32, "angles in double", timestep1<double>},
-         {1, "mse", NHWC, FP32, "atomic additions, gradient apart", mse1, 0, ATOMICS},
-         {2, "mse", NHWC, FLOATX, "a block a part, gradient apart", mse2}});
+        {3, "silu forward", NHWC, FLOATX, "16 bytes a thread", silu_forward3},
+        {3, "silu backward", NHWC, FLOATX, "16 bytes a thread", silu_backward3},
+        {1, up, NCHW, FP32, "a thread a number written", forward_by(repeat1, upsampling)},
+        {1, up_back, NCHW, FP32, "a thread a number written", backward_by(pool1, upsampling)},
+        {2, up, NHWC, FLOATX, "half the bytes", forward_by(repeat2, upsampling)},
+        {2, up_back, NHWC, FLOATX, "half the bytes", backward_by(pool2, upsampling)},
+        {1, down, NCHW, FP32, "a thread a number written", forward_by(pool1, downsampling)},
+        {1, down_back, NCHW, FP32, "a thread a number written", backward_by(repeat1, downsampling)},
+        {2, down, NHWC, FLOATX, "half the bytes", forward_by(pool2, downsampling)},
+        {2, down_back, NHWC, FLOATX, "half the bytes", backward_by(repeat2, downsampling)},
+        {1, "timestep", NHWC, FP32, "angles in float", timestep1<float>, 3e-4},  // of 999 radians
+        {2, "timestep", NHWC, FP32, "angles in double", timestep1<double>},
+        {1, "mse", NHWC, FP32, "atomic additions, gradient apart", mse1, 0, ATOMICS},
+        {2, "mse", NHWC, FLOATX, "a block a part, gradient apart", mse2},
 #ifdef PROGRAM
-    const char *wide = "16 bytes a thread: the program's", *pairs = "sine and cosine together: the program's";
-    add({{4, "silu norm", NHWC, FLOATX, "group norm, then version 3", silu_norm4},
-         {5, "silu norm", NHWC, FLOATX, "within the group norm: the program's", silu_norm5},
-         {3, up, NHWC, FLOATX, wide, forward_by(resample3, upsampling)},
-         {3, up_back, NHWC, FLOATX, wide, backward_by(resample3, upsampling)},
-         {3, down, NHWC, FLOATX, wide, forward_by(resample3, downsampling)},
-         {3, down_back, NHWC, FLOATX, wide, backward_by(resample3, downsampling)},
-         {3, "timestep", NHWC, FLOATX, pairs, [](Problem& p) { run(timestep_layer<floatX>(p)); }},
-         {3, "mse", NHWC, FLOATX, "one pass: the program's", [](Problem& p) { run(mse_layer<floatX>(p)); }}});
+        {4, "silu norm", NHWC, FLOATX, "group norm, then version 3", silu_norm4},
+        {5, "silu norm", NHWC, FLOATX, "within the group norm: the program's", silu_norm5},
+        {3, up, NHWC, FLOATX, wide, forward_by(resample3, upsampling)},
+        {3, up_back, NHWC, FLOATX, wide, backward_by(resample3, upsampling)},
+        {3, down, NHWC, FLOATX, wide, forward_by(resample3, downsampling)},
+        {3, down_back, NHWC, FLOATX, wide, backward_by(resample3, downsampling)},
+        {3, "timestep", NHWC, FLOATX, pairs, [](Problem& p) { run(timestep_layer<floatX>(p)); }},
+        {3, "mse", NHWC, FLOATX, "one pass: the program's", [](Problem& p) { run(mse_layer<floatX>(p)); }},
 #endif
 #endif
-    return all;
+    };
 }
 
 }  // namespace elementwise
