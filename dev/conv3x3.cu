@@ -8,70 +8,84 @@
 //   2  CPU      im2col in a thread's cache, a product a tile: conv3x3_cpu.h (without a GPU only)
 //   3  CPU      direct, a product a tap and row of pixels: conv3x3_cpu.h (without a GPU only)
 //   4  CPU      Winograd, F(2x2): train_unet.cu's own (without a GPU only)
-//   1  fp32     the same on the GPU: a thread an output; weight gradient: a block a filter
+//   1  fp32     the definition on the GPU: a thread an output; weight gradient: a block a filter
 //   2  fp32     im2col buffer + one cuBLAS product, transposes around it
 //   3  fp32     direct: a thread a patch of pixels, products scattered with atomics
-//   4  fp32     the same, with 16-byte loads and the weights transposed in shared memory
+//   4  fp32     version 3 with 16-byte loads, and the weights transposed in shared memory
 //   5  fp32     no atomics: each block loads its apron; weight gradient: each block walks over all pixels
 //   6  fp32     no atomics: partial sums to a buffer, added up by a second kernel
 //   7  fp32     Winograd, F(2x2) and F(4x4): fewer multiplications, larger errors
 //   8  bf16     implicit GEMM on tensor cores: mma.sync fed by cp.async
 //   9  bf16     train_unet.cu's own
 //
-// Pass "backward" is input and weight gradient together: version 8 in one kernel that loads dout once,
-// version 9 as train_unet.cu has it, two kernels side by side.
+// The pass "backward" is input and weight gradient together: version 8 is one kernel that loads dout once,
+// version 9 is train_unet.cu's two kernels side by side.
 //
 // Versions 1 to 7 are NCHW with w (O, C, 3, 3), as in PyTorch; versions 8 and 9 are NHWC with w (O, 3, 3, C).
-// Whatever else a version wants (flipped weights, other layouts) it makes itself, in its time. Sizes that are
-// no multiples of a tile are welcome; in versions 4 to 8 W is a multiple of 4 and channels are multiples of
-// 8. At the shapes of the default model, its three-channel ends among them, only version 9 is run unless
-// another is asked for.
+// If a version wants anything else (flipped weights, other layouts), it makes that itself, and is timed with
+// it. Sizes need not be multiples of a tile, but versions 4 to 8 need a W that is a multiple of 4 and channels
+// that are multiples of 8. At the shapes of the default model, its three-channel ends among them, only version
+// 9 is run unless another is asked for.
 //
-// What the steps change: the figures are for 192 to 64 channels at 64x64, B = 32, 29 GFLOP, on an H100. The
-// loops (1) take 370 ms on 16 cores. A thread an output has the GPU's parallelism but pays two loads for
-// each multiplication: 5.1 ms. The im2col buffer (2) turns the layer into what a GPU is best at, for the
-// price of writing and reading 0.9 GB, which is half of its time. Direct versions need only shared memory.
-// Scattering (3) lets a thread multiply what it has without looking at its neighbours, but then each output
-// is four atomic additions, and a weight read from shared memory serves four multiplications. Wide reads (4)
-// bring four weights at a time: a quarter less time. The apron (5) is the step that pays: who gathers needs
-// no registers for a neighbour's sums, so the same 64 registers hold four times the outputs, a 16-byte read
-// serves 32 multiplications instead of 16, and the atomics are gone; this is within 4% of cuDNN's fp32
-// kernel. The buffer of partial sums (6) is deterministic too, for four times the output's traffic, and
-// costs less than the atomics. Winograd (7) is the way past the peak of the fp32 units: 2.25 times fewer
-// multiplications, or 4 times, of which transforms and their traffic leave 1.3 and 2.1; F(4x4) has thirty
-// times the error. Tensor cores (8) make plain arithmetic nearly twice as fast again, although every tap
-// fetches its pixels anew, 0.7 GB through the second-level cache. Production (9) fetches a patch of the
-// image once for all nine taps, and on Hopper leaves fetching and multiplying to the copy engine and wgmma:
-// 3.7 times version 8, and faster than cuDNN. Its portable kernel takes 90 us there.
+// What the steps change, forward. The figures are for 192 to 64 channels at 64x64, B = 32, which is 29 GFLOP,
+// on an H100.
+//   1  The loops take 370 ms on 16 cores. A thread an output uses all of the GPU, but pays two loads for each
+//      multiplication: 5.1 ms.
+//   2  The im2col buffer turns the layer into what a GPU is best at, a matrix product. The price is to write and
+//      to read 0.9 GB, which takes half of the time. All later versions need only shared memory.
+//   3  Scattering lets a thread multiply the pixels it has without a look at their neighbours. But each output
+//      now is four atomic additions, and a weight read from shared memory serves only four multiplications.
+//   4  Wide reads bring four weights at a time, which takes a quarter off the time.
+//   5  The apron is the step that pays. A thread that gathers needs no registers for its neighbours' sums, so
+//      the same 64 registers hold four times the outputs, a 16-byte read serves 32 multiplications instead of
+//      16, and the atomics are gone. This is within 4% of cuDNN's fp32 kernel.
+//   6  The buffer of partial sums gives the same bits on every run too. It has four times the output's traffic,
+//      but costs less than the atomics.
+//   7  Winograd is the way past the peak of the fp32 units. F(2x2) has 2.25 times fewer multiplications and
+//      F(4x4) four times fewer; the transforms and their traffic leave 1.3 and 2.1 of that. The error of F(4x4)
+//      is thirty times as large.
+//   8  Tensor cores make plain arithmetic nearly twice as fast again, although every tap fetches its pixels
+//      anew, 0.7 GB through the second-level cache.
+//   9  The program fetches a patch of the image once for all nine taps, and on Hopper leaves fetching and
+//      multiplying to the copy engine and wgmma: 3.7 times as fast as version 8, and faster than cuDNN. Its
+//      portable kernel takes 90 us there.
 //
-// Input gradient: the same convolution of flipped weights, 64 to 192 channels, so the same ladder behind a
-// small kernel that flips. Three times the outputs make what writes them dearer (atomics, partial sums,
-// Winograd's last transform); a third of the inputs makes im2col cheaper. Production reads the weights as
-// they lie. Its blocks take several tiles each, so that the next tile's patch is on its way while one's
-// outputs are written: 57 us, and 63 with a block a tile. Since those were measured, two warpgroups take the
-// tiles in turn and ask nothing for each element: a step's input gradients got 18 to 22% shorter on an H100.
+// Input gradient: it is the same convolution with flipped weights, from 64 to 192 channels, so versions 1 to 8
+// are the same ladder behind a small kernel that flips. With three times the outputs, whatever writes outputs
+// costs more (atomics, partial sums, Winograd's last transform). With a third of the inputs, im2col costs less.
+// The program reads the weights as they lie. Its blocks take several tiles each, so that the next tile's patch
+// is on its way while the outputs of one are written: 57 us, and 63 with a block a tile. After these were
+// measured, the kernel changed: two warpgroups take the tiles in turn, and nothing is decided for each element.
+// That made the input gradients of a step 18 to 22% shorter on an H100.
 //
 // Weight gradient: the sums run over 131,072 pixels and the outputs are few, so the question is not how to
-// multiply but who adds up. With atomics (3) 2,048 blocks meet in each of 110,592 sums, and nothing else
-// matters: the better loads of version 4 change nothing. One owner for each sum (5) needs no atomics and
-// leaves six blocks for 132 multiprocessors: seven times slower. Splitting the pixels over just as many
-// blocks as the GPU holds (6) makes 44 partial sums of 2,048 additions: 3.4 times faster than the atomics,
-// deterministic, and a fifth of their rounding error. Production (9) keeps all nine taps of 64 x 64 channels
-// in registers while x and dout stream by once; a second kernel adds up the splits' sums.
+// multiply but who adds up.
+//   3, 4  With atomics 2,048 blocks meet in each of 110,592 sums, and nothing else matters: the better loads of
+//         version 4 change nothing.
+//   5     One owner for each sum needs no atomics, but leaves six blocks for 132 multiprocessors. It is seven
+//         times slower.
+//   6     The pixels are split over just as many blocks as the GPU holds, which makes 44 partial sums of 2,048
+//         additions. It is 3.4 times faster than the atomics, gives the same bits on every run, and has a fifth
+//         of their rounding error.
+//   9     The program keeps all nine taps of 64 x 64 channels in registers while x and dout stream by once. A
+//         second kernel adds up the sums of the splits.
 //
 // Backward: should one kernel compute both gradients, since both read dout? Version 8 does so with the
-// portable kernels' own fragments and takes 189 us; those two kernels side by side take 191 us (in a build
-// without Hopper's instructions). All there is to save is one reading of dout, 17 MB or 6 us. The price: 176
-// sums a thread and so one block a multiprocessor, one split of the pixels for both, and beyond 64 output
-// channels a launch for each 64. Two kernels, each with the tile, the split and the instructions that suit
-// it, take 104 us. The idea doesn't pay.
+// fragments of the program's portable kernels and takes 189 us; those two kernels side by side take 191 us (in
+// a build without Hopper's instructions). All there is to save is one reading of dout, 17 MB or 6 us. The price
+// is 176 sums a thread and so one block a multiprocessor, one split of the pixels for both gradients, and, for
+// more than 64 output channels, a launch for each 64. Two kernels, each with the tile, the split and the
+// instructions that suit it, take 104 us. The idea doesn't pay.
 //
-// On a CPU, two threads of an Intel Xeon with AVX-512, the same shape at B = 4: the definition takes 161 ms
-// forward, 140 for the input gradient and 258 for the weight gradient, as its multiplications load two
-// numbers each and most store one. Written out in a thread's cache (2), neighbourhoods make a product whose
-// sums stay in registers: 16, 14 and 18 ms. Multiplied where they lie (3), a row of pixels and a tap at a
-// time, they need no copies, but the sums pass through the first-level cache once a tap: 13, 14 and 14 ms.
-// Winograd (4) has 2.25 times fewer multiplications and is twice as fast: 6.5, 7.8 and 7.7 ms.
+// On a CPU, two threads of an Intel Xeon with AVX-512, the same shape at B = 4. Times are of forward, input
+// gradient and weight gradient.
+//   1  The definition takes 161, 140 and 258 ms, as its multiplications load two numbers each and most store
+//      one.
+//   2  Neighbourhoods written out in a thread's cache make a product whose sums stay in registers: 16, 14 and
+//      18 ms.
+//   3  Pixels multiplied where they lie, a tap and a row at a time, need no copies, but the sums pass through
+//      the first-level cache once a tap: 13, 14 and 14 ms.
+//   4  Winograd has 2.25 times fewer multiplications and is twice as fast: 6.5, 7.8 and 7.7 ms.
 #include "convolution.h"
 #ifdef __CUDACC__
 #include "cublas.h"
@@ -82,13 +96,17 @@
 namespace conv3x3 {
 
 struct Shape {
-    int B, C, O, H, W;
+    int B, C, O, H, W;  // x is (B, C, H, W), out is (B, O, H, W)
+
     static Shape of(const Problem& p) { return {p.dim("B"), p.dim("C"), p.dim("O"), p.dim("H"), p.dim("W")}; }
 };
 
 // ---- forward ----------------------------------------------------------------------------------------------
 
-// 1: the definition. The x loop is innermost, so that a CPU can vectorise it.
+// 1: the definition, w (O, C, 3, 3):
+//     out[b][o][oy][ox] = bias[o] + sum over c, tap_y, tap_x of
+//                         w[o][c][tap_y][tap_x] x[b][c][oy + tap_y - 1][ox + tap_x - 1]
+// The loop over a line's pixels is innermost, so that a CPU can vectorise it.
 static void conv3x3_forward_kernel1(Problem&, float* out, const float* x, const float* w, const float* bias,
                                     Shape s) {
 #pragma omp parallel for collapse(3)
@@ -97,14 +115,18 @@ static void conv3x3_forward_kernel1(Problem&, float* out, const float* x, const 
             for (int oy = 0; oy < s.H; oy++) {
                 float* line = out + (((size_t)b * s.O + o) * s.H + oy) * s.W;
                 for (int ox = 0; ox < s.W; ox++) line[ox] = bias ? bias[o] : 0.0f;
+
                 for (int c = 0; c < s.C; c++)
-                    for (int dy = 0; dy < 3; dy++) {
-                        if (oy + dy < 1 || oy + dy > s.H) continue;
-                        const float* source = x + (((size_t)b * s.C + c) * s.H + oy + dy - 1) * s.W - 1;
-                        for (int dx = 0; dx < 3; dx++) {
-                            float weight = w[(((size_t)o * s.C + c) * 3 + dy) * 3 + dx];
-                            int first = dx == 0 ? 1 : 0, last = dx == 2 ? s.W - 1 : s.W;
-                            for (int ox = first; ox < last; ox++) line[ox] += weight * source[ox + dx];
+                    for (int tap_y = 0; tap_y < 3; tap_y++) {
+                        int iy = oy + tap_y - 1;
+                        if (iy < 0 || iy >= s.H) continue;
+
+                        const float* source = x + (((size_t)b * s.C + c) * s.H + iy) * s.W;
+                        for (int tap_x = 0; tap_x < 3; tap_x++) {
+                            float weight = w[(((size_t)o * s.C + c) * 3 + tap_y) * 3 + tap_x];
+                            int first = tap_x == 0 ? 1 : 0;
+                            int last = tap_x == 2 ? s.W - 1 : s.W;
+                            for (int ox = first; ox < last; ox++) line[ox] += weight * source[ox + tap_x - 1];
                         }
                     }
             }
@@ -113,52 +135,78 @@ static void conv3x3_forward_kernel1(Problem&, float* out, const float* x, const 
 #ifdef __CUDACC__
 // 1 on the GPU: a thread an output. Neighbouring threads read neighbouring pixels and all the same weight, so
 // caches catch most of it, but a multiplication still costs two loads.
+//
+// In all kernels a coordinate is compared as an unsigned number: below 0 it is larger than any size, so one
+// comparison finds both ends of the image.
 __global__ void conv3x3_forward_thread_kernel1(float* out, const float* x, const float* w, const float* bias,
                                                Shape s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)s.B * s.O * s.H * s.W) return;
-    int ox = (int)(i % s.W), oy = (int)(i / s.W % s.H), o = (int)(i / s.W / s.H % s.O);
-    const float* image = x + i / s.W / s.H / s.O * s.C * s.H * s.W;
+
+    int ox = (int)(i % s.W);
+    int oy = (int)(i / s.W % s.H);
+    int o = (int)(i / s.W / s.H % s.O);
+    size_t b = i / s.W / s.H / s.O;
+
+    const float* image = x + b * s.C * s.H * s.W;
     float sum = bias ? bias[o] : 0.0f;
     for (int c = 0; c < s.C; c++)
         for (int tap = 0; tap < 9; tap++) {
-            int iy = oy + tap / 3 - 1, ix = ox + tap % 3 - 1;
+            int iy = oy + tap / 3 - 1;
+            int ix = ox + tap % 3 - 1;
             if ((unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
                 sum += w[((size_t)o * s.C + c) * 9 + tap] * image[((size_t)c * s.H + iy) * s.W + ix];
         }
     out[i] = sum;
 }
+
 static void conv3x3_forward1(Problem&, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
-    launch(conv3x3_forward_thread_kernel1, ceil_div((size_t)s.B * s.O * s.H * s.W, 256), 256, 0, out, x, w,
-           bias, s);
+    size_t outputs = (size_t)s.B * s.O * s.H * s.W;
+    launch(conv3x3_forward_thread_kernel1, ceil_div(outputs, 256), 256, 0, out, x, w, bias, s);
 }
 
 // 2: the convolution as one matrix product. Row m of `columns` (B*H*W, 9, C) holds the 3x3 neighbourhood of
-// pixel m: every element of x is written nine times and read back by the product.
+// pixel m, so every element of x is written nine times and read back by the product:
+//     rows (B*H*W, O) = columns (B*H*W, 9 C) w^T (9 C, O)
 enum { IM2COL_CHANNELS = 32 };  // 128 bytes of a row
 
-// Block (tile, channels, b): 8 x 8 pixels, 32 channels. x is read along the image and written along the
-// channels; shared memory turns it around.
+// columns (B*H*W, 9, C) of x (B, C, H, W). Block (tile, channels, b) copies 8 x 8 pixels of 32 channels. It
+// reads x along the image and writes along the channels; shared memory turns the tile around.
 __global__ void conv3x3_im2col_kernel2(float* columns, const float* x, Shape s) {
-    __shared__ float xs[IM2COL_CHANNELS][101];  // 100 = (8 + 2)^2; one more: channels lie in 32 banks
-    int tiles_x = ceil_div(s.W, 8), y0 = blockIdx.x / tiles_x * 8, x0 = blockIdx.x % tiles_x * 8;
-    int c0 = blockIdx.y * IM2COL_CHANNELS, b = blockIdx.z;
+    // A channel's 8 x 8 pixels and their border are 10 x 10. With one more element, the 32 channels that a warp
+    // reads lie in 32 different banks.
+    __shared__ float xs[IM2COL_CHANNELS][101];
+    int tiles_x = ceil_div(s.W, 8);
+    int y0 = blockIdx.x / tiles_x * 8;
+    int x0 = blockIdx.x % tiles_x * 8;
+    int c0 = blockIdx.y * IM2COL_CHANNELS;
+    int b = blockIdx.z;
+
     for (int i = threadIdx.x; i < IM2COL_CHANNELS * 100; i += blockDim.x) {
-        int c = c0 + i / 100, iy = y0 - 1 + i / 10 % 10, ix = x0 - 1 + i % 10;
+        int c = c0 + i / 100;
+        int iy = y0 - 1 + i / 10 % 10;
+        int ix = x0 - 1 + i % 10;
         bool inside = c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W;
         xs[i / 100][i % 100] = inside ? x[(((size_t)b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
     }
     __syncthreads();
+
     int c = threadIdx.x % 32;
     if (c0 + c >= s.C) return;
+
     for (int i = threadIdx.x / 32; i < 64 * 9; i += blockDim.x / 32) {
-        int pixel = i / 9, tap = i % 9, py = pixel / 8, px = pixel % 8;
+        int pixel = i / 9;
+        int tap = i % 9;
+        int py = pixel / 8;
+        int px = pixel % 8;
         if (y0 + py >= s.H || x0 + px >= s.W) continue;
+
         size_t m = ((size_t)b * s.H + y0 + py) * s.W + x0 + px;
         columns[(m * 9 + tap) * s.C + c0 + c] = xs[c][(py + tap / 3) * 10 + px + tap % 3];
     }
 }
+
 static float* im2col(Problem& p, const float* x, Shape s) {
     float* columns = p.scratch<float>("columns", (size_t)s.B * s.H * s.W * 9 * s.C);  // (B*H*W, 9, C)
     dim3 grid(ceil_div(s.H, 8) * ceil_div(s.W, 8), ceil_div(s.C, IM2COL_CHANNELS), s.B);
@@ -166,11 +214,16 @@ static float* im2col(Problem& p, const float* x, Shape s) {
     return columns;
 }
 
-// to (O, 9, C) = from (O, C, 9), or back, then added: to (O, C, 9) += from (O, 9, C).
+// Moves the taps of n weights before the channels, to (O, 9, C) = from (O, C, 9). With `back` it is the other
+// way, and adds: to (O, C, 9) += from (O, 9, C).
 __global__ void conv3x3_taps_kernel2(float* to, const float* from, int C, size_t n, bool back) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    size_t o = i / (9 * C), j = i % (9 * C), planar = (o * C + j % C) * 9 + j / C;
+
+    size_t o = i / (9 * C);
+    size_t tap = i % (9 * C) / C;
+    size_t c = i % (9 * C) % C;
+    size_t planar = (o * C + c) * 9 + tap;
     if (back)
         to[planar] += from[i];
     else
@@ -179,8 +232,10 @@ __global__ void conv3x3_taps_kernel2(float* to, const float* from, int C, size_t
 
 static void conv3x3_forward2(Problem& p, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
-    int M = s.B * s.H * s.W, K = 9 * s.C;
+    int M = s.B * s.H * s.W;
+    int K = 9 * s.C;
     size_t n = (size_t)s.O * K;
+
     float* columns = im2col(p, x, s);                         // (M, 9, C)
     float* weights = p.scratch<float>("weights", n);          // (O, 9, C)
     float* rows = p.scratch<float>("rows", (size_t)M * s.O);  // (B, H*W, O)
@@ -190,64 +245,93 @@ static void conv3x3_forward2(Problem& p, float* out, const float* x, const float
 }
 
 // 3: no buffer. A block owns 8 x 8 pixels of x and 64 output channels, a thread 2 x 2 of the pixels and 4 of
-// the channels: it multiplies what it has by all nine taps, which gives a part of 4 x 4 pixels of the output.
-// Neighbours overlap there, so the parts are added with atomics to an output that starts as the bias.
-enum { OUTPUTS = 64, STEP = 8 };  // output channels of a block; channels of x in shared memory at a time
+// the channels. A thread multiplies its pixels by all nine taps, which gives a part of the sums of 4 x 4 pixels
+// of the output. These overlap with those of its neighbours, so that all parts are added with atomics, to an
+// output that starts as the bias.
+enum {
+    OUTPUTS = 64,  // output channels of a block
+    STEP = 8       // channels of x in shared memory at a time
+};
 
 __global__ void conv3x3_fill_kernel3(float* out, const float* bias, int O, int T, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = bias ? bias[i / T % O] : 0.0f;
 }
+
+// out (B, O, H, W) = bias (O), or zeros where there is none.
 static void fill(float* out, const float* bias, Shape s) {
     size_t n = (size_t)s.B * s.O * s.H * s.W;
     launch(conv3x3_fill_kernel3, ceil_div(n, 256), 256, 0, out, bias, s.O, s.H * s.W, n);
 }
 
-// What a thread of the scattering kernels owns.
+// What a thread of the scattering kernels owns. Sixteen threads share four channels and have a patch each.
 struct ScatterPlace {
     int b, o0, y0, x0;  // the block's image, first output channel and pixel
     int o, py, px;      // the thread's own within them
+
     __device__ ScatterPlace(Shape s) {
-        int tiles_x = ceil_div(s.W, 8), patch = threadIdx.x % 16;
-        b = blockIdx.z, o0 = blockIdx.y * OUTPUTS;
-        y0 = blockIdx.x / tiles_x * 8, x0 = blockIdx.x % tiles_x * 8;
-        o = threadIdx.x / 16 * 4, py = patch / 4 * 2, px = patch % 4 * 2;
+        int tiles_x = ceil_div(s.W, 8);
+        int patch = threadIdx.x % 16;
+        b = blockIdx.z;
+        o0 = blockIdx.y * OUTPUTS;
+        y0 = blockIdx.x / tiles_x * 8;
+        x0 = blockIdx.x % tiles_x * 8;
+        o = threadIdx.x / 16 * 4;
+        py = patch / 4 * 2;
+        px = patch % 4 * 2;
     }
 };
+
 static dim3 scatter_grid(Shape s) {
     return dim3(ceil_div(s.H, 8) * ceil_div(s.W, 8), ceil_div(s.O, OUTPUTS), s.B);
 }
-// The thread's 4 x 4 pixels of 4 channels begin a pixel above and to the left of its own.
+
+// Adds a thread's sums, 4 channels of 4 x 4 pixels, to out (B, O, H, W). Their first pixel is one above and one
+// to the left of the thread's own.
 static __device__ void scatter(float* out, const float (&sum)[4][4][4], ScatterPlace p, Shape s) {
 #pragma unroll
     for (int i = 0; i < 64; i++) {
-        int o = p.o0 + p.o + i / 16, oy = p.y0 + p.py - 1 + i / 4 % 4, ox = p.x0 + p.px - 1 + i % 4;
+        int k = i / 16;
+        int y = i / 4 % 4;
+        int x = i % 4;
+        int o = p.o0 + p.o + k;
+        int oy = p.y0 + p.py - 1 + y;
+        int ox = p.x0 + p.px - 1 + x;
         if (o < s.O && (unsigned)oy < (unsigned)s.H && (unsigned)ox < (unsigned)s.W)
-            atomicAdd(out + (((size_t)p.b * s.O + o) * s.H + oy) * s.W + ox, sum[i / 16][i / 4 % 4][i % 4]);
+            atomicAdd(out + (((size_t)p.b * s.O + o) * s.H + oy) * s.W + ox, sum[k][y][x]);
     }
 }
 
+// out (B, O, H, W) += the convolution of x (B, C, H, W) by w (O, C, 9).
 __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel3(float* out, const float* x, const float* w, Shape s) {
-    __shared__ float xs[STEP][8][8], ws[OUTPUTS][STEP * 9];
+    __shared__ float xs[STEP][8][8];
+    __shared__ float ws[OUTPUTS][STEP * 9];
     ScatterPlace p(s);
-    float sum[4][4][4] = {};
+    float sum[4][4][4] = {};  // channel, line and column of the output
+
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 64; i += 256) {
-            int c = c0 + i / 64, iy = p.y0 + i / 8 % 8, ix = p.x0 + i % 8;
+            int c = c0 + i / 64;
+            int iy = p.y0 + i / 8 % 8;
+            int ix = p.x0 + i % 8;
             bool inside = c < s.C && iy < s.H && ix < s.W;
             xs[i / 64][i / 8 % 8][i % 8] = inside ? x[(((size_t)p.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
         }
         for (int i = threadIdx.x; i < OUTPUTS * STEP * 9; i += 256) {
-            int o = p.o0 + i / (STEP * 9), k = c0 * 9 + i % (STEP * 9);
-            ws[i / (STEP * 9)][i % (STEP * 9)] = o < s.O && k < s.C * 9 ? w[(size_t)o * s.C * 9 + k] : 0.0f;
+            int o = p.o0 + i / (STEP * 9);
+            int k = c0 * 9 + i % (STEP * 9);
+            bool inside = o < s.O && k < s.C * 9;
+            ws[i / (STEP * 9)][i % (STEP * 9)] = inside ? w[(size_t)o * s.C * 9 + k] : 0.0f;
         }
         __syncthreads();
+
 #pragma unroll 1
         for (int c = 0; c < STEP; c++) {
             float in[2][2];
 #pragma unroll
             for (int i = 0; i < 4; i++) in[i / 2][i % 2] = xs[c][p.py + i / 2][p.px + i % 2];
+
 #pragma unroll
             for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -262,6 +346,7 @@ __global__ void __launch_bounds__(256)
     }
     scatter(out, sum, p, s);
 }
+
 static void conv3x3_forward3(Problem&, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
     fill(out, bias, s);
@@ -272,26 +357,35 @@ static void conv3x3_forward3(Problem&, float* out, const float* x, const float* 
 // channels innermost: one 16-byte read brings a tap of all four channels, and the threads of a warp no longer
 // meet in a bank. W and C are multiples of four.
 
-// ws (STEP, 9, OUTPUTS) = w (O, C, 9)[o0 :, c0 :], transposed.
+// ws (STEP, 9, OUTPUTS) = w (O, C, 9), from output o0 and channel c0 on, transposed.
 template <int THREADS>
 static __device__ void load_weights(float (&ws)[STEP * 9][OUTPUTS], const float* w, int o0, int c0, Shape s) {
-    // Neighbouring threads have neighbouring channels: each reads a line of its own, but they write to
-    // different banks, and the rest of a line is still in L1 when it is wanted.
+    // Neighbouring threads have neighbouring output channels. Each reads a cache line of its own, but they write
+    // to different banks, and the rest of a line is still in L1 when it is wanted.
     for (int i = threadIdx.x; i < OUTPUTS * STEP * 9 / 4; i += THREADS) {
-        int o = i % OUTPUTS, k = i / OUTPUTS * 4;
+        int o = i % OUTPUTS;
+        int k = i / OUTPUTS * 4;
         float4 v = make_float4(0, 0, 0, 0);
         if (o0 + o < s.O && c0 * 9 + k < s.C * 9)
             v = *(const float4*)(w + ((size_t)(o0 + o) * s.C + c0) * 9 + k);
-        ws[k][o] = v.x, ws[k + 1][o] = v.y, ws[k + 2][o] = v.z, ws[k + 3][o] = v.w;
+        ws[k][o] = v.x;
+        ws[k + 1][o] = v.y;
+        ws[k + 2][o] = v.z;
+        ws[k + 3][o] = v.w;
     }
 }
+
+// A thread's sums for scatter(), of x (B, C, H, W) and w (O, C, 9).
 static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, const float* w, ScatterPlace p,
                                       Shape s) {
     __shared__ __align__(16) float xs[STEP][8][12];  // 12: a warp's 16 patches lie in different banks
     __shared__ __align__(16) float ws[STEP * 9][OUTPUTS];
+
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 16; i += 256) {
-            int c = c0 + i / 16, iy = p.y0 + i / 2 % 8, ix = p.x0 + i % 2 * 4;
+            int c = c0 + i / 16;
+            int iy = p.y0 + i / 2 % 8;
+            int ix = p.x0 + i % 2 * 4;
             float4 v = make_float4(0, 0, 0, 0);
             if (c < s.C && iy < s.H && ix < s.W)
                 v = *(const float4*)(x + (((size_t)p.b * s.C + c) * s.H + iy) * s.W + ix);
@@ -299,9 +393,13 @@ static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, con
         }
         load_weights<256>(ws, w, p.o0, c0, s);
         __syncthreads();
+
 #pragma unroll 1
         for (int c = 0; c < STEP; c++) {
-            float2 in[2] = {*(const float2*)&xs[c][p.py][p.px], *(const float2*)&xs[c][p.py + 1][p.px]};
+            float2 in[2];  // the thread's two lines of two pixels
+            in[0] = *(const float2*)&xs[c][p.py][p.px];
+            in[1] = *(const float2*)&xs[c][p.py + 1][p.px];
+
 #pragma unroll
             for (int tap = 0; tap < 9; tap++) {
                 float4 v = *(const float4*)&ws[c * 9 + tap][p.o];
@@ -318,6 +416,7 @@ static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, con
         __syncthreads();
     }
 }
+
 __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel4(float* out, const float* x, const float* w, Shape s) {
     ScatterPlace p(s);
@@ -325,28 +424,39 @@ __global__ void __launch_bounds__(256)
     scattered_sums(sum, x, w, p, s);
     scatter(out, sum, p, s);
 }
+
 static void conv3x3_forward4(Problem&, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
     fill(out, bias, s);
     launch(conv3x3_forward_kernel4, scatter_grid(s), 256, 0, out, x, w, s);
 }
 
-// 5: no atomics. A block owns 8 x 16 pixels of the *output* and reads its apron, one more pixel on each side,
-// too: 1.4 times the loads of x, but every sum has one owner, the output is written once, and the registers
-// that held the borders of a patch hold outputs: 2 x 4 pixels of 8 channels a thread, with more than twice
-// the multiplications for each read of shared memory.
+// 5: no atomics. A block owns 8 x 16 pixels of the *output* and reads these pixels of x with an apron, one more
+// pixel on each side. That is 1.4 times the loads of x, but every sum has one owner and the output is written
+// once. The registers that held the border of a patch now hold outputs, 2 x 4 pixels of 8 channels a thread, so
+// that each read of shared memory serves more than twice the multiplications.
 __global__ void __launch_bounds__(128, 4)
     conv3x3_forward_kernel5(float* out, const float* x, const float* w, const float* bias, Shape s) {
-    __shared__ __align__(16) float xs[STEP][10][24];  // columns from x0 - 4, to begin at 16 bytes
+    __shared__ __align__(16) float xs[STEP][10][24];  // columns from x0 - 4 on, so that all loads are aligned
     __shared__ __align__(16) float ws[STEP * 9][OUTPUTS];
-    int tiles_x = ceil_div(s.W, 16), patch = threadIdx.x % 16;
-    int b = blockIdx.z, o0 = blockIdx.y * OUTPUTS;
-    int y0 = blockIdx.x / tiles_x * 8, x0 = blockIdx.x % tiles_x * 16;
-    int o = threadIdx.x / 16 * 8, py = patch / 4 * 2, px = patch % 4 * 4;
-    float sum[8][2][4] = {};
+    int tiles_x = ceil_div(s.W, 16);
+    int b = blockIdx.z;
+    int o0 = blockIdx.y * OUTPUTS;
+    int y0 = blockIdx.x / tiles_x * 8;
+    int x0 = blockIdx.x % tiles_x * 16;
+
+    // The thread's own channels and pixels within the block's.
+    int patch = threadIdx.x % 16;
+    int o = threadIdx.x / 16 * 8;
+    int py = patch / 4 * 2;
+    int px = patch % 4 * 4;
+    float sum[8][2][4] = {};  // channel, line and column
+
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 60; i += 128) {
-            int c = c0 + i / 60, iy = y0 - 1 + i / 6 % 10, ix = x0 - 4 + i % 6 * 4;
+            int c = c0 + i / 60;
+            int iy = y0 - 1 + i / 6 % 10;
+            int ix = x0 - 4 + i % 6 * 4;
             float4 v = make_float4(0, 0, 0, 0);
             if (c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
                 v = *(const float4*)(x + (((size_t)b * s.C + c) * s.H + iy) * s.W + ix);
@@ -354,16 +464,22 @@ __global__ void __launch_bounds__(128, 4)
         }
         load_weights<128>(ws, w, o0, c0, s);
         __syncthreads();
+
 #pragma unroll 1
         for (int c = 0; c < STEP; c++) {
-            float in[4][6];
+            float in[4][6];  // the thread's pixels and their border
 #pragma unroll
             for (int y = 0; y < 4; y++) {
                 const float* line = xs[c][py + y] + px;
                 float4 v = *(const float4*)(line + 4);
-                in[y][0] = line[3], in[y][1] = v.x, in[y][2] = v.y, in[y][3] = v.z, in[y][4] = v.w;
+                in[y][0] = line[3];
+                in[y][1] = v.x;
+                in[y][2] = v.y;
+                in[y][3] = v.z;
+                in[y][4] = v.w;
                 in[y][5] = line[8];
             }
+
 #pragma unroll
             for (int tap = 0; tap < 9; tap++)
 #pragma unroll
@@ -379,61 +495,78 @@ __global__ void __launch_bounds__(128, 4)
         }
         __syncthreads();
     }
+
 #pragma unroll
     for (int k = 0; k < 8; k++)
 #pragma unroll
         for (int y = 0; y < 2; y++) {
             if (o0 + o + k >= s.O || y0 + py + y >= s.H || x0 + px >= s.W) continue;
+
             float add = bias ? bias[o0 + o + k] : 0.0f;
             const float* v = sum[k][y];
-            *(float4*)(out + (((size_t)b * s.O + o0 + o + k) * s.H + y0 + py + y) * s.W + x0 + px) =
-                make_float4(v[0] + add, v[1] + add, v[2] + add, v[3] + add);
+            float4 finished = make_float4(v[0] + add, v[1] + add, v[2] + add, v[3] + add);
+            size_t line = ((size_t)b * s.O + o0 + o + k) * s.H + y0 + py + y;
+            *(float4*)(out + line * s.W + x0 + px) = finished;
         }
 }
+
 static void conv3x3_forward5(Problem&, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
     dim3 grid(ceil_div(s.H, 8) * ceil_div(s.W, 16), ceil_div(s.O, OUTPUTS), s.B);
     launch(conv3x3_forward_kernel5, grid, 128, 0, out, x, w, bias, s);
 }
 
-// 6: version 4 without atomics. Each thread's 4 x 4 parts go to a buffer, four times the output's size, and a
-// second kernel adds the (up to) four parts of every output, in a fixed order.
-// parts (B, O, patches down, 4 lines, patches across, 4): a line of a patch is 16 bytes.
+// 6: version 4 without atomics. Each thread's 4 x 4 sums go to a buffer, four times the output's size, and a
+// second kernel adds the up to four sums of every output, in a fixed order.
+
+// parts (B, O, patches down, 4 lines, patches across, 4 columns): a line of a patch is 16 bytes.
 __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel6(float4* parts, const float* x, const float* w, Shape s) {
     ScatterPlace p(s);
     float sum[4][4][4] = {};
     scattered_sums(sum, x, w, p, s);
-    int down = ceil_div(s.H, 8) * 4, across = ceil_div(s.W, 8) * 4;
+
+    int down = ceil_div(s.H, 8) * 4;
+    int across = ceil_div(s.W, 8) * 4;
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
         for (int y = 0; y < 4; y++) {
             int o = p.o0 + p.o + k;
             size_t line = (((size_t)p.b * s.O + o) * down + (p.y0 + p.py) / 2) * 4 + y;
-            if (o < s.O)
-                parts[line * across + (p.x0 + p.px) / 2] =
-                    make_float4(sum[k][y][0], sum[k][y][1], sum[k][y][2], sum[k][y][3]);
+            const float* v = sum[k][y];
+            if (o < s.O) parts[line * across + (p.x0 + p.px) / 2] = make_float4(v[0], v[1], v[2], v[3]);
         }
 }
-// Patch p has lines 2 p - 1 to 2 p + 2, so line y is in patches (y + 1) / 2 and the one before.
+
+// out (B, O, H, W) = bias + the parts. Patch p holds lines 2 p - 1 to 2 p + 2 of the output, so line y is in
+// patch (y + 1) / 2 and in the one before; columns likewise.
 __global__ void conv3x3_forward_reduce_kernel6(float* out, const float* parts, const float* bias, Shape s) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)s.B * s.O * s.H * s.W) return;
-    int ox = (int)(i % s.W), oy = (int)(i / s.W % s.H), down = ceil_div(s.H, 8) * 4,
-        across = ceil_div(s.W, 8) * 4;
+
+    int ox = (int)(i % s.W);
+    int oy = (int)(i / s.W % s.H);
     size_t plane = i / s.W / s.H;
+    int down = ceil_div(s.H, 8) * 4;
+    int across = ceil_div(s.W, 8) * 4;
+
     float sum = bias ? bias[plane % s.O] : 0.0f;
     for (int p = (oy + 1) / 2 - 1; p <= (oy + 1) / 2; p++)
-        for (int q = (ox + 1) / 2 - 1; q <= (ox + 1) / 2; q++)
-            if (p >= 0 && p < down && q >= 0 && q < across)
-                sum += parts[(((plane * down + p) * 4 + oy + 1 - 2 * p) * across + q) * 4 + ox + 1 - 2 * q];
+        for (int q = (ox + 1) / 2 - 1; q <= (ox + 1) / 2; q++) {
+            if (p < 0 || p >= down || q < 0 || q >= across) continue;
+
+            size_t line = (plane * down + p) * 4 + oy + 1 - 2 * p;
+            sum += parts[(line * across + q) * 4 + ox + 1 - 2 * q];
+        }
     out[i] = sum;
 }
+
 static void conv3x3_forward6(Problem& p, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
     size_t planes = (size_t)s.B * s.O;
-    float* parts = p.scratch<float>("parts", planes * ceil_div(s.H, 8) * ceil_div(s.W, 8) * 16 * 16);
+    size_t tiles = (size_t)ceil_div(s.H, 8) * ceil_div(s.W, 8);  // of an image
+    float* parts = p.scratch<float>("parts", planes * tiles * 16 * 16);
     launch(conv3x3_forward_kernel6, scatter_grid(s), 256, 0, (float4*)parts, x, w, s);
     launch(conv3x3_forward_reduce_kernel6, ceil_div(planes * s.H * s.W, 256), 256, 0, out, parts, bias, s);
 }
