@@ -571,55 +571,82 @@ static void conv3x3_forward6(Problem& p, float* out, const float* x, const float
     launch(conv3x3_forward_reduce_kernel6, ceil_div(planes * s.H * s.W, 256), 256, 0, out, parts, bias, s);
 }
 
-// 7: Winograd's algorithm (Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural Networks"), F(M x
-// M, 3 x 3): A = M + 2, and a tile of M x M outputs costs A x A multiplications a channel instead of 9 M^2:
-// 2.25 times fewer for M = 2, 4 times for M = 4. Transforms of x, of w and of the products surround A^2
-// matrix products, which are cuBLAS's. Its constants differ widely in size for M = 4: that costs precision.
+// 7: Winograd's algorithm F(M x M, 3 x 3) (Lavin and Gray 2016, "Fast Algorithms for Convolutional Neural
+// Networks", equation 8). A tile of M x M outputs takes A x A inputs, A = M + 2, and as many multiplications a
+// channel instead of 9 M^2, which is 2.25 times fewer for M = 2 and 4 times for M = 4. With . element by
+// element, a tile y of the output is, of a tile d of an input channel and its filter g,
+//     y = A^T [(G g G^T) . (B^T d B)] A, the brackets summed over the channels.
+// So transforms of x, of w and of the products surround A^2 matrix products, which are cuBLAS's. For M = 4 the
+// constants differ widely in size, and that costs precision.
+//
+// Each transform is of a vector: input() is B^T, weights() is G, output() is A^T.
 template <int M>
-struct Winograd {
-    static constexpr int A = M + 2;
-    // B^T of the input, G of the weights, A^T of the output, each of a vector.
-    __device__ static void input(float (&t)[A], const float (&d)[A]) {
-        if constexpr (M == 2) {
-            t[0] = d[0] - d[2], t[1] = d[1] + d[2], t[2] = d[2] - d[1], t[3] = d[1] - d[3];
-        } else {
-            t[0] = 4 * d[0] - 5 * d[2] + d[4];
-            t[1] = d[4] - 4 * d[2] + (d[3] - 4 * d[1]), t[2] = d[4] - 4 * d[2] - (d[3] - 4 * d[1]);
-            t[3] = d[4] - d[2] + 2 * (d[3] - d[1]), t[4] = d[4] - d[2] - 2 * (d[3] - d[1]);
-            t[5] = 4 * d[1] - 5 * d[3] + d[5];
-        }
+struct Winograd;
+
+template <>
+struct Winograd<2> {
+    __device__ static void input(float (&t)[4], const float (&d)[4]) {
+        t[0] = d[0] - d[2];
+        t[1] = d[1] + d[2];
+        t[2] = d[2] - d[1];
+        t[3] = d[1] - d[3];
     }
-    __device__ static void weights(float (&t)[A], const float (&g)[3]) {
-        if constexpr (M == 2) {
-            t[0] = g[0], t[3] = g[2];
-            t[1] = (g[0] + g[1] + g[2]) / 2, t[2] = (g[0] - g[1] + g[2]) / 2;
-        } else {
-            t[0] = g[0] / 4, t[5] = g[2];
-            t[1] = -(g[0] + g[1] + g[2]) / 6, t[2] = -(g[0] - g[1] + g[2]) / 6;
-            t[3] = g[0] / 24 + g[1] / 12 + g[2] / 6, t[4] = g[0] / 24 - g[1] / 12 + g[2] / 6;
-        }
+
+    __device__ static void weights(float (&t)[4], const float (&g)[3]) {
+        t[0] = g[0];
+        t[1] = (g[0] + g[1] + g[2]) / 2;
+        t[2] = (g[0] - g[1] + g[2]) / 2;
+        t[3] = g[2];
     }
-    __device__ static void output(float (&t)[M], const float (&m)[A]) {
-        if constexpr (M == 2) {
-            t[0] = m[0] + m[1] + m[2], t[1] = m[1] - m[2] - m[3];
-        } else {
-            t[0] = m[0] + (m[1] + m[2]) + (m[3] + m[4]), t[1] = (m[1] - m[2]) + 2 * (m[3] - m[4]);
-            t[2] = (m[1] + m[2]) + 4 * (m[3] + m[4]), t[3] = (m[1] - m[2]) + 8 * (m[3] - m[4]) + m[5];
-        }
+
+    __device__ static void output(float (&t)[2], const float (&m)[4]) {
+        t[0] = m[0] + m[1] + m[2];
+        t[1] = m[1] - m[2] - m[3];
     }
 };
-// u (A^2, O, C) = G w G^T; a thread a filter.
+
+template <>
+struct Winograd<4> {
+    __device__ static void input(float (&t)[6], const float (&d)[6]) {
+        t[0] = 4 * d[0] - 5 * d[2] + d[4];
+        t[1] = d[4] - 4 * d[2] + (d[3] - 4 * d[1]);
+        t[2] = d[4] - 4 * d[2] - (d[3] - 4 * d[1]);
+        t[3] = d[4] - d[2] + 2 * (d[3] - d[1]);
+        t[4] = d[4] - d[2] - 2 * (d[3] - d[1]);
+        t[5] = 4 * d[1] - 5 * d[3] + d[5];
+    }
+
+    __device__ static void weights(float (&t)[6], const float (&g)[3]) {
+        t[0] = g[0] / 4;
+        t[1] = -(g[0] + g[1] + g[2]) / 6;
+        t[2] = -(g[0] - g[1] + g[2]) / 6;
+        t[3] = g[0] / 24 + g[1] / 12 + g[2] / 6;
+        t[4] = g[0] / 24 - g[1] / 12 + g[2] / 6;
+        t[5] = g[2];
+    }
+
+    __device__ static void output(float (&t)[4], const float (&m)[6]) {
+        t[0] = m[0] + (m[1] + m[2]) + (m[3] + m[4]);
+        t[1] = (m[1] - m[2]) + 2 * (m[3] - m[4]);
+        t[2] = (m[1] + m[2]) + 4 * (m[3] + m[4]);
+        t[3] = (m[1] - m[2]) + 8 * (m[3] - m[4]) + m[5];
+    }
+};
+
+// u (A^2, O, C) = G g G^T of the O x C filters g of w (O, C, 3, 3); a thread a filter.
 template <int M>
 __global__ void conv3x3_weights_kernel7(float* u, const float* w, int filters) {
     constexpr int A = M + 2;
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= filters) return;
-    float half[3][A];
+
+    float half[3][A];  // G g, a column each
 #pragma unroll
     for (int k = 0; k < 3; k++) {
         const float g[3] = {w[(size_t)i * 9 + k], w[(size_t)i * 9 + 3 + k], w[(size_t)i * 9 + 6 + k]};
         Winograd<M>::weights(half[k], g);
     }
+
 #pragma unroll
     for (int y = 0; y < A; y++) {
         const float g[3] = {half[0][y], half[1][y], half[2][y]};
@@ -629,16 +656,25 @@ __global__ void conv3x3_weights_kernel7(float* u, const float* w, int filters) {
         for (int k = 0; k < A; k++) u[(size_t)(y * A + k) * filters + i] = t[k];
     }
 }
-// v (A^2, C, P) = B^T x B of the P tiles; a thread a tile of a channel.
+
+// v (A^2, C, P) = B^T d B of the P tiles d of x (B, C, H, W); a thread a tile of a channel. Tiles overlap by
+// two pixels, and the first begins one above and one to the left of the image.
 template <int M>
 __global__ void conv3x3_input_kernel7(float* v, const float* x, Shape s) {
     constexpr int A = M + 2;
-    int across = ceil_div(s.W, M), down = ceil_div(s.H, M), P = s.B * down * across;
-    int p = blockIdx.x * blockDim.x + threadIdx.x, c = blockIdx.y;
+    int across = ceil_div(s.W, M);
+    int down = ceil_div(s.H, M);
+    int P = s.B * down * across;
+    int p = blockIdx.x * blockDim.x + threadIdx.x;
+    int c = blockIdx.y;
     if (p >= P) return;
-    int y0 = p / across % down * M - 1, x0 = p % across * M - 1;
-    const float* plane = x + ((size_t)(p / across / down) * s.C + c) * s.H * s.W;
-    float half[A][A];
+
+    int y0 = p / across % down * M - 1;
+    int x0 = p % across * M - 1;
+    int b = p / across / down;
+    const float* plane = x + ((size_t)b * s.C + c) * s.H * s.W;
+
+    float half[A][A];  // B^T d, a column each
 #pragma unroll
     for (int k = 0; k < A; k++) {
         float d[A];
@@ -649,6 +685,7 @@ __global__ void conv3x3_input_kernel7(float* v, const float* x, Shape s) {
         }
         Winograd<M>::input(half[k], d);
     }
+
 #pragma unroll
     for (int y = 0; y < A; y++) {
         float d[A], t[A];
@@ -659,14 +696,19 @@ __global__ void conv3x3_input_kernel7(float* v, const float* x, Shape s) {
         for (int k = 0; k < A; k++) v[((size_t)(y * A + k) * s.C + c) * P + p] = t[k];
     }
 }
-// out = A^T m A + bias, with m (A^2, O, P); a thread a tile of a channel.
+
+// out (B, O, H, W) = A^T m A + bias, with m (A^2, O, P); a thread a tile of a channel.
 template <int M>
 __global__ void conv3x3_output_kernel7(float* out, const float* m, const float* bias, Shape s) {
     constexpr int A = M + 2;
-    int across = ceil_div(s.W, M), down = ceil_div(s.H, M), P = s.B * down * across;
-    int p = blockIdx.x * blockDim.x + threadIdx.x, o = blockIdx.y;
+    int across = ceil_div(s.W, M);
+    int down = ceil_div(s.H, M);
+    int P = s.B * down * across;
+    int p = blockIdx.x * blockDim.x + threadIdx.x;
+    int o = blockIdx.y;
     if (p >= P) return;
-    float half[A][M];
+
+    float half[A][M];  // A^T m, a column each
 #pragma unroll
     for (int k = 0; k < A; k++) {
         float d[A];
@@ -674,8 +716,11 @@ __global__ void conv3x3_output_kernel7(float* out, const float* m, const float* 
         for (int y = 0; y < A; y++) d[y] = m[((size_t)(y * A + k) * s.O + o) * P + p];
         Winograd<M>::output(half[k], d);
     }
-    int y0 = p / across % down * M, x0 = p % across * M;
-    float* plane = out + ((size_t)(p / across / down) * s.O + o) * s.H * s.W;
+
+    int y0 = p / across % down * M;
+    int x0 = p % across * M;
+    int b = p / across / down;
+    float* plane = out + ((size_t)b * s.O + o) * s.H * s.W;
     float add = bias ? bias[o] : 0.0f;
 #pragma unroll
     for (int y = 0; y < M; y++) {
@@ -688,6 +733,7 @@ __global__ void conv3x3_output_kernel7(float* out, const float* m, const float* 
             if (y0 + y < s.H && x0 + k < s.W) plane[(y0 + y) * s.W + x0 + k] = t[k] + add;
     }
 }
+
 template <int M>
 static void conv3x3_forward7(Problem& p, float* out, const float* x, const float* w, const float* bias,
                              Shape s) {
@@ -703,56 +749,80 @@ static void conv3x3_forward7(Problem& p, float* out, const float* x, const float
 }
 
 #ifndef PRECISION_FP32
-// 8: implicit GEMM on tensor cores, NHWC and bf16. The matrix of version 2 is never written: a block owns 128
-// pixels by 64 output channels, and each step of the reduction (32 channels of one tap) fetches the pixels
-// that this tap shifts to, zeros outside the image, straight into shared memory with cp.async; two steps are
-// under way while a third is multiplied. In NHWC a pixel's channels are consecutive, so every fetch is a
-// 16-byte vector whatever the tap. w (O, 3, 3, C); C is a multiple of 8, O of 2.
+// 8: implicit GEMM on tensor cores, NHWC and bf16. It is the product of version 2, but its matrix of
+// neighbourhoods is never written. A block owns 128 pixels by 64 output channels. Each step of the sum is 32
+// channels of one tap: the block fetches the pixels that this tap shifts to, zeros outside of the image,
+// straight into shared memory with cp.async. Two steps are under way while a third is multiplied. In NHWC a
+// pixel's channels follow each other, so every fetch is a 16-byte vector whatever the tap.
 enum {
     GEMM_PIXELS = 128,
     GEMM_OUTPUTS = 64,
-    GEMM_DEPTH = 32,
+    GEMM_DEPTH = 32,  // channels of a step
     GEMM_STAGES = 3,
     GEMM_PITCH = GEMM_DEPTH + 8  // 80 bytes: eight rows of a matrix lie in different banks
 };
+
+// out (B, H, W, O) of x (B, H, W, C), w (O, 3, 3, C) and bias (O); C is a multiple of 8, O of 2.
 __global__ void __launch_bounds__(128, 4)
     conv3x3_forward_kernel8(floatX* out, const floatX* x, const floatX* w, const floatX* bias, Shape s) {
     __shared__ __align__(16) floatX xs[GEMM_STAGES][GEMM_PIXELS][GEMM_PITCH];
     __shared__ __align__(16) floatX ws[GEMM_STAGES][GEMM_OUTPUTS][GEMM_PITCH];
-    int M = s.B * s.H * s.W, m0 = blockIdx.x * GEMM_PIXELS, n0 = blockIdx.y * GEMM_OUTPUTS;
-    int chunks = ceil_div(s.C, GEMM_DEPTH), steps = 9 * chunks;
+    int M = s.B * s.H * s.W;
+    int m0 = blockIdx.x * GEMM_PIXELS;
+    int n0 = blockIdx.y * GEMM_OUTPUTS;
+    int chunks = ceil_div(s.C, GEMM_DEPTH);
+    int steps = 9 * chunks;
 
     // A thread fetches vector tid % 4 of rows tid / 4, + 32, ...: four pixels and two rows of weights.
-    int row = threadIdx.x / 4, vector = threadIdx.x % 4 * 8, py[4], px[4];
+    int row = threadIdx.x / 4;
+    int vector = threadIdx.x % 4 * 8;
+    int py[4], px[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         int m = m0 + row + 32 * i;
-        py[i] = m < M ? m / s.W % s.H : -2, px[i] = m % s.W;  // -2: every tap is outside
+        py[i] = m < M ? m / s.W % s.H : -2;  // -2: every tap is outside
+        px[i] = m % s.W;
     }
-    int tap = 0, chunk = 0, fill = 0;  // of the step to load next
+
+    int next_tap = 0, next_chunk = 0, next_stage = 0;  // of the step to load next
     auto load = [&] {
-        int c = chunk * GEMM_DEPTH + vector, dy = tap / 3 - 1, dx = tap % 3 - 1, stage = fill;
+        int c = next_chunk * GEMM_DEPTH + vector;
+        int dy = next_tap / 3 - 1;
+        int dx = next_tap % 3 - 1;
+        int tap = next_tap;
+        int stage = next_stage;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             bool inside = (unsigned)(py[i] + dy) < (unsigned)s.H && (unsigned)(px[i] + dx) < (unsigned)s.W;
             ptrdiff_t m = m0 + row + 32 * i + dy * s.W + dx;
             bool valid = inside && c < s.C;
-            copy_async(shared_address(&xs[stage][row + 32 * i][vector]), valid ? x + m * s.C + c : x, valid);
+            uint32_t to = shared_address(&xs[stage][row + 32 * i][vector]);
+            copy_async(to, valid ? x + m * s.C + c : x, valid);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int n = n0 + row + 32 * i;
             bool valid = n < s.O && c < s.C;
-            copy_async(shared_address(&ws[stage][row + 32 * i][vector]),
-                       valid ? w + ((size_t)n * 9 + tap) * s.C + c : w, valid);
+            uint32_t to = shared_address(&ws[stage][row + 32 * i][vector]);
+            copy_async(to, valid ? w + ((size_t)n * 9 + tap) * s.C + c : w, valid);
         }
-        if (++chunk == chunks) chunk = 0, tap++;
-        if (++fill == GEMM_STAGES) fill = 0;
+
+        next_chunk++;
+        if (next_chunk == chunks) {
+            next_chunk = 0;
+            next_tap++;
+        }
+        next_stage++;
+        if (next_stage == GEMM_STAGES) next_stage = 0;
     };
 
     // A warp owns 64 pixels by 32 outputs: 4 x 4 fragments of 16 x 8.
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m1 = warp / 2 * 64, n1 = warp % 2 * 32;
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    int m1 = warp / 2 * 64;
+    int n1 = warp % 2 * 32;
     float sum[4][4][4] = {};
+
     for (int step = 0; step < GEMM_STAGES - 1; step++) {
         load();
         __pipeline_commit();
@@ -762,18 +832,21 @@ __global__ void __launch_bounds__(128, 4)
         __syncthreads();  // this step has arrived, and every thread is done with the one before
         if (step + GEMM_STAGES - 1 < steps) load();
         __pipeline_commit();
+
         int stage = step % GEMM_STAGES;
 #pragma unroll
         for (int k = 0; k < GEMM_DEPTH; k += 16) {
             uint32_t a[4][4], b[2][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                load_matrices(a[i], shared_address(&xs[stage][m1 + i * 16 + lane % 16][k + lane / 16 * 8]));
+            for (int i = 0; i < 4; i++) {
+                int m = m1 + i * 16 + lane % 16;
+                load_matrices(a[i], shared_address(&xs[stage][m][k + lane / 16 * 8]));
+            }
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-                load_matrices(
-                    b[j],
-                    shared_address(&ws[stage][n1 + j * 16 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]));
+            for (int j = 0; j < 2; j++) {
+                int n = n1 + j * 16 + lane / 16 * 8 + lane % 8;
+                load_matrices(b[j], shared_address(&ws[stage][n][k + lane / 8 % 2 * 8]));
+            }
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -781,29 +854,33 @@ __global__ void __launch_bounds__(128, 4)
                     mma(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
     }
+
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int m = m0 + m1 + i * 16 + half * 8 + lane / 4, n = n0 + n1 + j * 8 + lane % 4 * 2;
+                int m = m0 + m1 + i * 16 + half * 8 + lane / 4;
+                int n = n0 + n1 + j * 8 + lane % 4 * 2;
                 if (m >= M || n >= s.O) continue;
-                float add0 = bias ? (float)bias[n] : 0.0f, add1 = bias ? (float)bias[n + 1] : 0.0f;
-                *(uint32_t*)(out + (size_t)m * s.O + n) =
-                    pack_bf16(sum[i][j][half * 2] + add0, sum[i][j][half * 2 + 1] + add1);
+
+                float add0 = bias ? (float)bias[n] : 0.0f;
+                float add1 = bias ? (float)bias[n + 1] : 0.0f;
+                const float* v = &sum[i][j][half * 2];
+                *(uint32_t*)(out + (size_t)m * s.O + n) = pack_bf16(v[0] + add0, v[1] + add1);
             }
 }
+
 static void conv3x3_forward8(Problem&, floatX* out, const floatX* x, const floatX* w, const floatX* bias,
                              Shape s) {
     dim3 grid(ceil_div((size_t)s.B * s.H * s.W, GEMM_PIXELS), ceil_div(s.O, GEMM_OUTPUTS));
     launch(conv3x3_forward_kernel8, grid, 128, 0, out, x, w, bias, s);
 }
-
 #endif
 
 #ifdef PROGRAM
-// 9: production, train_unet.cu's own.
+// 9: the program's own function.
 static void conv3x3_forward9(Problem& p) {
     conv3x3_forward(p.tensor_out<floatX>("out"), p.tensor_in<floatX>("x"),
                     {.w = p.in<floatX>("w"), .bias = p.in<floatX>("bias")});
@@ -814,7 +891,9 @@ static void conv3x3_forward9(Problem& p) {
 
 // ---- input gradient ---------------------------------------------------------------------------------------
 
-// 1: the definition.
+// 1: the definition, w (O, C, 3, 3):
+//     dx[b][c][iy][ix] = sum over o, tap_y, tap_x of
+//                        w[o][c][tap_y][tap_x] dout[b][o][iy + 1 - tap_y][ix + 1 - tap_x]
 static void conv3x3_input_gradient_kernel1(Problem&, float* dx, const float* dout, const float* w, Shape s) {
 #pragma omp parallel for collapse(3)
     for (int b = 0; b < s.B; b++)
@@ -822,33 +901,48 @@ static void conv3x3_input_gradient_kernel1(Problem&, float* dx, const float* dou
             for (int iy = 0; iy < s.H; iy++) {
                 float* line = dx + (((size_t)b * s.C + c) * s.H + iy) * s.W;
                 memset(line, 0, s.W * sizeof(float));
+
                 for (int o = 0; o < s.O; o++)
-                    for (int dy = 0; dy < 3; dy++) {
-                        int oy = iy + 1 - dy;
+                    for (int tap_y = 0; tap_y < 3; tap_y++) {
+                        int oy = iy + 1 - tap_y;
                         if (oy < 0 || oy >= s.H) continue;
-                        const float* source = dout + (((size_t)b * s.O + o) * s.H + oy) * s.W + 1;
-                        for (int d = 0; d < 3; d++) {
-                            float weight = w[(((size_t)o * s.C + c) * 3 + dy) * 3 + d];
-                            int first = d == 2 ? 1 : 0, last = d == 0 ? s.W - 1 : s.W;
-                            for (int ix = first; ix < last; ix++) line[ix] += weight * source[ix - d];
+
+                        const float* source = dout + (((size_t)b * s.O + o) * s.H + oy) * s.W;
+                        for (int tap_x = 0; tap_x < 3; tap_x++) {
+                            float weight = w[(((size_t)o * s.C + c) * 3 + tap_y) * 3 + tap_x];
+                            int first = tap_x == 2 ? 1 : 0;
+                            int last = tap_x == 0 ? s.W - 1 : s.W;
+                            for (int ix = first; ix < last; ix++) line[ix] += weight * source[ix + 1 - tap_x];
                         }
                     }
             }
 }
+
 #ifdef __CUDACC__
 // dx is the convolution of dout by flipped weights whose inputs and outputs have changed places, so versions
 // 1 to 8 are one small kernel and then the forward version of the same number.
 static Shape swapped(Shape s) { return {s.B, s.O, s.C, s.H, s.W}; }
 
-// flipped (C, O, 9) = w (O, C, 9) with taps backwards; NHWC: (C, 9, O) = w (O, 9, C).
+// The taps backwards, and outputs and inputs swapped. NCHW: flipped (C, O, 9) of w (O, C, 9). NHWC: flipped
+// (C, 9, O) of w (O, 9, C).
 template <typename T, bool NHWC>
 __global__ void conv3x3_flip_kernel(T* flipped, const T* w, int O, int C) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= O * C * 9) return;
-    int c = i / (9 * O), tap = NHWC ? i / O % 9 : i % 9, o = NHWC ? i % O : i / 9 % O;
-    flipped[i] = w[NHWC ? ((size_t)o * 9 + 8 - tap) * C + c : ((size_t)o * C + c) * 9 + 8 - tap];
+
+    int c = i / (9 * O);
+    if constexpr (NHWC) {
+        int tap = i / O % 9;
+        int o = i % O;
+        flipped[i] = w[((size_t)o * 9 + 8 - tap) * C + c];
+    } else {
+        int tap = i % 9;
+        int o = i / 9 % O;
+        flipped[i] = w[((size_t)o * C + c) * 9 + 8 - tap];
+    }
 }
-// 1 to 8: the forward version of flipped weights.
+
+// 1 to 8: the forward version, called with flipped weights.
 template <typename T, bool NHWC>
 static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forward) {
     Shape s = Shape::of(p);
@@ -857,8 +951,9 @@ static void conv3x3_input_gradient_by(Problem& p, ForwardFunction<T, Shape> forw
     launch(conv3x3_flip_kernel<T, NHWC>, ceil_div(n, 256), 256, 0, flipped, p.in<T>("w"), s.O, s.C);
     forward(p, p.out<T>("dx"), p.in<T>("dout"), flipped, nullptr, swapped(s));
 }
+
 #ifdef PROGRAM
-// 9: production. It reads w as it lies: the flip is an index, the change of places a transposed ldmatrix.
+// 9: the program's own. It reads w as it lies: the flip is an index, the swap a transposed ldmatrix.
 static void conv3x3_input_gradient9(Problem& p) {
     conv3x3_backward_input(p.tensor_out<floatX>("dx"), p.tensor_in<floatX>("dout"), {.w = p.in<floatX>("w")});
 }
@@ -868,24 +963,32 @@ static void conv3x3_input_gradient9(Problem& p) {
 
 // ---- weight gradient --------------------------------------------------------------------------------------
 
-// dw += the gradient, as in the program.
+// All versions below add to dw, but for the program's, which overwrites it.
 
-// 1: the definition.
+// 1: the definition, dw (O, C, 3, 3):
+//     dw[o][c][tap_y][tap_x] += sum over b, oy, ox of
+//                               dout[b][o][oy][ox] x[b][c][oy + tap_y - 1][ox + tap_x - 1]
 static void conv3x3_weight_gradient_kernel1(Problem&, float* dw, const float* dout, const float* x, Shape s) {
 #pragma omp parallel for collapse(2)
     for (int o = 0; o < s.O; o++)
         for (int c = 0; c < s.C; c++)
             for (int tap = 0; tap < 9; tap++) {
-                int dy = tap / 3 - 1, d = tap % 3 - 1;
-                int first = d < 0 ? 1 : 0, last = d > 0 ? s.W - 1 : s.W;
+                // Only outputs whose tap lies inside of the image count.
+                int shift_y = tap / 3 - 1;
+                int shift_x = tap % 3 - 1;
+                int first_y = shift_y < 0 ? 1 : 0;
+                int last_y = shift_y > 0 ? s.H - 1 : s.H;
+                int first_x = shift_x < 0 ? 1 : 0;
+                int last_x = shift_x > 0 ? s.W - 1 : s.W;
+
                 double total = 0;
                 for (int b = 0; b < s.B; b++)
-                    for (int oy = dy < 0 ? 1 : 0; oy < (dy > 0 ? s.H - 1 : s.H); oy++) {
-                        const float* a = dout + (((size_t)b * s.O + o) * s.H + oy) * s.W;
-                        const float* z = x + (((size_t)b * s.C + c) * s.H + oy + dy) * s.W + d;
+                    for (int oy = first_y; oy < last_y; oy++) {
+                        const float* dout_line = dout + (((size_t)b * s.O + o) * s.H + oy) * s.W;
+                        const float* x_line = x + (((size_t)b * s.C + c) * s.H + oy + shift_y) * s.W + shift_x;
                         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                        for (int ox = first; ox < last; ox++) sum += a[ox] * z[ox];
+                        for (int ox = first_x; ox < last_x; ox++) sum += dout_line[ox] * x_line[ox];
                         total += sum;
                     }
                 dw[((size_t)o * s.C + c) * 9 + tap] += (float)total;
@@ -896,34 +999,44 @@ static void conv3x3_weight_gradient_kernel1(Problem&, float* dw, const float* do
 // 1 on the GPU: a block a filter, whose threads share the pixels.
 __global__ void conv3x3_weight_gradient_thread_kernel1(float* dw, const float* dout, const float* x,
                                                        Shape s) {
-    int c = blockIdx.x, o = blockIdx.y, T = s.H * s.W;
+    int c = blockIdx.x;
+    int o = blockIdx.y;
+    int T = s.H * s.W;
+
     float sum[9] = {};
     for (int i = threadIdx.x; i < s.B * T; i += blockDim.x) {
-        int b = i / T, oy = i % T / s.W, ox = i % s.W;
+        int b = i / T;
+        int oy = i % T / s.W;
+        int ox = i % s.W;
         float d = dout[((size_t)b * s.O + o) * T + i % T];
         const float* plane = x + ((size_t)b * s.C + c) * T;
 #pragma unroll
         for (int tap = 0; tap < 9; tap++) {
-            int iy = oy + tap / 3 - 1, ix = ox + tap % 3 - 1;
+            int iy = oy + tap / 3 - 1;
+            int ix = ox + tap % 3 - 1;
             if ((unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
                 sum[tap] += d * plane[iy * s.W + ix];
         }
     }
+
 #pragma unroll
     for (int tap = 0; tap < 9; tap++) {
         float total = team_sum(sum[tap]);
         if (threadIdx.x == 0) dw[((size_t)o * s.C + c) * 9 + tap] += total;
     }
 }
+
 static void conv3x3_weight_gradient1(Problem&, float* dw, const float* dout, const float* x, Shape s) {
     launch(conv3x3_weight_gradient_thread_kernel1, dim3(s.C, s.O), 256, 0, dw, dout, x, s);
 }
 
-// 2: dw (O, 9 C) = dout^T columns: the buffer of forward version 2, dout transposed, one product, dw
-// transposed.
+// 2: one matrix product, with the buffer of forward version 2; dout is transposed before and dw after it.
+//     sums (O, 9 C) = dout^T (O, B*H*W) columns (B*H*W, 9 C)
 static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, const float* x, Shape s) {
-    int M = s.B * s.H * s.W, K = 9 * s.C;
+    int M = s.B * s.H * s.W;
+    int K = 9 * s.C;
     size_t n = (size_t)s.O * K;
+
     float* columns = im2col(p, x, s);                         // (M, 9, C)
     float* rows = p.scratch<float>("rows", (size_t)M * s.O);  // (B, H*W, O)
     float* sums = p.scratch<float>("sums", n);                // (O, 9, C)
@@ -933,64 +1046,93 @@ static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, c
 }
 
 // 3: direct. A block owns 8 x 8 pixels, 64 output and 32 input channels, a thread 8 of the outputs, one input
-// and all nine taps: 72 sums over its pixels, which it adds to dw with atomics, where the blocks of all
-// pixels meet.
+// and all nine taps. These are 72 sums over its pixels. It adds them to dw with atomics, where the blocks of
+// all pixels meet.
 enum { SLAB = 32 };  // input channels of a block
 
 struct WeightPlace {
     int o0, c0, o, c;  // the block's first channels, the thread's own within them
+
     __device__ WeightPlace(Shape s) {
         int slabs = ceil_div(s.C, SLAB);
-        o0 = blockIdx.x / slabs * OUTPUTS, c0 = blockIdx.x % slabs * SLAB;
-        o = threadIdx.x / 32 * 8, c = threadIdx.x % 32;
+        o0 = blockIdx.x / slabs * OUTPUTS;
+        c0 = blockIdx.x % slabs * SLAB;
+        o = threadIdx.x / 32 * 8;
+        c = threadIdx.x % 32;
     }
 };
-static int weight_slabs(Shape s) { return ceil_div(s.O, OUTPUTS) * ceil_div(s.C, SLAB); }
-static int weight_tiles(Shape s) { return s.B * ceil_div(s.H, 8) * ceil_div(s.W, 8); }
+
+// A tile is 8 x 8 pixels of an image.
 struct WeightTilePlace {
     int b, y0, x0;
+
     __device__ WeightTilePlace(int tile, Shape s) {
-        int tiles_x = ceil_div(s.W, 8), tiles_y = ceil_div(s.H, 8);
-        b = tile / (tiles_x * tiles_y), y0 = tile / tiles_x % tiles_y * 8, x0 = tile % tiles_x * 8;
+        int tiles_x = ceil_div(s.W, 8);
+        int tiles_y = ceil_div(s.H, 8);
+        b = tile / (tiles_x * tiles_y);
+        y0 = tile / tiles_x % tiles_y * 8;
+        x0 = tile % tiles_x * 8;
     }
 };
-// put(place in dw, sum) for each of a thread's sums
+
+// How many blocks share dw, and how many tiles the batch has.
+static int weight_slabs(Shape s) { return ceil_div(s.O, OUTPUTS) * ceil_div(s.C, SLAB); }
+static int weight_tiles(Shape s) { return s.B * ceil_div(s.H, 8) * ceil_div(s.W, 8); }
+
+// Calls put(index in dw (O, C, 9), sum) for each of a thread's sums.
 template <class Put>
 static __device__ void store_sums(const float (&sum)[8][9], WeightPlace p, Shape s, Put put) {
 #pragma unroll
     for (int i = 0; i < 72; i++) {
-        int o = p.o0 + p.o + i / 9, c = p.c0 + p.c;
+        int o = p.o0 + p.o + i / 9;
+        int c = p.c0 + p.c;
         if (o < s.O && c < s.C) put(((size_t)o * s.C + c) * 9 + i % 9, sum[i / 9][i % 9]);
     }
 }
 
+// dw (O, C, 9) += the gradient, of dout (B, O, H, W) and x (B, C, H, W).
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel3(float* dw, const float* dout, const float* x, Shape s) {
-    __shared__ float xs[SLAB][101], ds[OUTPUTS][65];  // 100 = (8 + 2)^2 and 64 pixels
+    __shared__ float xs[SLAB][101];    // (8 + 2)^2 pixels, and one more against bank conflicts
+    __shared__ float ds[OUTPUTS][65];  // 8^2 pixels, and one more
     WeightPlace p(s);
     WeightTilePlace t(blockIdx.y, s);
+
     for (int i = threadIdx.x; i < SLAB * 100; i += 256) {
-        int c = p.c0 + i / 100, iy = t.y0 - 1 + i / 10 % 10, ix = t.x0 - 1 + i % 10;
+        int c = p.c0 + i / 100;
+        int iy = t.y0 - 1 + i / 10 % 10;
+        int ix = t.x0 - 1 + i % 10;
         bool inside = c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W;
         xs[i / 100][i % 100] = inside ? x[(((size_t)t.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
     }
     for (int i = threadIdx.x; i < OUTPUTS * 64; i += 256) {
-        int o = p.o0 + i / 64, oy = t.y0 + i / 8 % 8, ox = t.x0 + i % 8;
+        int o = p.o0 + i / 64;
+        int oy = t.y0 + i / 8 % 8;
+        int ox = t.x0 + i % 8;
         bool inside = o < s.O && oy < s.H && ox < s.W;
         ds[i / 64][i % 64] = inside ? dout[(((size_t)t.b * s.O + o) * s.H + oy) * s.W + ox] : 0.0f;
     }
     __syncthreads();
-    float sum[8][9] = {};
+
+    float sum[8][9] = {};  // output channel and tap
 #pragma unroll 1
     for (int y = 0; y < 8; y++) {
-        float in[3][3];  // slides along the line: three loads of x a pixel
+        // The 3 x 3 neighbourhood of a pixel slides along the line, so that a pixel takes three loads of x.
+        float in[3][3];
 #pragma unroll
-        for (int r = 0; r < 3; r++) in[r][1] = xs[p.c][(y + r) * 10], in[r][2] = xs[p.c][(y + r) * 10 + 1];
+        for (int r = 0; r < 3; r++) {
+            in[r][1] = xs[p.c][(y + r) * 10];
+            in[r][2] = xs[p.c][(y + r) * 10 + 1];
+        }
+
 #pragma unroll
         for (int px = 0; px < 8; px++) {
 #pragma unroll
-            for (int r = 0; r < 3; r++)
-                in[r][0] = in[r][1], in[r][1] = in[r][2], in[r][2] = xs[p.c][(y + r) * 10 + px + 2];
+            for (int r = 0; r < 3; r++) {
+                in[r][0] = in[r][1];
+                in[r][1] = in[r][2];
+                in[r][2] = xs[p.c][(y + r) * 10 + px + 2];
+            }
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 float d = ds[p.o + k][y * 8 + px];
@@ -999,25 +1141,34 @@ __global__ void __launch_bounds__(256, 2)
             }
         }
     }
-    store_sums(sum, p, s, [&](size_t at, float value) { atomicAdd(dw + at, value); });
+    store_sums(sum, p, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
 }
+
 static void conv3x3_weight_gradient3(Problem&, float* dw, const float* dout, const float* x, Shape s) {
     launch(conv3x3_weight_gradient_kernel3, dim3(weight_slabs(s), weight_tiles(s)), 256, 0, dw, dout, x, s);
 }
 
-// 4: the same sums. 16-byte loads, and both tensors lie in shared memory with the channels innermost: a
-// pixel's 8 outputs are two 16-byte reads, and no bank is met twice. W is a multiple of four.
-// The sums of tiles [first, last).
+// 4: the same sums. Loads are of 16 bytes, and both tensors lie in shared memory with the channels innermost: a
+// pixel's 8 outputs are two 16-byte reads, and no two threads of a warp meet in a bank. W is a multiple of four.
+
+// A thread's sums over the tiles [first, last).
 static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const float* x, WeightPlace p,
                                    int first, int last, Shape s) {
-    __shared__ __align__(16) float xs[100][SLAB], ds[64][OUTPUTS];
+    __shared__ __align__(16) float xs[100][SLAB];
+    __shared__ __align__(16) float ds[64][OUTPUTS];
+
 #pragma unroll 1
     for (int tile = first; tile < last; tile++) {
         WeightTilePlace t(tile, s);
-        __syncthreads();
-        for (int i = threadIdx.x; i < SLAB * 40; i += 256) {  // four vectors a line, from x0 - 4
-            int c = i % SLAB, line = i / SLAB / 4, column = i / SLAB % 4 * 4 - 3;
-            int iy = t.y0 - 1 + line, ix = t.x0 - 1 + column;
+        __syncthreads();  // every thread is done with the tile before
+
+        // Ten pixels of a line, from x0 - 1 on, lie in four aligned vectors, from x0 - 4 on.
+        for (int i = threadIdx.x; i < SLAB * 40; i += 256) {
+            int c = i % SLAB;
+            int line = i / SLAB / 4;
+            int column = i / SLAB % 4 * 4 - 3;
+            int iy = t.y0 - 1 + line;
+            int ix = t.x0 - 1 + column;
             float4 v = make_float4(0, 0, 0, 0);
             if (p.c0 + c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
                 v = *(const float4*)(x + (((size_t)t.b * s.C + p.c0 + c) * s.H + iy) * s.W + ix);
@@ -1027,26 +1178,39 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
                 if ((unsigned)(column + e) < 10) xs[line * 10 + column + e][c] = value[e];
         }
         for (int i = threadIdx.x; i < OUTPUTS * 16; i += 256) {
-            int o = i % OUTPUTS, pixel = i / OUTPUTS * 4, oy = t.y0 + pixel / 8, ox = t.x0 + pixel % 8;
+            int o = i % OUTPUTS;
+            int pixel = i / OUTPUTS * 4;
+            int oy = t.y0 + pixel / 8;
+            int ox = t.x0 + pixel % 8;
             float4 v = make_float4(0, 0, 0, 0);
             if (p.o0 + o < s.O && oy < s.H && ox < s.W)
                 v = *(const float4*)(dout + (((size_t)t.b * s.O + p.o0 + o) * s.H + oy) * s.W + ox);
-            ds[pixel][o] = v.x, ds[pixel + 1][o] = v.y, ds[pixel + 2][o] = v.z, ds[pixel + 3][o] = v.w;
+            ds[pixel][o] = v.x;
+            ds[pixel + 1][o] = v.y;
+            ds[pixel + 2][o] = v.z;
+            ds[pixel + 3][o] = v.w;
         }
         __syncthreads();
+
 #pragma unroll 1
         for (int y = 0; y < 8; y++) {
-            float in[3][3];
+            float in[3][3];  // slides along the line, as in version 3
 #pragma unroll
-            for (int r = 0; r < 3; r++)
-                in[r][1] = xs[(y + r) * 10][p.c], in[r][2] = xs[(y + r) * 10 + 1][p.c];
+            for (int r = 0; r < 3; r++) {
+                in[r][1] = xs[(y + r) * 10][p.c];
+                in[r][2] = xs[(y + r) * 10 + 1][p.c];
+            }
+
 #pragma unroll
             for (int px = 0; px < 8; px++) {
 #pragma unroll
-                for (int r = 0; r < 3; r++)
-                    in[r][0] = in[r][1], in[r][1] = in[r][2], in[r][2] = xs[(y + r) * 10 + px + 2][p.c];
-                float4 low = *(const float4*)&ds[y * 8 + px][p.o],
-                       high = *(const float4*)&ds[y * 8 + px][p.o + 4];
+                for (int r = 0; r < 3; r++) {
+                    in[r][0] = in[r][1];
+                    in[r][1] = in[r][2];
+                    in[r][2] = xs[(y + r) * 10 + px + 2][p.c];
+                }
+                float4 low = *(const float4*)&ds[y * 8 + px][p.o];
+                float4 high = *(const float4*)&ds[y * 8 + px][p.o + 4];
                 const float d[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
                 for (int k = 0; k < 8; k++)
@@ -1056,56 +1220,74 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
         }
     }
 }
+
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel4(float* dw, const float* dout, const float* x, Shape s) {
     WeightPlace p(s);
     float sum[8][9] = {};
     weight_sums(sum, dout, x, p, blockIdx.y, blockIdx.y + 1, s);
-    store_sums(sum, p, s, [&](size_t at, float value) { atomicAdd(dw + at, value); });
+    store_sums(sum, p, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
 }
+
 static void conv3x3_weight_gradient4(Problem&, float* dw, const float* dout, const float* x, Shape s) {
     launch(conv3x3_weight_gradient_kernel4, dim3(weight_slabs(s), weight_tiles(s)), 256, 0, dw, dout, x, s);
 }
 
-// 5: no atomics: a block owns its part of dw and walks over all pixels. Every sum has one owner, and most of
-// the GPU has nothing to do: 192 -> 64 channels are six blocks.
+// 5: no atomics. A block owns its part of dw and walks over all pixels. Every sum has one owner, but most of
+// the GPU has nothing to do: 192 to 64 channels are six blocks.
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel5(float* dw, const float* dout, const float* x, int tiles, Shape s) {
     WeightPlace p(s);
     float sum[8][9] = {};
     weight_sums(sum, dout, x, p, 0, tiles, s);
-    store_sums(sum, p, s, [&](size_t at, float value) { dw[at] += value; });
+    store_sums(sum, p, s, [&](size_t i, float value) { dw[i] += value; });
 }
+
 static void conv3x3_weight_gradient5(Problem&, float* dw, const float* dout, const float* x, Shape s) {
     launch(conv3x3_weight_gradient_kernel5, weight_slabs(s), 256, 0, dw, dout, x, weight_tiles(s), s);
 }
 
-// 6: no atomics: the pixels are split over as many blocks as the GPU holds at a time; each writes its sums to
-// a buffer of its own, and a second kernel adds them up, in a fixed order.
+// 6: no atomics, and the whole GPU. The pixels are split over as many blocks as it holds at a time. Each block
+// writes its sums to a buffer of its own, and a second kernel adds them up, in a fixed order.
+
+// The first of n tiles that split number `split` takes, so that all `splits` take nearly the same.
+static __device__ int first_of_split(int n, int split, int splits) {
+    return (int)((long long)n * split / splits);
+}
+
+// parts (splits, O, C, 9)
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel6(float* parts, const float* dout, const float* x, int tiles, Shape s) {
     WeightPlace p(s);
     float sum[8][9] = {};
-    int split = blockIdx.y, splits = gridDim.y;
-    weight_sums(sum, dout, x, p, (int)((long long)tiles * split / splits),
-                (int)((long long)tiles * (split + 1) / splits), s);
+    int split = blockIdx.y;
+    int splits = gridDim.y;
+    int first = first_of_split(tiles, split, splits);
+    int last = first_of_split(tiles, split + 1, splits);
+    weight_sums(sum, dout, x, p, first, last, s);
     parts += (size_t)split * s.O * s.C * 9;
-    store_sums(sum, p, s, [&](size_t at, float value) { parts[at] = value; });
+    store_sums(sum, p, s, [&](size_t i, float value) { parts[i] = value; });
 }
+
+// dw (n) += the sum over the splits of parts (splits, n).
 __global__ void conv3x3_weight_gradient_reduce_kernel6(float* dw, const float* parts, int splits, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
+
     float sum = 0;
 #pragma unroll 8
     for (int split = 0; split < splits; split++) sum += parts[split * n + i];
     dw[i] += sum;
 }
+
 static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, const float* x, Shape s) {
     size_t n = (size_t)s.O * s.C * 9;
     int tiles = weight_tiles(s);
-    int splits = std::min(tiles, std::max(1, 2 * gpu_multiprocessors / weight_slabs(s)));  // two blocks fit
+    int slabs = weight_slabs(s);
+    int fitting = 2 * gpu_multiprocessors / slabs;  // a multiprocessor holds two blocks
+    int splits = std::min(tiles, std::max(1, fitting));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, C, 9)
-    launch(conv3x3_weight_gradient_kernel6, dim3(weight_slabs(s), splits), 256, 0, parts, dout, x, tiles, s);
+    launch(conv3x3_weight_gradient_kernel6, dim3(slabs, splits), 256, 0, parts, dout, x, tiles, s);
     launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
 }
 
