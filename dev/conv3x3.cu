@@ -1250,9 +1250,10 @@ static void conv3x3_weight_gradient5(Problem&, float* dw, const float* dout, con
 // 6: no atomics, and the whole GPU. The pixels are split over as many blocks as it holds at a time. Each block
 // writes its sums to a buffer of its own, and a second kernel adds them up, in a fixed order.
 
-// The first of n tiles that split number `split` takes, so that all `splits` take nearly the same.
-static __device__ int first_of_split(int n, int split, int splits) {
-    return (int)((long long)n * split / splits);
+// The first of n tiles that split number `split` takes, so that all `splits` take nearly the same number. The
+// product may need more than 32 bits.
+static __device__ int first_of_split(long long n, long long split, long long splits) {
+    return (int)(n * split / splits);
 }
 
 // parts (splits, O, C, 9)
@@ -1293,44 +1294,62 @@ static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, c
 
 #ifndef PRECISION_FP32
 // 8: implicit GEMM on tensor cores, NHWC and bf16: dw (O, 9, C) = dout^T (O, pixels) columns (pixels, 9, C).
-// A block owns 64 outputs by 64 channels of one tap and a split of the pixels; both tensors lie in memory
-// with the reduction down the rows, so ldmatrix transposes both. The nine taps' blocks each fetch x for
+// A block owns 64 outputs by 64 channels of one tap, and a split of the pixels. In both tensors, as they lie in
+// memory, the pixels go down the rows, so ldmatrix transposes both. The blocks of the nine taps each fetch x for
 // themselves.
 enum {
     WG_TILE = 64,
-    WG_DEPTH = 32,
+    WG_DEPTH = 32,  // pixels of a step
     WG_STAGES = 4,
-    WG_PITCH = WG_TILE + 8
-};  // 144 bytes: no bank is met twice
+    WG_PITCH = WG_TILE + 8  // 144 bytes: eight rows of a matrix lie in different banks
+};
+
+// parts (splits, O, 9, C) of dout (B, H, W, O) and x (B, H, W, C)
 __global__ void __launch_bounds__(128, 4)
     conv3x3_weight_gradient_kernel8(float* parts, const floatX* dout, const floatX* x, Shape s) {
-    __shared__ __align__(16) floatX ds[WG_STAGES][WG_DEPTH][WG_PITCH], xs[WG_STAGES][WG_DEPTH][WG_PITCH];
-    int slabs = ceil_div(s.C, WG_TILE), c0 = blockIdx.x % slabs * WG_TILE, tap = blockIdx.x / slabs % 9;
-    int o0 = blockIdx.x / slabs / 9 * WG_TILE, dy = tap / 3 - 1, dx = tap % 3 - 1;
-    int M = s.B * s.H * s.W, all = ceil_div(M, WG_DEPTH);
-    int first = (int)((long long)all * blockIdx.y / gridDim.y);
-    int steps = (int)((long long)all * (blockIdx.y + 1) / gridDim.y) - first;
+    __shared__ __align__(16) floatX ds[WG_STAGES][WG_DEPTH][WG_PITCH];
+    __shared__ __align__(16) floatX xs[WG_STAGES][WG_DEPTH][WG_PITCH];
+    int slabs = ceil_div(s.C, WG_TILE);
+    int c0 = blockIdx.x % slabs * WG_TILE;
+    int tap = blockIdx.x / slabs % 9;
+    int o0 = blockIdx.x / slabs / 9 * WG_TILE;
+    int dy = tap / 3 - 1;
+    int dx = tap % 3 - 1;
+
+    int M = s.B * s.H * s.W;
+    int all_steps = ceil_div(M, WG_DEPTH);
+    int first = first_of_split(all_steps, blockIdx.y, gridDim.y);
+    int steps = first_of_split(all_steps, blockIdx.y + 1, gridDim.y) - first;
 
     // A thread fetches vector tid % 8 of pixels tid / 8 and + 16, of both tensors.
-    int row = threadIdx.x / 8, vector = threadIdx.x % 8 * 8;
+    int row = threadIdx.x / 8;
+    int vector = threadIdx.x % 8 * 8;
     auto load = [&](int step) {
         int stage = step % WG_STAGES;
 #pragma unroll
         for (int i = 0; i < WG_DEPTH; i += 16) {
-            int m = (first + step) * WG_DEPTH + row + i, py = m / s.W % s.H + dy, px = m % s.W + dx;
+            int m = (first + step) * WG_DEPTH + row + i;
+            int py = m / s.W % s.H + dy;
+            int px = m % s.W + dx;
+
             bool valid = m < M && o0 + vector < s.O;
             copy_async(shared_address(&ds[stage][row + i][vector]),
                        valid ? dout + (size_t)m * s.O + o0 + vector : dout, valid);
-            valid =
-                m < M && c0 + vector < s.C && (unsigned)py < (unsigned)s.H && (unsigned)px < (unsigned)s.W;
+
+            valid = m < M && c0 + vector < s.C;
+            valid = valid && (unsigned)py < (unsigned)s.H && (unsigned)px < (unsigned)s.W;
             copy_async(shared_address(&xs[stage][row + i][vector]),
                        valid ? x + ((ptrdiff_t)m + dy * s.W + dx) * s.C + c0 + vector : x, valid);
         }
     };
 
     // A warp owns 32 outputs by 32 channels: 2 x 4 fragments of 16 x 8.
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, o1 = warp / 2 * 32, c1 = warp % 2 * 32;
+    int lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32;
+    int o1 = warp / 2 * 32;
+    int c1 = warp % 2 * 32;
     float sum[2][4][4] = {};
+
     for (int step = 0; step < WG_STAGES - 1; step++) {
         if (step < steps) load(step);
         __pipeline_commit();
@@ -1340,19 +1359,22 @@ __global__ void __launch_bounds__(128, 4)
         __syncthreads();  // this step has arrived, and every thread is done with the one before
         if (step + WG_STAGES - 1 < steps) load(step + WG_STAGES - 1);
         __pipeline_commit();
+
         int stage = step % WG_STAGES;
 #pragma unroll
         for (int k = 0; k < WG_DEPTH; k += 16) {
             uint32_t a[2][4], b[2][4];
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                load_matrices_transposed(
-                    a[i],
-                    shared_address(&ds[stage][k + lane / 16 * 8 + lane % 8][o1 + i * 16 + lane / 8 % 2 * 8]));
+            for (int i = 0; i < 2; i++) {
+                int pixel = k + lane / 16 * 8 + lane % 8;
+                int o = o1 + i * 16 + lane / 8 % 2 * 8;
+                load_matrices_transposed(a[i], shared_address(&ds[stage][pixel][o]));
+            }
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-                load_matrices_transposed(
-                    b[j], shared_address(&xs[stage][k + lane % 16][c1 + j * 16 + lane / 16 * 8]));
+            for (int j = 0; j < 2; j++) {
+                int c = c1 + j * 16 + lane / 16 * 8;
+                load_matrices_transposed(b[j], shared_address(&xs[stage][k + lane % 16][c]));
+            }
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -1360,6 +1382,7 @@ __global__ void __launch_bounds__(128, 4)
                     mma(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
         }
     }
+
     parts += (size_t)blockIdx.y * s.O * 9 * s.C;
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -1367,25 +1390,28 @@ __global__ void __launch_bounds__(128, 4)
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                int o = o0 + o1 + i * 16 + half * 8 + lane / 4, c = c0 + c1 + j * 8 + lane % 4 * 2;
+                int o = o0 + o1 + i * 16 + half * 8 + lane / 4;
+                int c = c0 + c1 + j * 8 + lane % 4 * 2;
+                const float* v = &sum[i][j][half * 2];
                 if (o < s.O && c < s.C)
-                    *(float2*)(parts + ((size_t)o * 9 + tap) * s.C + c) =
-                        make_float2(sum[i][j][half * 2], sum[i][j][half * 2 + 1]);
+                    *(float2*)(parts + ((size_t)o * 9 + tap) * s.C + c) = make_float2(v[0], v[1]);
             }
 }
+
 static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, const floatX* x, Shape s) {
     size_t n = (size_t)s.O * 9 * s.C;
     int tiles = ceil_div(s.O, WG_TILE) * 9 * ceil_div(s.C, WG_TILE);
     int steps = ceil_div((size_t)s.B * s.H * s.W, WG_DEPTH);
-    int splits = std::min(steps, std::max(1, 4 * gpu_multiprocessors / tiles));  // four blocks fit
-    float* parts = p.scratch<float>("parts", splits * n);                        // (splits, O, 9, C)
+    int fitting = 4 * gpu_multiprocessors / tiles;  // a multiprocessor holds four blocks
+    int splits = std::min(steps, std::max(1, fitting));
+    float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
     launch(conv3x3_weight_gradient_kernel8, dim3(tiles, splits), 128, 0, parts, dout, x, s);
     launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
 }
 #endif
 
 #ifdef PROGRAM
-// 9: production.
+// 9: the program's own.
 static void conv3x3_weight_gradient9(Problem& p) {
     conv3x3_backward_weight({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
 }
@@ -1393,53 +1419,101 @@ static void conv3x3_weight_gradient9(Problem& p) {
 // ---- backward: both gradients -----------------------------------------------------------------------------
 
 #ifndef PRECISION_FP32
-// 8: both need dout: one kernel that loads each tile of it once. A block owns 64 input channels (blockIdx.x)
-// and a split of the tiles of 8 x 16 pixels. It keeps the weights of its channels in shared memory, and for
-// each tile fetches dout and x, both with a border of one pixel, while the tile before is multiplied: by the
-// weights into dx, 128 pixels by 64 channels that are finished with the tile, and by x into dw, 64 x 9 x 64
-// sums that stay in registers until the block is done. That is 144 + 32 sums a thread: one block a
-// multiprocessor. A launch takes 64 output channels; those after the first add to dx.
+// 8: both gradients need dout, so one kernel computes both and loads each tile of dout once. A block owns 64
+// input channels (blockIdx.x) and a split of the tiles of 8 x 16 pixels. It keeps the weights of its channels in
+// shared memory. For each tile it fetches dout and x, both with a border of one pixel, while the tile before is
+// multiplied
+//     by the weights, into dx: 128 pixels by 64 channels, finished with the tile;
+//     by x, into dw: 64 x 9 x 64 sums, which stay in registers until the block is done.
+// That is 32 + 144 sums a thread, and one block a multiprocessor. A launch takes 64 output channels; those after
+// the first add to dx.
 typedef GemmBlock<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
 typedef WeightBlock<9> JointWeight;                            // the sums of dw
 enum {
-    JOINT_ROWS = 200,  // of a patch and its border: two images' 10 x 10, or 10 x 18
-    JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,
-    JOINT_WEIGHTS = 9 * 64 * 128,        // bytes: (9, 64 outputs, 64 channels)
-    JOINT_STAGE = 2 * JOINT_ROWS * 128,  // dout and x, rows of 64 channels
+    JOINT_ROWS = 200,  // the most of a tile with its border: two images' 10 x 10; one of 8 x 16 has 10 x 18
+    JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,  // bytes, as are those below
+    JOINT_WEIGHTS = 9 * 64 * 128,                             // (9, 64 outputs, 64 channels)
+    JOINT_STAGE = 2 * JOINT_ROWS * 128,                       // dout and x, rows of 64 channels
     JOINT_SHARED = JOINT_TABLES + JOINT_WEIGHTS + 2 * JOINT_STAGE
 };
+
+// A tile's part of dw. It is WeightBlock::Product::multiply, but dout's rows have a border here too.
+static __device__ __forceinline__ void add_to_dw(JointWeight::Product& dw, uint32_t d_tile, uint32_t x_tile,
+                                                 const int* row_of_pixel, const Tiling& tiling) {
+    int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int k = 0; k < 128; k += 32) {
+        uint32_t a[2][4][4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + tiling.tap(4);
+            uint32_t line = d_tile + swizzled(r, lane / 8 % 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) load_matrices_transposed(a[h][i], line ^ i << 5);
+        }
+
+        int row = row_of_pixel[k + lane];
+#pragma unroll
+        for (int tap = 0; tap < 9; tap++) {
+            uint32_t b[4];
+            load_matrices_transposed(b, x_tile + swizzled(row + tiling.tap(tap), dw.vector(tap)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[0][i], b[0], b[1]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[1][i], b[2], b[3]);
+        }
+    }
+}
+
+// dx (B, H, W, C), = for o0 = 0, else +=, and parts (splits, O, 9, C), of dout (B, H, W, O), x (B, H, W, C) and
+// w (O, 9, C), of the 64 output channels from o0 on.
 __global__ void __launch_bounds__(256, 1)
     conv3x3_backward_kernel8(floatX* dx, float* parts, const floatX* dout, const floatX* x, const floatX* w,
                              int o0, Tiling tiling, Shape s) {
     extern __shared__ __align__(128) unsigned char shared[];
     uchar4* offset_of_row = (uchar4*)shared;
     int* row_of_pixel = (int*)(offset_of_row + JOINT_ROWS);
-    uint32_t weights = shared_address(shared) + JOINT_TABLES, ring = weights + JOINT_WEIGHTS;
-    int tid = threadIdx.x, lane = tid % 32, c0 = blockIdx.x * 64, rows = tiling.rows();
-    int first = (int)((long long)tiling.tiles * blockIdx.y / gridDim.y);
-    int last = (int)((long long)tiling.tiles * (blockIdx.y + 1) / gridDim.y);
+    uint32_t weights = shared_address(shared) + JOINT_TABLES;
+    uint32_t ring = weights + JOINT_WEIGHTS;
+
+    int tid = threadIdx.x;
+    int lane = tid % 32;
+    int c0 = blockIdx.x * 64;
+    int rows = tiling.rows();
+    int first = first_of_split(tiling.tiles, blockIdx.y, gridDim.y);
+    int last = first_of_split(tiling.tiles, blockIdx.y + 1, gridDim.y);
+
     for (int r = tid; r < rows; r += 256) offset_of_row[r] = tiling.offset(r);
     for (int p = tid; p < 128; p += 256) row_of_pixel[p] = tiling.row(p);
-    // Rows of eight 16-byte vectors, vector v of row r at v ^ (r % 8), as everywhere in the program.
+
+    // Rows of shared memory are eight 16-byte vectors, swizzled as everywhere in the program. The taps lie
+    // backwards, as the input gradient wants them.
     for (int i = tid; i < 9 * 64 * 8; i += 256) {
-        int v = i % 8, o = i / 8 % 64, tap = i / 512, c = c0 + v * 8;
+        int v = i % 8;
+        int o = i / 8 % 64;
+        int tap = i / 512;
+        int c = c0 + v * 8;
         bool valid = o0 + o < s.O && c < s.C;
-        copy_async(weights + (tap * 64 + o) * 128 + ((v ^ (o & 7)) << 4),
+        copy_async(weights + swizzled(tap * 64 + o, v),
                    valid ? w + ((size_t)(o0 + o) * 9 + 8 - tap) * s.C + c : w, valid);
     }
     __syncthreads();
+
     auto load = [&](int tile) {
         uint32_t to = ring + (tile - first) % 2 * JOINT_STAGE;
         Pixel origin = tiling.origin(tile);
         for (int i = tid; i < rows * 8; i += 256) {
-            int r = i / 8, v = i % 8, m = tiling.pixel(origin, offset_of_row[r]);
-            uint32_t at = to + r * 128 + ((v ^ (r & 7)) << 4);
+            int r = i / 8;
+            int v = i % 8;
+            int m = tiling.pixel(origin, offset_of_row[r]);
+            uint32_t at = to + swizzled(r, v);
             bool valid = m >= 0 && o0 + v * 8 < s.O;
             copy_async(at, valid ? dout + (size_t)m * s.O + o0 + v * 8 : dout, valid);
             valid = m >= 0 && c0 + v * 8 < s.C;
             copy_async(at + JOINT_ROWS * 128, valid ? x + (size_t)m * s.C + c0 + v * 8 : x, valid);
         }
     };
+
     JointWeight::Product dw;  // a warp: all 64 outputs, eight channels, nine taps
     if (first < last) load(first);
     __pipeline_commit();
@@ -1448,11 +1522,14 @@ __global__ void __launch_bounds__(256, 1)
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE, x_tile = d_tile + JOINT_ROWS * 128;
+
+        uint32_t d_tile = ring + (tile - first) % 2 * JOINT_STAGE;
+        uint32_t x_tile = d_tile + JOINT_ROWS * 128;
 
         JointInput::Product product([&](int p) { return tiling.row(p); });
 #pragma unroll 1
         for (int tap = 0; tap < 9; tap++) product.multiply(d_tile, weights + tap * 64 * 128, tiling.tap(tap));
+
         Pixel origin = tiling.origin(tile);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -1462,44 +1539,30 @@ __global__ void __launch_bounds__(256, 1)
             for (int j = 0; j < 4; j++) {
                 int c = c0 + product.n0 + j * 8 + lane % 4 * 2;
                 if (m < 0 || c >= s.C) continue;
+
                 uint32_t* to = (uint32_t*)(dx + (size_t)m * s.C + c);
-                float low = product.c[i / 2][j][i % 2 * 2], high = product.c[i / 2][j][i % 2 * 2 + 1];
-                if (o0) low += __uint_as_float(*to << 16), high += __uint_as_float(*to & 0xffff0000u);
+                float low = product.c[i / 2][j][i % 2 * 2];
+                float high = product.c[i / 2][j][i % 2 * 2 + 1];
+                if (o0) {  // a bf16 is the upper half of a float
+                    low += __uint_as_float(*to << 16);
+                    high += __uint_as_float(*to & 0xffff0000u);
+                }
                 *to = pack_bf16(low, high);
             }
         }
-        // WeightBlock::Product::multiply, but for dout's rows, which here have a border too.
-#pragma unroll 1
-        for (int k = 0; k < 128; k += 32) {
-            uint32_t a[2][4][4];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int r = row_of_pixel[k + h * 16 + lane / 16 * 8 + lane % 8] + tiling.tap(4);
-                uint32_t line = d_tile + r * 128 + ((lane / 8 % 2 ^ (r & 7)) << 4);
-#pragma unroll
-                for (int i = 0; i < 4; i++) load_matrices_transposed(a[h][i], line ^ i << 5);
-            }
-            int row = row_of_pixel[k + lane];
-#pragma unroll
-            for (int tap = 0; tap < 9; tap++) {
-                uint32_t b[4];
-                int r = row + tiling.tap(tap);
-                load_matrices_transposed(b, x_tile + r * 128 + ((dw.vector(tap) ^ (r & 7)) << 4));
-#pragma unroll
-                for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[0][i], b[0], b[1]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) mma(dw.c[i][tap], a[1][i], b[2], b[3]);
-            }
-        }
+
+        add_to_dw(dw, d_tile, x_tile, row_of_pixel, tiling);
         __syncthreads();  // everyone is done with this tile's buffer
     }
     __pipeline_wait_prior(0);
+
     parts += (size_t)blockIdx.y * s.O * 9 * s.C;
     dw.store([&](int o, int tap, int c, float2 value) {
         if (o0 + o < s.O && c0 + c < s.C)
             *(float2*)(parts + ((size_t)(o0 + o) * 9 + tap) * s.C + c0 + c) = value;
     });
 }
+
 static void conv3x3_backward8(Problem& p) {
     Shape s = Shape::of(p);
     if (JOINT_SHARED > device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) {
@@ -1512,9 +1575,11 @@ static void conv3x3_backward8(Problem& p) {
         conv3x3_weight_gradient8(p, p.sum<float>("dw"), p.in<floatX>("dout"), p.in<floatX>("x"), s);
         return;
     }
+
     Tiling tiling = make_tiling(p.tensor_in<floatX>("x"), 9, 128);
     size_t n = (size_t)s.O * 9 * s.C;
-    int slabs = ceil_div(s.C, 64), splits = std::min(tiling.tiles, std::max(1, gpu_multiprocessors / slabs));
+    int slabs = ceil_div(s.C, 64);
+    int splits = std::min(tiling.tiles, std::max(1, gpu_multiprocessors / slabs));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
     for (int o0 = 0; o0 < s.O; o0 += 64)
         launch(conv3x3_backward_kernel8, dim3(slabs, splits), 256, JOINT_SHARED, p.out<floatX>("dx"), parts,
@@ -1523,153 +1588,179 @@ static void conv3x3_backward8(Problem& p) {
            splits, n);
 }
 #endif
-// 9: production: two kernels, on two streams.
+
+// 9: the program's own: two kernels, on two streams.
 static void conv3x3_backward9(Problem& p) {
     Conv gradients = {.dw = p.out<float>("dw")};
-    Tensor dout = p.tensor_in<floatX>("dout"), x = p.tensor_in<floatX>("x");
+    Tensor dout = p.tensor_in<floatX>("dout");
+    Tensor x = p.tensor_in<floatX>("x");
     on_side_stream_deferred([=] { conv3x3_backward_weight(gradients, dout, x); });
     conv3x3_input_gradient9(p);
 }
 #endif  // PROGRAM
 #endif  // __CUDACC__
 
-static Work work_of(const Problem& p, bool weight_gradient) {
+// ---- the ladder -------------------------------------------------------------------------------------------
+
+static const char* const FORWARD = "forward";
+static const char* const INPUT_GRADIENT = "input gradient";
+static const char* const WEIGHT_GRADIENT = "weight gradient";
+static const char* const BACKWARD = "backward";
+
+// What a pass computes and moves at least; w or dw has elements of `weight_bytes`.
+static Work work_of(const Problem& p, size_t weight_bytes) {
     Shape s = Shape::of(p);
-    return convolution_work((double)s.B * s.H * s.W, 9, s.C, s.O,
-                            weight_gradient ? sizeof(float) : sizeof(floatX));
+    return convolution_work((double)s.B * s.H * s.W, 9, s.C, s.O, weight_bytes);
 }
+
 static Work work_of_both(const Problem& p) {  // dout, x and w read, dx and dw written
     Shape s = Shape::of(p);
-    double M = (double)s.B * s.H * s.W, weights = 9.0 * s.C * s.O;
-    return {4 * M * weights, sizeof(floatX) * (M * (2 * s.C + s.O) + weights) + sizeof(float) * weights};
+    double M = (double)s.B * s.H * s.W;
+    double weights = 9.0 * s.C * s.O;
+    double bytes = sizeof(floatX) * (M * (2 * s.C + s.O) + weights) + sizeof(float) * weights;
+    return {4 * M * weights, bytes};
+}
+
+static bool channels_suit(const Problem& p) { return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0; }
+
+#if !defined(__CUDACC__) && defined(PROGRAM)
+static void add_cpu_versions(std::vector<Version>* versions) {
+    auto forward_by = [](auto f) {
+        return [f](Problem& p) {
+            f(p.tensor_out<float>("out"), p.tensor_in<float>("x"), p.in<float>("w"), p.in<float>("bias"));
+        };
+    };
+    auto input_gradient_by = [](auto f) {
+        return [f](Problem& p) {
+            f(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.in<float>("w"));
+        };
+    };
+    auto weight_gradient_by = [](auto f) {
+        return [f](Problem& p) {
+            f(p.out<float>("dw"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"));
+        };
+    };
+
+    auto forward4 = [](Tensor out, Tensor x, const float* w, const float* bias) {
+        conv3x3_forward(out, x, {.w = w, .bias = bias});
+    };
+    auto input_gradient4 = [](Tensor dx, Tensor dout, const float* w) {
+        conv3x3_backward_input(dx, dout, {.w = w});
+    };
+    auto weight_gradient4 = [](Problem& p) {
+        Tensor dout = p.tensor_in<float>("dout");
+        Conv gradients = {.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)};
+        conv3x3_backward_weight(gradients, dout, p.tensor_in<float>("x"));
+    };
+
+    auto add = [&](int number, const char* pass, const char* idea, std::function<void(Problem&)> function) {
+        Version version = {number, pass, NHWC, CPU_FP32, idea, function};
+        version.suits = channels_suit;
+        versions->push_back(version);
+    };
+    add(2, FORWARD, "im2col", forward_by(im2col::forward));
+    add(2, INPUT_GRADIENT, "im2col", input_gradient_by(im2col::input_gradient));
+    add(2, WEIGHT_GRADIENT, "im2col", weight_gradient_by(im2col::weight_gradient));
+    add(3, FORWARD, "direct", forward_by(direct::forward));
+    add(3, INPUT_GRADIENT, "direct", input_gradient_by(direct::input_gradient));
+    add(3, WEIGHT_GRADIENT, "direct", weight_gradient_by(direct::weight_gradient));
+
+    const char* program = "train_unet.cu: Winograd F(2x2)";
+    add(4, FORWARD, program, forward_by(forward4));
+    add(4, INPUT_GRADIENT, program, input_gradient_by(input_gradient4));
+    add(4, WEIGHT_GRADIENT, program, weight_gradient4);
+}
+#endif
+
+#ifdef __CUDACC__
+// Versions 1 to 7, in fp32.
+static void add_fp32_versions(std::vector<Version>* versions) {
+    auto add = [&](int number, const char* idea, ForwardFunction<float, Shape> function, double limit = 0,
+                   Bits bits = SAME_BITS) {
+        auto flipping = [=](Problem& p) { conv3x3_input_gradient_by<float, false>(p, function); };
+        versions->push_back({number, FORWARD, NCHW, FP32, idea, forward<float>(function), limit, bits});
+        versions->push_back({number, INPUT_GRADIENT, NCHW, FP32, idea, flipping, limit, bits});
+    };
+    add(1, "a thread an output", conv3x3_forward1);
+    add(2, "im2col buffer + cuBLAS", conv3x3_forward2);
+    add(3, "direct, atomics", conv3x3_forward3, 0, ATOMICS);
+    add(4, "16-byte loads, weights transposed", conv3x3_forward4, 0, ATOMICS);
+    add(5, "each block loads its apron", conv3x3_forward5);
+    add(6, "partial sums to a buffer", conv3x3_forward6);
+    add(7, "Winograd F(2x2)", conv3x3_forward7<2>, 1e-4);
+    add(7, "Winograd F(4x4)", conv3x3_forward7<4>, 1e-3);
+
+    // Up to 131072 products go into one fp32 sum. Where one thread adds them all, rounding shows.
+    const double LONG_SUM = 5e-5;
+    auto add_weight_gradient = [&](int number, const char* idea, WeightGradientFunction<float, Shape> function,
+                                   Bits bits = SAME_BITS) {
+        versions->push_back({number, WEIGHT_GRADIENT, NCHW, FP32, idea, weight_gradient<float>(function),
+                             LONG_SUM, bits});
+    };
+    add_weight_gradient(1, "a block a filter", conv3x3_weight_gradient1);
+    add_weight_gradient(2, "im2col buffer + cuBLAS", conv3x3_weight_gradient2);
+    add_weight_gradient(3, "direct, atomics", conv3x3_weight_gradient3, ATOMICS);
+    add_weight_gradient(4, "16-byte loads, both transposed", conv3x3_weight_gradient4, ATOMICS);
+    add_weight_gradient(5, "each block walks over all pixels", conv3x3_weight_gradient5);
+    add_weight_gradient(6, "partial sums to a buffer", conv3x3_weight_gradient6);
+}
+
+// Versions 8 and 9, on tensor cores.
+static void add_tensor_core_versions(std::vector<Version>* versions) {
+#ifndef PRECISION_FP32
+    const char* idea = "implicit GEMM, mma.sync";
+    auto input_gradient8 = [](Problem& p) { conv3x3_input_gradient_by<floatX, true>(p, conv3x3_forward8); };
+    auto weight_gradient8 = weight_gradient<floatX>(conv3x3_weight_gradient8);
+    versions->push_back({8, FORWARD, NHWC, BF16, idea, forward<floatX>(conv3x3_forward8)});
+    versions->push_back({8, INPUT_GRADIENT, NHWC, BF16, idea, input_gradient8});
+    versions->push_back({8, WEIGHT_GRADIENT, NHWC, BF16, idea, weight_gradient8});
+#ifdef PROGRAM
+    versions->push_back({8, BACKWARD, NHWC, BF16, "one kernel for both, mma.sync", conv3x3_backward8});
+#endif
+#endif
+#ifdef PROGRAM
+    const char* program = "train_unet.cu";
+    versions->push_back({9, FORWARD, NHWC, FLOATX, program, conv3x3_forward9});
+    versions->push_back({9, INPUT_GRADIENT, NHWC, FLOATX, program, conv3x3_input_gradient9});
+    versions->push_back({9, WEIGHT_GRADIENT, NHWC, FLOATX, program, conv3x3_weight_gradient9});
+    versions->push_back({9, BACKWARD, NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9});
+#endif
+}
+
+static void add_gpu_versions(std::vector<Version>* versions) {
+    add_fp32_versions(versions);
+    add_tensor_core_versions(versions);
+    for (Version& version : *versions) {
+        if (version.number >= 4 && version.number <= 8)
+            version.suits = [](const Problem& p) { return channels_suit(p) && p.dim("W") % 4 == 0; };
+        if (version.number == 9) version.suits = channels_suit;
+    }
+}
+#endif
+
+static std::vector<Version> all_versions() {
+    std::vector<Version> versions = {
+        {1, FORWARD, NCHW, CPU_FP32, "the definition", forward<float>(conv3x3_forward_kernel1)},
+        {1, INPUT_GRADIENT, NCHW, CPU_FP32, "the definition",
+         input_gradient<float>(conv3x3_input_gradient_kernel1)},
+        {1, WEIGHT_GRADIENT, NCHW, CPU_FP32, "the definition",
+         weight_gradient<float>(conv3x3_weight_gradient_kernel1)},
+    };
+#ifdef __CUDACC__
+    add_gpu_versions(&versions);
+#elif defined(PROGRAM)
+    add_cpu_versions(&versions);
+#endif
+    return versions;
 }
 
 }  // namespace conv3x3
 
 static const Ladder conv3x3_ladder = {
     "conv3x3",
-    {{"forward", {"out"}, [](const Problem& p) { return conv3x3::work_of(p, false); }},
-     {"input gradient", {"dx"}, [](const Problem& p) { return conv3x3::work_of(p, false); }},
-     {"weight gradient", {"dw"}, [](const Problem& p) { return conv3x3::work_of(p, true); }},
-     {"backward", {"dx", "dw"}, conv3x3::work_of_both}},
-    []() -> std::vector<Version> {
-        using namespace conv3x3;
-        const char *in = "input gradient", *weights = "weight gradient";
-        std::vector<Version> versions = {
-            {1, "forward", NCHW, CPU_FP32, "the definition", forward<float>(conv3x3_forward_kernel1)},
-            {1, in, NCHW, CPU_FP32, "the definition", input_gradient<float>(conv3x3_input_gradient_kernel1)},
-            {1, weights, NCHW, CPU_FP32, "the definition",
-             weight_gradient<float>(conv3x3_weight_gradient_kernel1)},
-        };
-#if !defined(__CUDACC__) && defined(PROGRAM)
-        auto forward_by = [](auto f) {
-            return [f](Problem& p) {
-                f(p.tensor_out<float>("out"), p.tensor_in<float>("x"), p.in<float>("w"), p.in<float>("bias"));
-            };
-        };
-        auto input_gradient_by = [](auto f) {
-            return [f](Problem& p) {
-                f(p.tensor_out<float>("dx"), p.tensor_in<float>("dout"), p.in<float>("w"));
-            };
-        };
-        auto weight_gradient_by = [](auto f) {
-            return [f](Problem& p) {
-                f(p.out<float>("dw"), p.tensor_in<float>("dout"), p.tensor_in<float>("x"));
-            };
-        };
-        auto forward4 = [](Tensor out, Tensor x, const float* w, const float* bias) {
-            conv3x3_forward(out, x, {.w = w, .bias = bias});
-        };
-        auto input_gradient4 = [](Tensor dx, Tensor dout, const float* w) {
-            conv3x3_backward_input(dx, dout, {.w = w});
-        };
-        auto weight_gradient4 = [](Problem& p) {
-            Tensor dout = p.tensor_in<float>("dout");
-            conv3x3_backward_weight({.dw = p.out<float>("dw"), .dbias = p.scratch<float>("dbias", dout.C)},
-                                    dout, p.tensor_in<float>("x"));
-        };
-        const char* program = "train_unet.cu: Winograd F(2x2)";
-        versions.insert(
-            versions.end(),
-            {{2, "forward", NHWC, CPU_FP32, "im2col", forward_by(im2col::forward)},
-             {2, in, NHWC, CPU_FP32, "im2col", input_gradient_by(im2col::input_gradient)},
-             {2, weights, NHWC, CPU_FP32, "im2col", weight_gradient_by(im2col::weight_gradient)},
-             {3, "forward", NHWC, CPU_FP32, "direct", forward_by(direct::forward)},
-             {3, in, NHWC, CPU_FP32, "direct", input_gradient_by(direct::input_gradient)},
-             {3, weights, NHWC, CPU_FP32, "direct", weight_gradient_by(direct::weight_gradient)},
-             {4, "forward", NHWC, CPU_FP32, program, forward_by(forward4)},
-             {4, in, NHWC, CPU_FP32, program, input_gradient_by(input_gradient4)},
-             {4, weights, NHWC, CPU_FP32, program, weight_gradient4}});
-        for (Version& version : versions)
-            if (version.number > 1)
-                version.suits = [](const Problem& p) { return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0; };
-#elif defined(__CUDACC__)
-        struct Idea {
-            int number;
-            const char* idea;
-            ForwardFunction<float, Shape> function;
-            double limit;
-            Bits bits = SAME_BITS;
-        };
-        const Idea ideas[] = {
-            {1, "a thread an output", conv3x3_forward1, 0},
-            {2, "im2col buffer + cuBLAS", conv3x3_forward2, 0},
-            {3, "direct, atomics", conv3x3_forward3, 0, ATOMICS},
-            {4, "16-byte loads, weights transposed", conv3x3_forward4, 0, ATOMICS},
-            {5, "each block loads its apron", conv3x3_forward5, 0},
-            {6, "partial sums to a buffer", conv3x3_forward6, 0},
-            {7, "Winograd F(2x2)", conv3x3_forward7<2>, 1e-4},
-            {7, "Winograd F(4x4)", conv3x3_forward7<4>, 1e-3},
-        };
-        for (const Idea& i : ideas) {
-            auto function = i.function;
-            versions.push_back(
-                {i.number, "forward", NCHW, FP32, i.idea, forward<float>(function), i.limit, i.bits});
-            versions.push_back({i.number, in, NCHW, FP32, i.idea,
-                                [=](Problem& p) { conv3x3_input_gradient_by<float, false>(p, function); },
-                                i.limit, i.bits});
-        }
-        // Up to 131072 products in one fp32 sum: where one thread adds them all, rounding shows.
-        const double LONG_SUM = 5e-5;
-        struct WeightIdea {
-            int number;
-            const char* idea;
-            WeightGradientFunction<float, Shape> function;
-            Bits bits = SAME_BITS;
-        };
-        for (const WeightIdea& i : {WeightIdea{1, "a block a filter", conv3x3_weight_gradient1},
-                                    {2, "im2col buffer + cuBLAS", conv3x3_weight_gradient2},
-                                    {3, "direct, atomics", conv3x3_weight_gradient3, ATOMICS},
-                                    {4, "16-byte loads, both transposed", conv3x3_weight_gradient4, ATOMICS},
-                                    {5, "each block walks over all pixels", conv3x3_weight_gradient5},
-                                    {6, "partial sums to a buffer", conv3x3_weight_gradient6}})
-            versions.push_back({i.number, weights, NCHW, FP32, i.idea, weight_gradient<float>(i.function),
-                                LONG_SUM, i.bits});
-#ifndef PRECISION_FP32
-        versions.insert(
-            versions.end(),
-            {{8, "forward", NHWC, BF16, "implicit GEMM, mma.sync", forward<floatX>(conv3x3_forward8)},
-             {8, in, NHWC, BF16, "implicit GEMM, mma.sync",
-              [](Problem& p) { conv3x3_input_gradient_by<floatX, true>(p, conv3x3_forward8); }},
-             {8, weights, NHWC, BF16, "implicit GEMM, mma.sync",
-              weight_gradient<floatX>(conv3x3_weight_gradient8)}});
-#endif
-#ifdef PROGRAM
-#ifndef PRECISION_FP32
-        versions.push_back({8, "backward", NHWC, BF16, "one kernel for both, mma.sync", conv3x3_backward8});
-#endif
-        versions.insert(versions.end(),
-                        {{9, "forward", NHWC, FLOATX, "train_unet.cu", conv3x3_forward9},
-                         {9, in, NHWC, FLOATX, "train_unet.cu", conv3x3_input_gradient9},
-                         {9, weights, NHWC, FLOATX, "train_unet.cu", conv3x3_weight_gradient9},
-                         {9, "backward", NHWC, FLOATX, "train_unet.cu: two kernels", conv3x3_backward9}});
-#endif
-        for (Version& version : versions)
-            if (version.number >= 4)
-                version.suits = [any_width = version.number == 9](const Problem& p) {
-                    return p.dim("C") % 8 == 0 && p.dim("O") % 8 == 0 && (any_width || p.dim("W") % 4 == 0);
-                };
-#endif
-        return versions;
-    }()};
+    {{conv3x3::FORWARD, {"out"}, [](const Problem& p) { return conv3x3::work_of(p, sizeof(floatX)); }},
+     {conv3x3::INPUT_GRADIENT, {"dx"}, [](const Problem& p) { return conv3x3::work_of(p, sizeof(floatX)); }},
+     {conv3x3::WEIGHT_GRADIENT, {"dw"}, [](const Problem& p) { return conv3x3::work_of(p, sizeof(float)); }},
+     {conv3x3::BACKWARD, {"dx", "dw"}, conv3x3::work_of_both}},
+    conv3x3::all_versions()};
 LADDER_MAIN(conv3x3_ladder)
