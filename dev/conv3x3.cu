@@ -1413,7 +1413,8 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
 #ifdef PROGRAM
 // 9: the program's own.
 static void conv3x3_weight_gradient9(Problem& p) {
-    conv3x3_backward_weight({.dw = p.out<float>("dw")}, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
+    Conv gradients = {.dw = p.out<float>("dw")};
+    conv3x3_backward_weight(gradients, p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("x"));
 }
 
 // ---- backward: both gradients -----------------------------------------------------------------------------
