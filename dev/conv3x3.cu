@@ -133,8 +133,10 @@ static void conv3x3_forward_kernel1(Problem&, float* out, const float* x, const 
 }
 
 #ifdef __CUDACC__
-// 1 on the GPU: a thread an output. Neighbouring threads read neighbouring pixels and all the same weight, so
-// caches catch most of it, but a multiplication still costs two loads.
+// 1 on the GPU: each thread computes an output. Neighbouring threads read neighbouring pixels, and all of them
+// the same weight, so caches catch most of it. But a multiplication still costs two loads.
+//
+// out (B, O, H, W) of x (B, C, H, W), w (O, C, 9) and bias (O), which may be null, as in all versions to 7.
 //
 // In all kernels a coordinate is compared as an unsigned number: below 0 it is larger than any size, so one
 // comparison finds both ends of the image.
@@ -288,17 +290,17 @@ static dim3 scatter_grid(Shape s) {
 
 // Adds a thread's sums, 4 channels of 4 x 4 pixels, to out (B, O, H, W). Their first pixel is one above and one
 // to the left of the thread's own.
-static __device__ void scatter(float* out, const float (&sum)[4][4][4], ScatterPlace p, Shape s) {
+static __device__ void scatter(float* out, const float (&sum)[4][4][4], ScatterPlace place, Shape s) {
 #pragma unroll
     for (int i = 0; i < 64; i++) {
         int k = i / 16;
         int y = i / 4 % 4;
         int x = i % 4;
-        int o = p.o0 + p.o + k;
-        int oy = p.y0 + p.py - 1 + y;
-        int ox = p.x0 + p.px - 1 + x;
+        int o = place.o0 + place.o + k;
+        int oy = place.y0 + place.py - 1 + y;
+        int ox = place.x0 + place.px - 1 + x;
         if (o < s.O && (unsigned)oy < (unsigned)s.H && (unsigned)ox < (unsigned)s.W)
-            atomicAdd(out + (((size_t)p.b * s.O + o) * s.H + oy) * s.W + ox, sum[k][y][x]);
+            atomicAdd(out + (((size_t)place.b * s.O + o) * s.H + oy) * s.W + ox, sum[k][y][x]);
     }
 }
 
@@ -307,19 +309,20 @@ __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel3(float* out, const float* x, const float* w, Shape s) {
     __shared__ float xs[STEP][8][8];
     __shared__ float ws[OUTPUTS][STEP * 9];
-    ScatterPlace p(s);
+    ScatterPlace place(s);
     float sum[4][4][4] = {};  // channel, line and column of the output
 
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 64; i += 256) {
             int c = c0 + i / 64;
-            int iy = p.y0 + i / 8 % 8;
-            int ix = p.x0 + i % 8;
+            int iy = place.y0 + i / 8 % 8;
+            int ix = place.x0 + i % 8;
             bool inside = c < s.C && iy < s.H && ix < s.W;
-            xs[i / 64][i / 8 % 8][i % 8] = inside ? x[(((size_t)p.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
+            float value = inside ? x[(((size_t)place.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
+            xs[i / 64][i / 8 % 8][i % 8] = value;
         }
         for (int i = threadIdx.x; i < OUTPUTS * STEP * 9; i += 256) {
-            int o = p.o0 + i / (STEP * 9);
+            int o = place.o0 + i / (STEP * 9);
             int k = c0 * 9 + i % (STEP * 9);
             bool inside = o < s.O && k < s.C * 9;
             ws[i / (STEP * 9)][i % (STEP * 9)] = inside ? w[(size_t)o * s.C * 9 + k] : 0.0f;
@@ -330,13 +333,13 @@ __global__ void __launch_bounds__(256)
         for (int c = 0; c < STEP; c++) {
             float in[2][2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) in[i / 2][i % 2] = xs[c][p.py + i / 2][p.px + i % 2];
+            for (int i = 0; i < 4; i++) in[i / 2][i % 2] = xs[c][place.py + i / 2][place.px + i % 2];
 
 #pragma unroll
             for (int k = 0; k < 4; k++)
 #pragma unroll
                 for (int tap = 0; tap < 9; tap++) {
-                    float weight = ws[p.o + k][c * 9 + tap];
+                    float weight = ws[place.o + k][c * 9 + tap];
 #pragma unroll
                     for (int i = 0; i < 4; i++)
                         sum[k][i / 2 + 2 - tap / 3][i % 2 + 2 - tap % 3] += weight * in[i / 2][i % 2];
@@ -344,7 +347,7 @@ __global__ void __launch_bounds__(256)
         }
         __syncthreads();
     }
-    scatter(out, sum, p, s);
+    scatter(out, sum, place, s);
 }
 
 static void conv3x3_forward3(Problem&, float* out, const float* x, const float* w, const float* bias,
@@ -376,33 +379,33 @@ static __device__ void load_weights(float (&ws)[STEP * 9][OUTPUTS], const float*
 }
 
 // A thread's sums for scatter(), of x (B, C, H, W) and w (O, C, 9).
-static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, const float* w, ScatterPlace p,
-                                      Shape s) {
+static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, const float* w,
+                                      ScatterPlace place, Shape s) {
     __shared__ __align__(16) float xs[STEP][8][12];  // 12: a warp's 16 patches lie in different banks
     __shared__ __align__(16) float ws[STEP * 9][OUTPUTS];
 
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 16; i += 256) {
             int c = c0 + i / 16;
-            int iy = p.y0 + i / 2 % 8;
-            int ix = p.x0 + i % 2 * 4;
+            int iy = place.y0 + i / 2 % 8;
+            int ix = place.x0 + i % 2 * 4;
             float4 v = make_float4(0, 0, 0, 0);
             if (c < s.C && iy < s.H && ix < s.W)
-                v = *(const float4*)(x + (((size_t)p.b * s.C + c) * s.H + iy) * s.W + ix);
+                v = *(const float4*)(x + (((size_t)place.b * s.C + c) * s.H + iy) * s.W + ix);
             *(float4*)&xs[i / 16][i / 2 % 8][i % 2 * 4] = v;
         }
-        load_weights<256>(ws, w, p.o0, c0, s);
+        load_weights<256>(ws, w, place.o0, c0, s);
         __syncthreads();
 
 #pragma unroll 1
         for (int c = 0; c < STEP; c++) {
             float2 in[2];  // the thread's two lines of two pixels
-            in[0] = *(const float2*)&xs[c][p.py][p.px];
-            in[1] = *(const float2*)&xs[c][p.py + 1][p.px];
+            in[0] = *(const float2*)&xs[c][place.py][place.px];
+            in[1] = *(const float2*)&xs[c][place.py + 1][place.px];
 
 #pragma unroll
             for (int tap = 0; tap < 9; tap++) {
-                float4 v = *(const float4*)&ws[c * 9 + tap][p.o];
+                float4 v = *(const float4*)&ws[c * 9 + tap][place.o];
                 const float weight[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
                 for (int k = 0; k < 4; k++)
@@ -419,10 +422,10 @@ static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, con
 
 __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel4(float* out, const float* x, const float* w, Shape s) {
-    ScatterPlace p(s);
+    ScatterPlace place(s);
     float sum[4][4][4] = {};
-    scattered_sums(sum, x, w, p, s);
-    scatter(out, sum, p, s);
+    scattered_sums(sum, x, w, place, s);
+    scatter(out, sum, place, s);
 }
 
 static void conv3x3_forward4(Problem&, float* out, const float* x, const float* w, const float* bias,
@@ -522,9 +525,9 @@ static void conv3x3_forward5(Problem&, float* out, const float* x, const float* 
 // parts (B, O, patches down, 4 lines, patches across, 4 columns): a line of a patch is 16 bytes.
 __global__ void __launch_bounds__(256)
     conv3x3_forward_kernel6(float4* parts, const float* x, const float* w, Shape s) {
-    ScatterPlace p(s);
+    ScatterPlace place(s);
     float sum[4][4][4] = {};
-    scattered_sums(sum, x, w, p, s);
+    scattered_sums(sum, x, w, place, s);
 
     int down = ceil_div(s.H, 8) * 4;
     int across = ceil_div(s.W, 8) * 4;
@@ -532,10 +535,11 @@ __global__ void __launch_bounds__(256)
     for (int k = 0; k < 4; k++)
 #pragma unroll
         for (int y = 0; y < 4; y++) {
-            int o = p.o0 + p.o + k;
-            size_t line = (((size_t)p.b * s.O + o) * down + (p.y0 + p.py) / 2) * 4 + y;
+            int o = place.o0 + place.o + k;
+            size_t line = (((size_t)place.b * s.O + o) * down + (place.y0 + place.py) / 2) * 4 + y;
             const float* v = sum[k][y];
-            if (o < s.O) parts[line * across + (p.x0 + p.px) / 2] = make_float4(v[0], v[1], v[2], v[3]);
+            float4 part = make_float4(v[0], v[1], v[2], v[3]);
+            if (o < s.O) parts[line * across + (place.x0 + place.px) / 2] = part;
         }
 }
 
@@ -633,7 +637,7 @@ struct Winograd<4> {
     }
 };
 
-// u (A^2, O, C) = G g G^T of the O x C filters g of w (O, C, 3, 3); a thread a filter.
+// u (A^2, O, C) = G g G^T of the O x C filters g of w (O, C, 3, 3). Each thread transforms a filter.
 template <int M>
 __global__ void conv3x3_weights_kernel7(float* u, const float* w, int filters) {
     constexpr int A = M + 2;
@@ -657,8 +661,8 @@ __global__ void conv3x3_weights_kernel7(float* u, const float* w, int filters) {
     }
 }
 
-// v (A^2, C, P) = B^T d B of the P tiles d of x (B, C, H, W); a thread a tile of a channel. Tiles overlap by
-// two pixels, and the first begins one above and one to the left of the image.
+// v (A^2, C, P) = B^T d B of the P tiles d of x (B, C, H, W). Each thread transforms a tile of a channel. Tiles
+// overlap by two pixels, and the first begins one above and one to the left of the image.
 template <int M>
 __global__ void conv3x3_input_kernel7(float* v, const float* x, Shape s) {
     constexpr int A = M + 2;
@@ -697,7 +701,7 @@ __global__ void conv3x3_input_kernel7(float* v, const float* x, Shape s) {
     }
 }
 
-// out (B, O, H, W) = A^T m A + bias, with m (A^2, O, P); a thread a tile of a channel.
+// out (B, O, H, W) = A^T m A + bias, with m (A^2, O, P). Each thread transforms a tile of a channel.
 template <int M>
 __global__ void conv3x3_output_kernel7(float* out, const float* m, const float* bias, Shape s) {
     constexpr int A = M + 2;
@@ -984,11 +988,12 @@ static void conv3x3_weight_gradient_kernel1(Problem&, float* dw, const float* do
                 double total = 0;
                 for (int b = 0; b < s.B; b++)
                     for (int oy = first_y; oy < last_y; oy++) {
+                        int iy = oy + shift_y;
                         const float* dout_line = dout + (((size_t)b * s.O + o) * s.H + oy) * s.W;
-                        const float* x_line = x + (((size_t)b * s.C + c) * s.H + oy + shift_y) * s.W + shift_x;
+                        const float* x_line = x + (((size_t)b * s.C + c) * s.H + iy) * s.W;
                         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-                        for (int ox = first_x; ox < last_x; ox++) sum += dout_line[ox] * x_line[ox];
+                        for (int ox = first_x; ox < last_x; ox++) sum += dout_line[ox] * x_line[ox + shift_x];
                         total += sum;
                     }
                 dw[((size_t)o * s.C + c) * 9 + tap] += (float)total;
@@ -996,7 +1001,8 @@ static void conv3x3_weight_gradient_kernel1(Problem&, float* dw, const float* do
 }
 
 #ifdef __CUDACC__
-// 1 on the GPU: a block a filter, whose threads share the pixels.
+// 1 on the GPU: each block computes the nine sums of a filter, and its threads share the pixels.
+// dw (O, C, 9) += the gradient, of dout (B, O, H, W) and x (B, C, H, W), as in all versions to 6.
 __global__ void conv3x3_weight_gradient_thread_kernel1(float* dw, const float* dout, const float* x,
                                                        Shape s) {
     int c = blockIdx.x;
@@ -1030,7 +1036,7 @@ static void conv3x3_weight_gradient1(Problem&, float* dw, const float* dout, con
     launch(conv3x3_weight_gradient_thread_kernel1, dim3(s.C, s.O), 256, 0, dw, dout, x, s);
 }
 
-// 2: one matrix product, with the buffer of forward version 2; dout is transposed before and dw after it.
+// 2: one matrix product with the buffer of forward version 2. dout is transposed before it, and dw after it.
 //     sums (O, 9 C) = dout^T (O, B*H*W) columns (B*H*W, 9 C)
 static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, const float* x, Shape s) {
     int M = s.B * s.H * s.W;
@@ -1050,6 +1056,7 @@ static void conv3x3_weight_gradient2(Problem& p, float* dw, const float* dout, c
 // all pixels meet.
 enum { SLAB = 32 };  // input channels of a block
 
+// What a thread of these kernels owns.
 struct WeightPlace {
     int o0, c0, o, c;  // the block's first channels, the thread's own within them
 
@@ -1062,16 +1069,16 @@ struct WeightPlace {
     }
 };
 
-// A tile is 8 x 8 pixels of an image.
-struct WeightTilePlace {
+// The pixels of a tile, 8 x 8 of an image: the image and the first of them.
+struct PixelTile {
     int b, y0, x0;
 
-    __device__ WeightTilePlace(int tile, Shape s) {
+    __device__ PixelTile(int number, Shape s) {
         int tiles_x = ceil_div(s.W, 8);
         int tiles_y = ceil_div(s.H, 8);
-        b = tile / (tiles_x * tiles_y);
-        y0 = tile / tiles_x % tiles_y * 8;
-        x0 = tile % tiles_x * 8;
+        b = number / (tiles_x * tiles_y);
+        y0 = number / tiles_x % tiles_y * 8;
+        x0 = number % tiles_x * 8;
     }
 };
 
@@ -1081,36 +1088,35 @@ static int weight_tiles(Shape s) { return s.B * ceil_div(s.H, 8) * ceil_div(s.W,
 
 // Calls put(index in dw (O, C, 9), sum) for each of a thread's sums.
 template <class Put>
-static __device__ void store_sums(const float (&sum)[8][9], WeightPlace p, Shape s, Put put) {
+static __device__ void store_sums(const float (&sum)[8][9], WeightPlace place, Shape s, Put put) {
 #pragma unroll
     for (int i = 0; i < 72; i++) {
-        int o = p.o0 + p.o + i / 9;
-        int c = p.c0 + p.c;
+        int o = place.o0 + place.o + i / 9;
+        int c = place.c0 + place.c;
         if (o < s.O && c < s.C) put(((size_t)o * s.C + c) * 9 + i % 9, sum[i / 9][i % 9]);
     }
 }
 
-// dw (O, C, 9) += the gradient, of dout (B, O, H, W) and x (B, C, H, W).
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel3(float* dw, const float* dout, const float* x, Shape s) {
     __shared__ float xs[SLAB][101];    // (8 + 2)^2 pixels, and one more against bank conflicts
     __shared__ float ds[OUTPUTS][65];  // 8^2 pixels, and one more
-    WeightPlace p(s);
-    WeightTilePlace t(blockIdx.y, s);
+    WeightPlace place(s);
+    PixelTile tile(blockIdx.y, s);
 
     for (int i = threadIdx.x; i < SLAB * 100; i += 256) {
-        int c = p.c0 + i / 100;
-        int iy = t.y0 - 1 + i / 10 % 10;
-        int ix = t.x0 - 1 + i % 10;
+        int c = place.c0 + i / 100;
+        int iy = tile.y0 - 1 + i / 10 % 10;
+        int ix = tile.x0 - 1 + i % 10;
         bool inside = c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W;
-        xs[i / 100][i % 100] = inside ? x[(((size_t)t.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
+        xs[i / 100][i % 100] = inside ? x[(((size_t)tile.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
     }
     for (int i = threadIdx.x; i < OUTPUTS * 64; i += 256) {
-        int o = p.o0 + i / 64;
-        int oy = t.y0 + i / 8 % 8;
-        int ox = t.x0 + i % 8;
+        int o = place.o0 + i / 64;
+        int oy = tile.y0 + i / 8 % 8;
+        int ox = tile.x0 + i % 8;
         bool inside = o < s.O && oy < s.H && ox < s.W;
-        ds[i / 64][i % 64] = inside ? dout[(((size_t)t.b * s.O + o) * s.H + oy) * s.W + ox] : 0.0f;
+        ds[i / 64][i % 64] = inside ? dout[(((size_t)tile.b * s.O + o) * s.H + oy) * s.W + ox] : 0.0f;
     }
     __syncthreads();
 
@@ -1121,8 +1127,8 @@ __global__ void __launch_bounds__(256, 2)
         float in[3][3];
 #pragma unroll
         for (int r = 0; r < 3; r++) {
-            in[r][1] = xs[p.c][(y + r) * 10];
-            in[r][2] = xs[p.c][(y + r) * 10 + 1];
+            in[r][1] = xs[place.c][(y + r) * 10];
+            in[r][2] = xs[place.c][(y + r) * 10 + 1];
         }
 
 #pragma unroll
@@ -1131,17 +1137,17 @@ __global__ void __launch_bounds__(256, 2)
             for (int r = 0; r < 3; r++) {
                 in[r][0] = in[r][1];
                 in[r][1] = in[r][2];
-                in[r][2] = xs[p.c][(y + r) * 10 + px + 2];
+                in[r][2] = xs[place.c][(y + r) * 10 + px + 2];
             }
 #pragma unroll
             for (int k = 0; k < 8; k++) {
-                float d = ds[p.o + k][y * 8 + px];
+                float d = ds[place.o + k][y * 8 + px];
 #pragma unroll
                 for (int tap = 0; tap < 9; tap++) sum[k][tap] += d * in[tap / 3][tap % 3];
             }
         }
     }
-    store_sums(sum, p, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
+    store_sums(sum, place, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
 }
 
 static void conv3x3_weight_gradient3(Problem&, float* dw, const float* dout, const float* x, Shape s) {
@@ -1152,14 +1158,14 @@ static void conv3x3_weight_gradient3(Problem&, float* dw, const float* dout, con
 // pixel's 8 outputs are two 16-byte reads, and no two threads of a warp meet in a bank. W is a multiple of four.
 
 // A thread's sums over the tiles [first, last).
-static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const float* x, WeightPlace p,
+static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const float* x, WeightPlace place,
                                    int first, int last, Shape s) {
     __shared__ __align__(16) float xs[100][SLAB];
     __shared__ __align__(16) float ds[64][OUTPUTS];
 
 #pragma unroll 1
-    for (int tile = first; tile < last; tile++) {
-        WeightTilePlace t(tile, s);
+    for (int number = first; number < last; number++) {
+        PixelTile tile(number, s);
         __syncthreads();  // every thread is done with the tile before
 
         // Ten pixels of a line, from x0 - 1 on, lie in four aligned vectors, from x0 - 4 on.
@@ -1167,11 +1173,11 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
             int c = i % SLAB;
             int line = i / SLAB / 4;
             int column = i / SLAB % 4 * 4 - 3;
-            int iy = t.y0 - 1 + line;
-            int ix = t.x0 - 1 + column;
+            int iy = tile.y0 - 1 + line;
+            int ix = tile.x0 - 1 + column;
             float4 v = make_float4(0, 0, 0, 0);
-            if (p.c0 + c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
-                v = *(const float4*)(x + (((size_t)t.b * s.C + p.c0 + c) * s.H + iy) * s.W + ix);
+            if (place.c0 + c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
+                v = *(const float4*)(x + (((size_t)tile.b * s.C + place.c0 + c) * s.H + iy) * s.W + ix);
             const float value[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int e = 0; e < 4; e++)
@@ -1180,11 +1186,11 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
         for (int i = threadIdx.x; i < OUTPUTS * 16; i += 256) {
             int o = i % OUTPUTS;
             int pixel = i / OUTPUTS * 4;
-            int oy = t.y0 + pixel / 8;
-            int ox = t.x0 + pixel % 8;
+            int oy = tile.y0 + pixel / 8;
+            int ox = tile.x0 + pixel % 8;
             float4 v = make_float4(0, 0, 0, 0);
-            if (p.o0 + o < s.O && oy < s.H && ox < s.W)
-                v = *(const float4*)(dout + (((size_t)t.b * s.O + p.o0 + o) * s.H + oy) * s.W + ox);
+            if (place.o0 + o < s.O && oy < s.H && ox < s.W)
+                v = *(const float4*)(dout + (((size_t)tile.b * s.O + place.o0 + o) * s.H + oy) * s.W + ox);
             ds[pixel][o] = v.x;
             ds[pixel + 1][o] = v.y;
             ds[pixel + 2][o] = v.z;
@@ -1197,8 +1203,8 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
             float in[3][3];  // slides along the line, as in version 3
 #pragma unroll
             for (int r = 0; r < 3; r++) {
-                in[r][1] = xs[(y + r) * 10][p.c];
-                in[r][2] = xs[(y + r) * 10 + 1][p.c];
+                in[r][1] = xs[(y + r) * 10][place.c];
+                in[r][2] = xs[(y + r) * 10 + 1][place.c];
             }
 
 #pragma unroll
@@ -1207,10 +1213,10 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
                 for (int r = 0; r < 3; r++) {
                     in[r][0] = in[r][1];
                     in[r][1] = in[r][2];
-                    in[r][2] = xs[(y + r) * 10 + px + 2][p.c];
+                    in[r][2] = xs[(y + r) * 10 + px + 2][place.c];
                 }
-                float4 low = *(const float4*)&ds[y * 8 + px][p.o];
-                float4 high = *(const float4*)&ds[y * 8 + px][p.o + 4];
+                float4 low = *(const float4*)&ds[y * 8 + px][place.o];
+                float4 high = *(const float4*)&ds[y * 8 + px][place.o + 4];
                 const float d[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
                 for (int k = 0; k < 8; k++)
@@ -1223,10 +1229,10 @@ static __device__ void weight_sums(float (&sum)[8][9], const float* dout, const 
 
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel4(float* dw, const float* dout, const float* x, Shape s) {
-    WeightPlace p(s);
+    WeightPlace place(s);
     float sum[8][9] = {};
-    weight_sums(sum, dout, x, p, blockIdx.y, blockIdx.y + 1, s);
-    store_sums(sum, p, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
+    weight_sums(sum, dout, x, place, blockIdx.y, blockIdx.y + 1, s);
+    store_sums(sum, place, s, [&](size_t i, float value) { atomicAdd(dw + i, value); });
 }
 
 static void conv3x3_weight_gradient4(Problem&, float* dw, const float* dout, const float* x, Shape s) {
@@ -1237,10 +1243,10 @@ static void conv3x3_weight_gradient4(Problem&, float* dw, const float* dout, con
 // the GPU has nothing to do: 192 to 64 channels are six blocks.
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel5(float* dw, const float* dout, const float* x, int tiles, Shape s) {
-    WeightPlace p(s);
+    WeightPlace place(s);
     float sum[8][9] = {};
-    weight_sums(sum, dout, x, p, 0, tiles, s);
-    store_sums(sum, p, s, [&](size_t i, float value) { dw[i] += value; });
+    weight_sums(sum, dout, x, place, 0, tiles, s);
+    store_sums(sum, place, s, [&](size_t i, float value) { dw[i] += value; });
 }
 
 static void conv3x3_weight_gradient5(Problem&, float* dw, const float* dout, const float* x, Shape s) {
@@ -1259,15 +1265,15 @@ static __device__ int first_of_split(long long n, long long split, long long spl
 // parts (splits, O, C, 9)
 __global__ void __launch_bounds__(256, 2)
     conv3x3_weight_gradient_kernel6(float* parts, const float* dout, const float* x, int tiles, Shape s) {
-    WeightPlace p(s);
+    WeightPlace place(s);
     float sum[8][9] = {};
     int split = blockIdx.y;
     int splits = gridDim.y;
     int first = first_of_split(tiles, split, splits);
     int last = first_of_split(tiles, split + 1, splits);
-    weight_sums(sum, dout, x, p, first, last, s);
+    weight_sums(sum, dout, x, place, first, last, s);
     parts += (size_t)split * s.O * s.C * 9;
-    store_sums(sum, p, s, [&](size_t i, float value) { parts[i] = value; });
+    store_sums(sum, place, s, [&](size_t i, float value) { parts[i] = value; });
 }
 
 // dw (n) += the sum over the splits of parts (splits, n).
@@ -1693,8 +1699,8 @@ static void add_fp32_versions(std::vector<Version>* versions) {
 
     // Up to 131072 products go into one fp32 sum. Where one thread adds them all, rounding shows.
     const double LONG_SUM = 5e-5;
-    auto add_weight_gradient = [&](int number, const char* idea, WeightGradientFunction<float, Shape> function,
-                                   Bits bits = SAME_BITS) {
+    auto add_weight_gradient = [&](int number, const char* idea,
+                                   WeightGradientFunction<float, Shape> function, Bits bits = SAME_BITS) {
         versions->push_back({number, WEIGHT_GRADIENT, NCHW, FP32, idea, weight_gradient<float>(function),
                              LONG_SUM, bits});
     };
