@@ -32,7 +32,7 @@
 //   1  The loops take 370 ms on 16 cores. A thread an output uses all of the GPU, but pays two loads for each
 //      multiplication: 5.1 ms.
 //   2  The im2col buffer turns the layer into what a GPU is best at, a matrix product. The price is to write and
-//      to read 0.9 GB, which takes half of the time. All later versions need only shared memory.
+//      to read 0.9 GB, which takes half of the time. Direct versions (3 to 5) need only shared memory.
 //   3  Scattering lets a thread multiply the pixels it has without a look at their neighbours. But each output
 //      now is four atomic additions, and a weight read from shared memory serves only four multiplications.
 //   4  Wide reads bring four weights at a time, which takes a quarter off the time.
@@ -55,8 +55,8 @@
 // costs more (atomics, partial sums, Winograd's last transform). With a third of the inputs, im2col costs less.
 // The program reads the weights as they lie. Its blocks take several tiles each, so that the next tile's patch
 // is on its way while the outputs of one are written: 57 us, and 63 with a block a tile. After these were
-// measured, the kernel changed: two warpgroups take the tiles in turn, and nothing is decided for each element.
-// That made the input gradients of a step 18 to 22% shorter on an H100.
+// measured, the kernel changed: two warpgroups take the tiles in turn, and no condition is tested for each
+// element. That made the input gradients of a step 18 to 22% shorter on an H100.
 //
 // Weight gradient: the sums run over 131,072 pixels and the outputs are few, so the question is not how to
 // multiply but who adds up.
@@ -176,8 +176,8 @@ enum { IM2COL_CHANNELS = 32 };  // 128 bytes of a row
 // columns (B*H*W, 9, C) of x (B, C, H, W). Block (tile, channels, b) copies 8 x 8 pixels of 32 channels. It
 // reads x along the image and writes along the channels; shared memory turns the tile around.
 __global__ void conv3x3_im2col_kernel2(float* columns, const float* x, Shape s) {
-    // A channel's 8 x 8 pixels and their border are 10 x 10. With one more element, the 32 channels that a warp
-    // reads lie in 32 different banks.
+    // A channel has 10 x 10 pixels, one more on each side than the block's. With one more element, the 32
+    // channels that a warp reads lie in 32 different banks.
     __shared__ float xs[IM2COL_CHANNELS][101];
     int tiles_x = ceil_div(s.W, 8);
     int y0 = blockIdx.x / tiles_x * 8;
@@ -434,10 +434,10 @@ static void conv3x3_forward4(Problem&, float* out, const float* x, const float* 
     launch(conv3x3_forward_kernel4, scatter_grid(s), 256, 0, out, x, w, s);
 }
 
-// 5: no atomics. A block owns 8 x 16 pixels of the *output* and reads these pixels of x with an apron, one more
-// pixel on each side. That is 1.4 times the loads of x, but every sum has one owner and the output is written
-// once. The registers that held the border of a patch now hold outputs, 2 x 4 pixels of 8 channels a thread, so
-// that each read of shared memory serves more than twice the multiplications.
+// 5: no atomics. A block owns 8 x 16 pixels of the *output*. It reads these pixels of x with an apron, one more
+// pixel on each side, which train_unet.cu calls a halo. That is 1.4 times the loads of x, but every sum has one
+// owner and the output is written once. The registers that held the border of a patch now hold outputs, 2 x 4
+// pixels of 8 channels a thread, so that each read of shared memory serves more than twice the multiplications.
 __global__ void __launch_bounds__(128, 4)
     conv3x3_forward_kernel5(float* out, const float* x, const float* w, const float* bias, Shape s) {
     __shared__ __align__(16) float xs[STEP][10][24];  // columns from x0 - 4 on, so that all loads are aligned
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(128, 4)
 
 #pragma unroll 1
         for (int c = 0; c < STEP; c++) {
-            float in[4][6];  // the thread's pixels and their border
+            float in[4][6];  // the thread's pixels and one more on each side
 #pragma unroll
             for (int y = 0; y < 4; y++) {
                 const float* line = xs[c][py + y] + px;
@@ -1428,7 +1428,7 @@ static void conv3x3_weight_gradient9(Problem& p) {
 #ifndef PRECISION_FP32
 // 8: both gradients need dout, so one kernel computes both and loads each tile of dout once. A block owns 64
 // input channels (blockIdx.x) and a split of the tiles of 8 x 16 pixels. It keeps the weights of its channels in
-// shared memory. For each tile it fetches dout and x, both with a border of one pixel, while the tile before is
+// shared memory. For each tile it fetches dout and x, both with an apron of one pixel, while the tile before is
 // multiplied
 //     by the weights, into dx: 128 pixels by 64 channels, finished with the tile;
 //     by x, into dw: 64 x 9 x 64 sums, which stay in registers until the block is done.
@@ -1437,14 +1437,14 @@ static void conv3x3_weight_gradient9(Problem& p) {
 typedef GemmBlock<128, 64, 32, 32, 9, true, 3, 1> JointInput;  // the sums of dx: the program's own fragments
 typedef WeightBlock<9> JointWeight;                            // the sums of dw
 enum {
-    JOINT_ROWS = 200,  // the most of a tile with its border: two images' 10 x 10; one of 8 x 16 has 10 x 18
+    JOINT_ROWS = 200,  // the most of a tile with its apron: two images' 10 x 10; one of 8 x 16 has 10 x 18
     JOINT_TABLES = (JOINT_ROWS + 128) * 4 / 128 * 128 + 128,  // bytes, as are those below
     JOINT_WEIGHTS = 9 * 64 * 128,                             // (9, 64 outputs, 64 channels)
     JOINT_STAGE = 2 * JOINT_ROWS * 128,                       // dout and x, rows of 64 channels
     JOINT_SHARED = JOINT_TABLES + JOINT_WEIGHTS + 2 * JOINT_STAGE
 };
 
-// A tile's part of dw. It is WeightBlock::Product::multiply, but dout's rows have a border here too.
+// A tile's part of dw. It is WeightBlock::Product::multiply, but dout has an apron here too.
 static __device__ __forceinline__ void add_to_dw(JointWeight::Product& dw, uint32_t d_tile, uint32_t x_tile,
                                                  const int* row_of_pixel, const Tiling& tiling) {
     int lane = threadIdx.x % 32;
