@@ -315,17 +315,21 @@ __global__ void __launch_bounds__(256)
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 64; i += 256) {
             int c = c0 + i / 64;
-            int iy = place.y0 + i / 8 % 8;
-            int ix = place.x0 + i % 8;
+            int line = i / 8 % 8;
+            int column = i % 8;
+            int iy = place.y0 + line;
+            int ix = place.x0 + column;
             bool inside = c < s.C && iy < s.H && ix < s.W;
             float value = inside ? x[(((size_t)place.b * s.C + c) * s.H + iy) * s.W + ix] : 0.0f;
-            xs[i / 64][i / 8 % 8][i % 8] = value;
+            xs[i / 64][line][column] = value;
         }
         for (int i = threadIdx.x; i < OUTPUTS * STEP * 9; i += 256) {
-            int o = place.o0 + i / (STEP * 9);
-            int k = c0 * 9 + i % (STEP * 9);
+            int row = i / (STEP * 9);
+            int o = place.o0 + row;
+            int column = i % (STEP * 9);
+            int k = c0 * 9 + column;
             bool inside = o < s.O && k < s.C * 9;
-            ws[i / (STEP * 9)][i % (STEP * 9)] = inside ? w[(size_t)o * s.C * 9 + k] : 0.0f;
+            ws[row][column] = inside ? w[(size_t)o * s.C * 9 + k] : 0.0f;
         }
         __syncthreads();
 
@@ -387,12 +391,14 @@ static __device__ void scattered_sums(float (&sum)[4][4][4], const float* x, con
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 16; i += 256) {
             int c = c0 + i / 16;
-            int iy = place.y0 + i / 2 % 8;
-            int ix = place.x0 + i % 2 * 4;
+            int line = i / 2 % 8;
+            int column = i % 2 * 4;
+            int iy = place.y0 + line;
+            int ix = place.x0 + column;
             float4 v = make_float4(0, 0, 0, 0);
             if (c < s.C && iy < s.H && ix < s.W)
                 v = *(const float4*)(x + (((size_t)place.b * s.C + c) * s.H + iy) * s.W + ix);
-            *(float4*)&xs[i / 16][i / 2 % 8][i % 2 * 4] = v;
+            *(float4*)&xs[i / 16][line][column] = v;
         }
         load_weights<256>(ws, w, place.o0, c0, s);
         __syncthreads();
@@ -458,12 +464,14 @@ __global__ void __launch_bounds__(128, 4)
     for (int c0 = 0; c0 < s.C; c0 += STEP) {
         for (int i = threadIdx.x; i < STEP * 60; i += 128) {
             int c = c0 + i / 60;
-            int iy = y0 - 1 + i / 6 % 10;
-            int ix = x0 - 4 + i % 6 * 4;
+            int line = i / 6 % 10;
+            int column = i % 6 * 4;
+            int iy = y0 - 1 + line;
+            int ix = x0 - 4 + column;
             float4 v = make_float4(0, 0, 0, 0);
             if (c < s.C && (unsigned)iy < (unsigned)s.H && (unsigned)ix < (unsigned)s.W)
                 v = *(const float4*)(x + (((size_t)b * s.C + c) * s.H + iy) * s.W + ix);
-            *(float4*)&xs[i / 60][i / 6 % 10][i % 6 * 4] = v;
+            *(float4*)&xs[i / 60][line][column] = v;
         }
         load_weights<128>(ws, w, o0, c0, s);
         __syncthreads();
