@@ -1,24 +1,36 @@
-// What the ladders of the 3x3 and the 1x1 convolution share: how a version is called. The harness allocates,
-// and converts, what its layout and type say. Shape is the ladder's own; Shape::of(problem) makes one.
+// What the ladders of the 3x3 and the 1x1 convolution share: a version is a plain function of its tensors, and
+// forward(), input_gradient() and weight_gradient() make of it what the harness calls. The harness allocates the
+// tensors, and converts them to the version's layout and type. Shape is the ladder's own, made by
+// Shape::of(problem). A version of the weight gradient adds to dw.
 #pragma once
 #include "common.h"
 
 template <typename T, typename Shape>
 using ForwardFunction = void (*)(Problem&, T* out, const T* x, const T* w, const T* bias, Shape);
+
 template <typename T, typename Shape>
 using InputGradientFunction = void (*)(Problem&, T* dx, const T* dout, const T* w, Shape);
+
 template <typename T, typename Shape>
 using WeightGradientFunction = void (*)(Problem&, float* dw, const T* dout, const T* x, Shape);
+
 template <typename T, typename Shape>
 static std::function<void(Problem&)> forward(ForwardFunction<T, Shape> f) {
-    return
-        [f](Problem& p) { f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), Shape::of(p)); };
+    return [f](Problem& p) {
+        f(p, p.out<T>("out"), p.in<T>("x"), p.in<T>("w"), p.in<T>("bias"), Shape::of(p));
+    };
 }
+
 template <typename T, typename Shape>
 static std::function<void(Problem&)> input_gradient(InputGradientFunction<T, Shape> f) {
-    return [f](Problem& p) { f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), Shape::of(p)); };
+    return [f](Problem& p) {
+        f(p, p.out<T>("dx"), p.in<T>("dout"), p.in<T>("w"), Shape::of(p));
+    };
 }
+
 template <typename T, typename Shape>
 static std::function<void(Problem&)> weight_gradient(WeightGradientFunction<T, Shape> f) {
-    return [f](Problem& p) { f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), Shape::of(p)); };
+    return [f](Problem& p) {
+        f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), Shape::of(p));
+    };
 }
