@@ -677,9 +677,9 @@ struct LadderRun {
         printf("\n");
     }
 
-    // Shapes that are marked "model" are many, so that only the last version, the program's, is checked there. Large
-    // cases, marked "timed", are not for the CPU's version where there are kernels. By its number a version can be asked
-    // for in all of them, which may take seconds.
+    // Cases marked "model" are many, and only the last version, the program's, is checked in them. Cases marked "timed"
+    // are large, and where there are kernels, not for the CPU's version. A version that is asked for by its number is
+    // checked in all of them, which may take seconds.
     bool is_wanted(const Version& version, const Pass& pass, const Case& data) const {
         if (strcmp(version.pass, pass.name) != 0) return false;
         if (wanted >= 0) return version.number == wanted;
@@ -697,7 +697,8 @@ struct LadderRun {
         return last;
     }
 
-    // Timed are large cases, a case that was asked for, and the last of a pass, because without a GPU none is large.
+    // Timed are the large cases, one that was asked for by name, and a pass's last case: without a GPU the file has no
+    // large ones.
     bool is_timed(const Pass& pass, const Case& data) const {
         if (data.count("timed") || !wanted_case.empty()) return true;
         const Case* last = nullptr;
