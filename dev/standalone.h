@@ -149,15 +149,15 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
 // The most TFLOP/s in bf16, or in fp32 where floatX is float; 0: not known. These are the operations of a
-// multiprocessor in a clock cycle, times the number of multiprocessors, times the clock rate.
+// multiprocessor in a clock cycle, times the number of multiprocessors, times the clock rate, as the program counts them.
 static double backend_peak() {
     struct Rates {
         double fp32, bf16;
     };
     static const std::map<int, Rates> RATES_OF_CAPABILITY = {
         {80, {.fp32 = 128, .bf16 = 2048}},
-        {86, {.fp32 = 256, .bf16 = 512}},
-        {89, {.fp32 = 256, .bf16 = 512}},
+        {86, {.fp32 = 256, .bf16 = 1024}},
+        {89, {.fp32 = 256, .bf16 = 1024}},
         {90, {.fp32 = 256, .bf16 = 4096}},
     };
     int capability = 10 * gpu_properties.major + gpu_properties.minor;
@@ -171,7 +171,9 @@ static double backend_peak() {
 
     // An H100 can clock higher than its data sheet assumes for the tensor cores' 989 TFLOP/s. We go by the data sheet.
     if (capability == 90) khz = std::min(khz, 1830000);
-    return 1e-9 * khz * gpu_multiprocessors * rates.bf16;
+    // The tensor cores of a GeForce run at half their rate where they add up in fp32.
+    bool is_halved = strstr(gpu_properties.name, "GeForce");
+    return 1e-9 * khz * gpu_multiprocessors * (is_halved ? rates.bf16 / 2 : rates.bf16);
 }
 
 // A sequence of launches. The first run launches them one by one, the second records them as a CUDA graph and replays
