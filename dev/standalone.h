@@ -148,8 +148,8 @@ static void backend_copy(void* to, const void* from, size_t bytes) {
 
 static void backend_wait() { CUDA_CHECK(cudaStreamSynchronize(main_stream.handle)); }
 
-// The most TFLOP/s in bf16, or in fp32 where floatX is float; 0: not known. These are the operations of a
-// multiprocessor in a clock cycle, times the number of multiprocessors, times the clock rate, as the program counts them.
+// The most TFLOP/s in bf16, or in fp32 where floatX is float, counted as the program does; 0: not known. They are the
+// operations of a multiprocessor in a clock cycle, times the number of multiprocessors, times the clock rate.
 static double backend_peak() {
     struct Rates {
         double fp32, bf16;
