@@ -396,8 +396,8 @@ struct Ladder {
 
 // ---- checks -----------------------------------------------------------------------------------------------
 
-// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|, r being `factor` times the reference; NaN where
-// either holds one. Only elements count for which counts(i).
+// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|, taken of those elements for which counts(i), where r is
+// `factor` times the reference; NaN if there is a NaN in either.
 template <typename Counts>
 static double error_of(const std::vector<float>& a, const std::vector<float>& r, double factor, Counts counts) {
     double difference = 0, size = 0;
@@ -416,7 +416,7 @@ static double error_of(const std::vector<float>& a, const std::vector<float>& r,
     return std::max(sqrt(difference / size), worst / largest);
 }
 
-// One call. The program's layers may have work on its second stream.
+// One call. Layers of the program may leave work on the side stream, for which the main stream then waits.
 static void call_version(Problem* p, const Version& version) {
     version.function(*p);
 #ifdef PROGRAM
@@ -424,7 +424,7 @@ static void call_version(Problem* p, const Version& version) {
 #endif
 }
 
-// One call that is waited for. The program's workspaces, in which layers have partial sums, hold NaN before it.
+// One call, until it is done. The program's workspaces, in which layers have partial sums, hold NaN before it.
 static void run_version(Problem* p, const Version& version) {
 #if defined(__CUDACC__) && defined(PROGRAM)
     for (const Stream* each : {&main_stream, &side_stream})

@@ -8,7 +8,7 @@
 //
 //   1  CPU      layer after layer, the definition of each
 //   2  fp32     the same on the GPU, a thread a number
-//   3  bf16     layer after layer, those with arithmetic as the program has them
+//   3  bf16     layer after layer: the program's convolutions, products and norms, and a pass for each thing between
 //   4  bf16     train_unet.cu's block
 //
 // Every version is given what the forward pass of the program keeps: h and the statistics of the norms. Backward
@@ -38,25 +38,39 @@ namespace resblock {
 
 using namespace blocks;
 
+// PyTorch's names of the layers are
+//   in_layers.0, in_layers.2      norm1, conv1
+//   emb_layers.1                  the projection of the embedding
+//   out_layers.0, out_layers.3    norm2, conv2
+//   skip_connection               skip, a 1x1 convolution where the width changes
+
 struct Shape {
-    int B, C, C2, K, O, H, T, E, G;
-    bool widens;
-    explicit Shape(const Problem& p)
-        : B(p.dim("B")),
-          C(p.dim("C")),
-          C2(p.dim("C2")),
-          K(C + C2),
-          O(p.dim("O")),
-          H(p.dim("H")),
-          T(H * H),
-          E(p.dim("E")),
-          G(p.dim("G")),
-          widens(K != O) {}
+    int B, C, C2;  // images; channels of x and of x2 (0: there is none)
+    int K, O;      // channels of both together, and of the output
+    int H, T;      // height and width; pixels
+    int E, G;      // width of the embedding; groups of a norm
+    bool changes_width;
+
+    explicit Shape(const Problem& p) {
+        B = p.dim("B");
+        C = p.dim("C");
+        C2 = p.dim("C2");
+        K = C + C2;
+        O = p.dim("O");
+        H = p.dim("H");
+        T = H * H;
+        E = p.dim("E");
+        G = p.dim("G");
+        changes_width = K != O;
+    }
+
     size_t in() const { return (size_t)B * T * K; }
     size_t out() const { return (size_t)B * T * O; }
 };
 
 // ---- 1, 2: the definition ---------------------------------------------------------------------------------
+// The equations as they stand, a call for each layer. Both versions are this text: on the CPU a call is a loop over its
+// output's elements, on the GPU a launch with a thread for each of them.
 
 // x (B, C, T) and x2 (B, C2, T) as one tensor (B, K, T)
 static const float* joined1(Problem& p, const Shape& s) {
@@ -95,9 +109,9 @@ static void resblock_forward1(Problem& p) {
                w("out_layers.0.bias"), s.O, s.T);
     each(p, s.out(), Silu{active2, normed2});
     plain.conv3x3(out, active2, w("out_layers.3.weight"), w("out_layers.3.bias"), s.O, s.O, s.H);
-    if (s.widens)
+    if (s.changes_width)
         plain.linear(skip, x, w("skip_connection.weight"), w("skip_connection.bias"), s.K, s.O, s.T);
-    each(p, s.out(), Add{out, s.widens ? skip : x});
+    each(p, s.out(), Add{out, s.changes_width ? skip : x});
 }
 
 static void resblock_backward1(Problem& p) {
@@ -152,15 +166,17 @@ static void resblock_backward1(Problem& p) {
                         w("in_layers.0.weight"), s.K, s.T);
 
     // out = ... + skip(x)
-    if (s.widens)
+    if (s.changes_width)
         plain.linear_backward(dskip, d("skip_connection.weight"), d("skip_connection.bias"), dout, x,
                               w("skip_connection.weight"), s.K, s.O, s.T);
-    each(p, s.in(), Add{dx, s.widens ? dskip : dout});
+    each(p, s.in(), Add{dx, s.changes_width ? dskip : dout});
     if (s.C2) each(p, s.in(), Split{p.out<float>("dx"), p.out<float>("dx2"), dx, s.C, s.C2, s.T});
 }
 
 #ifdef __CUDACC__
 // ---- 3: the program's layers, nothing fused ---------------------------------------------------------------
+// The same calls in bf16, NHWC. Convolutions, products and norms are the program's kernels, which use the tensor cores.
+// All other calls read 16 bytes a thread, and so move their bytes at the memory's speed.
 
 // x (B, H, H, C) and x2 (B, H, H, C2) as one tensor (B, H, H, K)
 static Tensor joined3(Problem& p, const Shape& s) {
@@ -183,7 +199,7 @@ static void resblock_forward3(Problem& p) {
     Tensor projected = p.tensor_scratch("projected", emb.with_channels(s.O));
     Tensor normed2 = p.tensor_scratch("normed2", h);
     Tensor active2 = p.tensor_scratch("active2", h);
-    Tensor skip = s.widens ? p.tensor_scratch("skip", out) : x;
+    Tensor skip = s.changes_width ? p.tensor_scratch("skip", out) : x;
 
     // h = conv1(SiLU(norm1(x))) + linear(emb)
     norm_alone(normed1, forward_norm(p, "in_layers.0", "1", x));
@@ -196,7 +212,7 @@ static void resblock_forward3(Problem& p) {
     norm_alone(normed2, forward_norm(p, "out_layers.0", "2", h));
     each_vector(s.out(), SiluVectors{active2.data, normed2.data});
     conv3x3_forward(out, active2, forward_layer<Conv>(p, "out_layers.3"));
-    if (s.widens) conv1x1_forward(skip, x, forward_layer<Linear>(p, "skip_connection"));
+    if (s.changes_width) conv1x1_forward(skip, x, forward_layer<Linear>(p, "skip_connection"));
     each_vector(s.out(), AddVectors{out.data, skip.data});
 }
 
@@ -216,7 +232,7 @@ static void resblock_backward3(Problem& p) {
     Tensor normed1 = p.tensor_scratch("normed1", x);
     Tensor active1 = p.tensor_scratch("active1", x);
     Tensor dnormed1 = p.tensor_scratch("dnormed1", x);
-    Tensor dskip = s.widens ? p.tensor_scratch("dskip", x) : dout;
+    Tensor dskip = s.changes_width ? p.tensor_scratch("dskip", x) : dout;
     Tensor dx = s.C2 ? p.tensor_scratch("dx and dx2", x) : p.tensor_out<floatX>("dx");
     Norm norm1 = backward_norm(p, "in_layers.0", "1", x);
     Norm norm2 = backward_norm(p, "out_layers.0", "2", h);
@@ -248,7 +264,7 @@ static void resblock_backward3(Problem& p) {
     norm_alone_backward(dx, normed1, dnormed1, norm1);
 
     // out = ... + skip(x)
-    if (s.widens) {
+    if (s.changes_width) {
         Linear skip = backward_layer<Linear>(p, "skip_connection");
         on_side_stream_deferred([=] { conv1x1_backward_weight(skip, dout, x); });
         conv1x1_backward_input(dskip, dout, skip);
@@ -259,6 +275,8 @@ static void resblock_backward3(Problem& p) {
 #endif
 
 // ---- 4: the program's -------------------------------------------------------------------------------------
+// ResBlock of train_unet.cu, which has nothing left between its layers: concatenation, norm, SiLU and additions are
+// done where a convolution or a norm reads or writes.
 
 // Block 0 of the program computes the projections of the embedding for all residual blocks. Here the block's own is
 // computed beside it.
@@ -293,14 +311,16 @@ static void resblock_backward4(Problem& p) {
 static Work work_of(const Problem& p, bool backward) {
     Shape s(p);
     double M = (double)s.B * s.T;
-    double weights = (s.widens ? 10.0 : 9.0) * s.K * s.O + 9.0 * s.O * s.O;  // conv1 and skip, conv2
-    double emb = (double)s.E * s.O;                                          // those of the projection
-    double forward = 2 * M * weights + 2 * s.B * emb;
-    if (!backward) return {forward, sizeof(floatX) * (M * (s.K + s.O) + weights + emb)};
+    double taps = s.changes_width ? 10.0 : 9.0;  // of conv1 and skip
+    double weights = taps * s.K * s.O + 9.0 * s.O * s.O;
+    double projection = (double)s.E * s.O;
+    double forward = 2 * M * weights + 2 * s.B * projection;
+    if (!backward) return {forward, sizeof(floatX) * (M * (s.K + s.O) + weights + projection)};
 
-    double reads_and_dx = sizeof(floatX) * (M * (2 * s.K + 2 * s.O) + weights + emb);  // x, h, dout, weights; dx
-    double weight_gradients = sizeof(float) * (weights + emb);
-    return {2 * forward, reads_and_dx + weight_gradients};
+    double tensors = M * (2 * s.K + 2 * s.O);  // x and dx, h and dout
+    double bytes = sizeof(floatX) * (tensors + weights + projection);
+    bytes += sizeof(float) * (weights + projection);  // their gradients
+    return {2 * forward, bytes};
 }
 
 }  // namespace resblock
