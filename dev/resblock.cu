@@ -175,8 +175,8 @@ static void resblock_backward1(Problem& p) {
 
 #ifdef __CUDACC__
 // ---- 3: the program's layers, nothing fused ---------------------------------------------------------------
-// The same calls in bf16, NHWC. Convolutions, products and norms are the program's kernels, which use the tensor cores.
-// All other calls read 16 bytes a thread, and so move their bytes at the memory's speed.
+// The same calls in bf16, NHWC. Convolutions and products are the program's, on the tensor cores, and so are the
+// norms. All other calls read and write 16 bytes a thread, with which they are bound by memory.
 
 // x (B, H, H, C) and x2 (B, H, H, C2) as one tensor (B, H, H, K)
 static Tensor joined3(Problem& p, const Shape& s) {
@@ -275,8 +275,8 @@ static void resblock_backward3(Problem& p) {
 #endif
 
 // ---- 4: the program's -------------------------------------------------------------------------------------
-// ResBlock of train_unet.cu, which has nothing left between its layers: concatenation, norm, SiLU and additions are
-// done where a convolution or a norm reads or writes.
+// ResBlock of train_unet.cu. Concatenation, SiLU, additions and the sums of a norm are no passes any more. They are done
+// where a convolution or a norm reads or writes.
 
 // Block 0 of the program computes the projections of the embedding for all residual blocks. Here the block's own is
 // computed beside it.
