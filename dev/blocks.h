@@ -559,18 +559,19 @@ static Names parameter_names(const Plan& plan) {
     return names;
 }
 
-// Makes a buffer of the model's arena of memory that is the problem's. A buffer has its offset from where the arena
-// begins, so the offset is the distance to that memory.
+// Lets a buffer of the model's arena be memory of the problem. The model knows a buffer by its offset from where the
+// arena begins, which may be the distance to any memory.
 static void place(const Model* m, Buffer* buffer, const void* memory) {
     buffer->offset = (size_t)memory - (size_t)m->arena;
 }
 
-// What a block leaves to backward besides a tensor, in the order in which the model keeps it.
+// The names of what lies in a block's buffer `stats`, in the model's order.
 static Names kept_stats(BlockKind kind) {
     if (kind == BLOCK_RES) return {"statistics1", "half affine1", "statistics2", "half affine2"};
     return {"statistics", "affine", "lse"};
 }
 
+// The buffers that only forward reads and writes, or that it leaves to backward.
 static void place_forward(Problem& p, Model* m, BlockKind kind) {
     std::vector<Block>& blocks = m->plan.blocks;
     Block& block = blocks.back();
@@ -587,6 +588,7 @@ static void place_forward(Problem& p, Model* m, BlockKind kind) {
     place(m, &block.stats, p.out<float>("stats", kept_stats(kind)));
 }
 
+// The buffers of backward: gradients, and what forward has left.
 static void place_backward(Problem& p, Model* m, BlockKind kind) {
     std::vector<Block>& blocks = m->plan.blocks;
     Block& block = blocks.back();
@@ -601,14 +603,15 @@ static void place_backward(Problem& p, Model* m, BlockKind kind) {
     place(m, &x.gradient, p.out<floatX>("dx"));
     if (block.skip >= 0) place(m, &blocks[block.skip].gradient, p.out<floatX>("dx2"));
     if (kind == BLOCK_RES) {
-        size_t rows = (size_t)m->plan.batch * blocks[0].O;
-        place(m, &blocks[0].gradient, p.scratch<floatX>("dprojected", rows));
+        size_t count = (size_t)m->plan.batch * blocks[0].O;  // (B, O)
+        place(m, &blocks[0].gradient, p.scratch<floatX>("dprojected", count));
     }
     m->late = {p.scratch<char>("late", block.late.bytes), block.late.bytes, 0};
 }
 
-// A model of that plan whose buffers and parameters are the problem's tensors. Its arena begins at an address that is
-// not null, because an arena at null only counts what is taken from it; nothing is read there.
+// A model of that plan whose buffers and parameters are the problem's tensors. Its arena must not begin at null,
+// because an arena there only counts what is taken from it. Any other address will do, as nothing lies in the arena
+// itself.
 static Model model_of(Problem& p, BlockKind kind, bool backward) {
     Model m = Model();
     m.config.image_size = p.dim("H");
@@ -630,9 +633,10 @@ static Model model_of(Problem& p, BlockKind kind, bool backward) {
     place(&m, &blocks[block.input].out, p.in<floatX>("x"));
     if (block.skip >= 0) place(&m, &blocks[block.skip].out, p.in<floatX>("x2"));
     if (kind == BLOCK_RES) {
-        size_t rows = (size_t)m.plan.batch * blocks[0].O;
-        place(&m, &blocks[0].out, p.scratch<floatX>("projected", rows));
+        size_t count = (size_t)m.plan.batch * blocks[0].O;  // (B, O)
+        place(&m, &blocks[0].out, p.scratch<floatX>("projected", count));
     }
+
     size_t scratch = (backward ? block.scratch_backward : block.scratch_forward).bytes;
     m.scratch = {p.scratch<char>("scratch", scratch), scratch, 0};
 

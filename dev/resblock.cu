@@ -275,8 +275,8 @@ static void resblock_backward3(Problem& p) {
 #endif
 
 // ---- 4: the program's -------------------------------------------------------------------------------------
-// ResBlock of train_unet.cu. Concatenation, SiLU, additions and the sums of a norm are no passes any more. They are done
-// where a convolution or a norm reads or writes.
+// ResBlock of train_unet.cu. Concatenation, SiLU, additions and the sums of a norm are no passes any more. They are
+// done where a convolution or a norm reads or writes.
 
 // Block 0 of the program computes the projections of the embedding for all residual blocks. Here the block's own is
 // computed beside it.
