@@ -1,6 +1,6 @@
-// What every ladder of dev/ shares: reading the file of PyTorch's numbers, running a version, checking and
-// timing it, and the table. A ladder by itself takes what it needs from standalone.h. With PROGRAM defined it
-// includes the whole program instead, and its last version is the program's own function, not a copy of it.
+// What every ladder of dev/ shares: it reads the file of PyTorch's numbers, runs a version, checks it, times it and
+// prints the table. A ladder by itself takes what it needs from standalone.h. With PROGRAM defined it includes the
+// whole program instead, and its last version is the program's own function, not a copy of it.
 //
 // A ladder X is dev/X.cu and dev/X.py:
 //
@@ -12,18 +12,18 @@
 //   ./X 3                    version 3 alone
 //   ./X 3 64x64              and this case alone
 //
-// X.cu lists its passes (what is computed: outputs, work) and its versions (how); see gelu.cu, a small one.
+// X.cu lists its passes (what is computed: outputs, work) and its versions (how). gelu.cu is a small one to begin with.
 //
-// Timing      Cold caches: every launch takes the next of several copies of inputs and outputs, which
-//             together are more than twice the second-level cache. A CUDA graph of many launches is replayed,
-//             three times to warm up, then up to twenty times; the median counts. Scratch is a version's own
-//             affair and stays where it is.
-// Floor       The time that the work of a pass would take if each input were read once and each output
-//             written once, at the bandwidth of a copy measured here, or its operations at the GPU's data
-//             sheet, if longer. It is the same for all versions of a pass: that of the program's precision.
+// Timing      Caches are cold: every launch takes the next of several copies of inputs and outputs, which together
+//             are more than twice as large as the second-level cache. A CUDA graph of many launches is replayed, three
+//             times to warm up, then up to twenty times, and the median counts. A version's scratch is not copied.
+// Floor       The time that the work of a pass would take if each input were read once and each output written
+//             once, at the bandwidth of a copy measured here; or the time of its operations at the rate of the GPU's
+//             data sheet, if that is longer. All versions of a pass have the same floor: that of the program's
+//             precision.
 // Checks      The error of a tensor is the larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|; NaN fails.
-//             What a version overwrites is NaN before; what it adds to holds half of the expected before.
-//             A second run must give the same bits, but for versions that are marked ATOMICS.
+//             What a version overwrites is NaN before. What it adds to holds half of the expected values before.
+//             A second run must give the same bits, except by versions that are marked ATOMICS.
 #pragma once
 #ifndef PROGRAM
 #define STANDALONE
@@ -37,22 +37,25 @@
 #include <memory>
 #include <type_traits>
 
-// Of tensors of three dimensions and more; a 3x3 weight is (O, C, 3, 3) or (O, 3, 3, C).
+// The order of a tensor's dimensions in memory, if it has three or more. A 3x3 weight is (O, C, 3, 3) or (O, 3, 3, C).
 enum Layout { NCHW, NHWC };
 
 #ifdef __CUDACC__
 static int device_attribute(cudaDeviceAttr attribute) {
-    int value = 0, device = 0;
+    int device = 0;
+    int value = 0;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
 }
 
-// sum (4, 4) += a (4) times b (4), both 16-byte aligned: the core of a product whose tiles are in shared
+// sum (4, 4) += a (4) times b (4), both 16-byte aligned. This is the core of a product whose tiles are in shared
 // memory.
 __device__ static inline void add_outer_product(float sum[4][4], const float* a, const float* b) {
-    float4 x = *(const float4*)a, y = *(const float4*)b;
-    const float column[4] = {x.x, x.y, x.z, x.w}, row[4] = {y.x, y.y, y.z, y.w};
+    float4 x = *(const float4*)a;
+    float4 y = *(const float4*)b;
+    const float column[4] = {x.x, x.y, x.z, x.w};
+    const float row[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -69,114 +72,157 @@ struct Reference {
 };
 typedef std::map<std::string, Reference> Case;
 
-static std::vector<std::pair<std::string, Case>> read_cases(const std::string& path,
-                                                            const std::string& stem) {
-    if (!file_exists(path)) fail("%s is not there; make it with: python3 %s.py", path.c_str(), stem.c_str());
-    Reader in(path);
-    std::vector<std::pair<std::string, Case>> cases;
+// Reads the file piece by piece, and knows how many bytes are left.
+struct CaseReader {
+    Reader in;
+    std::string stem;
     size_t left = in.size;
-    auto read = [&](void* to, size_t bytes) {
+
+    void read(void* to, size_t bytes) {
         if (bytes > left)
-            fail("%s is truncated; make it anew with: python3 %s.py", path.c_str(), stem.c_str());
-        in.read(to, bytes), left -= bytes;
-    };
-    auto number = [&] {
+            fail("%s is truncated; make it anew with: python3 %s.py", in.path.c_str(), stem.c_str());
+        in.read(to, bytes);
+        left -= bytes;
+    }
+
+    int read_int() {
         int32_t n = 0;
         read(&n, sizeof n);
         return n;
-    };
-    if (number() != 20241127) fail("%s was not written by dev/common.py", path.c_str());
-    while (left) {
-        std::string name((size_t)std::min(std::max(number(), 0), 1000), ' ');
+    }
+
+    std::string read_name() {
+        int length = std::min(std::max(read_int(), 0), 1000);
+        std::string name((size_t)length, ' ');
         read(&name[0], name.size());
+        return name;
+    }
+
+    Reference read_tensor() {
         Reference tensor;
         size_t count = 1;
-        for (int ndim = number(); ndim > 0; ndim--) {
-            tensor.shape.push_back(number());
-            if (tensor.shape.back() <= 0 || count > left) fail("%s is damaged", path.c_str());
-            count *= (size_t)tensor.shape.back();
+        for (int ndim = read_int(); ndim > 0; ndim--) {
+            int size = read_int();
+            if (size <= 0 || count > left) fail("%s is damaged", in.path.c_str());
+            tensor.shape.push_back(size);
+            count *= (size_t)size;
         }
-        if (count > left / sizeof(float)) fail("%s is truncated; make it anew", path.c_str());
+        if (count > left / sizeof(float)) fail("%s is truncated; make it anew", in.path.c_str());
         tensor.values.resize(count);
         read(tensor.values.data(), count * sizeof(float));
+        return tensor;
+    }
+};
+
+// The cases in the order of the file, each with its name.
+static std::vector<std::pair<std::string, Case>> read_cases(const std::string& path, const std::string& stem) {
+    if (!file_exists(path)) fail("%s is not there; make it with: python3 %s.py", path.c_str(), stem.c_str());
+    CaseReader file = {Reader(path), stem};
+    if (file.read_int() != 20241127) fail("%s was not written by dev/common.py", path.c_str());
+
+    std::vector<std::pair<std::string, Case>> cases;
+    while (file.left) {
+        std::string name = file.read_name();  // "case/tensor"
         size_t slash = name.rfind('/');
-        std::string of = name.substr(0, slash);
-        if (cases.empty() || cases.back().first != of) cases.push_back({of, {}});
-        cases.back().second[name.substr(slash + 1)] = std::move(tensor);
+        std::string case_name = name.substr(0, slash);
+        std::string tensor_name = name.substr(slash + 1);
+
+        if (cases.empty() || cases.back().first != case_name) cases.push_back({case_name, {}});
+        cases.back().second[tensor_name] = file.read_tensor();
     }
     return cases;
 }
 
 // ---- a problem: the tensors of a case as a version sees them ----------------------------------------------
 
-// A version asks for its tensors by name: p.in<T>("x"), p.out<T>("out"), p.sum<float>("dw"),
-// p.scratch<T>("s", n). Type and layout are its own; the conversion from PyTorch's numbers is not in its
-// time. At every launch that is timed, the same names stand for the next copy. Several tensors of the file can
-// be asked for as one run of memory, in which they follow each other: p.in<T>("weights", {"w", "bias"}).
+// A version asks for its tensors by name: p.in<T>("x"), p.out<T>("out"), p.sum<float>("dw"), p.scratch<T>("s", n). It
+// has them in the type and layout of its choice, and the conversion from PyTorch's numbers is not in its time. At every
+// launch that is timed, the same names stand for the next copy.
+//
+// Several tensors of the file can be asked for as one piece of memory, in which they follow each other:
+// p.in<T>("weights", {"w", "bias"}).
 typedef std::vector<std::string> Names;
 struct Problem {
     enum Role { IN, OUT, SUM, UPDATE, SCRATCH };
+
+    // What one name stands for.
     struct Slot {
-        std::string name;
         Role role;
-        Layout layout;
         size_t count, bytes;
-        Names tensors;  // of the file, one behind the other
+        Names tensors;  // of the file, which follow each other in memory
         std::vector<char*> copies;
-        std::function<void(char*)> fill;                        // a copy, as a version finds it
-        std::function<std::vector<float>(const char*)> floats;  // of the memory of a copy, read back
+        std::function<void(char*)> fill;                        // gives a copy the values that a version finds there
+        std::function<std::vector<float>(const char*)> floats;  // reads a copy back
     };
+
     const Case* data = nullptr;
     Layout layout = NHWC;  // the version's
     bool on_cpu = true;
     std::map<std::string, Slot> slots;
     size_t turn = 0;      // counts the launches that are timed
-    bool frozen = false;  // while launches are recorded nothing may be allocated
+    bool frozen = false;  // nothing may be allocated while launches are recorded
 
-    ~Problem() { clear(); }
+    ~Problem() {
+        for (auto& [name, slot] : slots)
+            for (char* copy : slot.copies) backend_free(copy, on_cpu);
+    }
+
     int dim(const char* name) const { return (int)find(name).values.at(0); }
     bool has(const char* name) const { return data->count(name); }
+
+    // To be read.
     template <typename T>
     const T* in(const std::string& name, const Names& tensors = {}) {
         return get<T>(name, IN, tensors);
     }
+
+    // To be overwritten.
     template <typename T>
-    T* out(const std::string& name, const Names& tensors = {}) {  // to be overwritten
+    T* out(const std::string& name, const Names& tensors = {}) {
         return get<T>(name, OUT, tensors);
     }
+
+    // To be added to.
     template <typename T>
-    T* sum(const std::string& name, const Names& tensors = {}) {  // to be added to
+    T* sum(const std::string& name, const Names& tensors = {}) {
         return get<T>(name, SUM, tensors);
     }
+
+    // To be changed in place, into what the file calls "new NAME".
     template <typename T>
-    T* update(const std::string& name) {  // to be changed in place, into what the file calls "new NAME"
+    T* update(const std::string& name) {
         return get<T>(name, UPDATE, {});
     }
+
     template <typename T>
     T* scratch(const std::string& name, size_t count) {
         return get<T>(name, SCRATCH, {}, count);
     }
 
 #ifdef PROGRAM
-    // The same as values that the program's layers take. What a layer reads is not const there, but it stays
-    // as it is.
+    // The same as tensors, which the program's layers take. What a layer reads is not const there, but it does not
+    // change.
     template <typename Real>
     TensorOf<Real> tensor_in(const std::string& name) {
         return shaped(name, (Real*)in<Real>(name));
     }
+
     template <typename Real>
     TensorOf<Real> tensor_out(const std::string& name) {
         return shaped(name, out<Real>(name));
     }
+
     template <typename Real>
     TensorOf<Real> tensor_scratch(const std::string& name, TensorOf<Real> like) {
         return {scratch<Real>(name, like.count()), like.B, like.H, like.W, like.C};
     }
+
     // Scratch for the moments of x, or for the sums that a norm of x takes in its backward pass.
     template <typename Sums, typename Real>
     Sums* scratch_sums(const std::string& name, TensorOf<Real> x) {
         return (Sums*)scratch<float>(name, (size_t)2 * x.B * norm_tiles(x.H * x.W) * x.C);
     }
+
     // Memory as a tensor of the shape that the file has for `name`: (B, C), (B, C, T) or (B, C, H, W).
     template <typename Real>
     TensorOf<Real> shaped(const std::string& name, Real* data) const {
@@ -192,10 +238,13 @@ struct Problem {
         if (found == data->end()) fail("the case has no tensor '%s'", name.c_str());
         return found->second;
     }
-    // PyTorch's order to the version's: the channels, axis 1 of three and more, go last.
+
+    // The tensor's values in the version's layout. In NHWC the channels, axis 1 of three or more, go last.
     std::vector<float> arranged(const Reference& tensor) const {
         if (layout == NCHW || tensor.shape.size() < 3) return tensor.values;
-        size_t N = (size_t)tensor.shape[0], C = (size_t)tensor.shape[1], T = tensor.values.size() / (N * C);
+        size_t N = (size_t)tensor.shape[0];
+        size_t C = (size_t)tensor.shape[1];
+        size_t T = tensor.values.size() / (N * C);
         std::vector<float> values(tensor.values.size());
 #pragma omp parallel for
         for (size_t n = 0; n < N; n++)
@@ -205,78 +254,107 @@ struct Problem {
         return values;
     }
 
-    char* allocate(size_t bytes) const {
-        char* memory = (char*)backend_allocate(bytes, on_cpu);
-        return memory;
-    }
+    char* allocate(size_t bytes) const { return (char*)backend_allocate(bytes, on_cpu); }
+
     void put(char* to, const void* from, size_t bytes) const {
-        on_cpu ? (void)memcpy(to, from, bytes) : backend_upload(to, from, bytes);
-    }
-    void clear() {
-        for (auto& [name, slot] : slots)
-            for (char* copy : slot.copies) backend_free(copy, on_cpu);
-        slots.clear(), turn = 0;
+        if (on_cpu)
+            memcpy(to, from, bytes);
+        else
+            backend_upload(to, from, bytes);
     }
 
+    // The memory that `name` stands for in this launch. It is allocated and filled when it is asked for first.
     template <typename T>
-    T* get(const std::string& name, Role role, Names tensors, size_t count = 0) {
+    T* get(const std::string& name, Role role, const Names& tensors, size_t count = 0) {
         auto found = slots.find(name);
-        if (found == slots.end()) {
-            assert(!frozen);
-            if (role != SCRATCH && tensors.empty()) tensors = {name};
-            for (auto& tensor : tensors) count += find(tensor).values.size();
-            Slot slot = {name, role, layout, count, count * sizeof(T), tensors, {}, {}, {}};
-            slot.fill = [=, this](char* memory) {
-                std::vector<char> bytes(count * sizeof(T), (char)255);  // NaN in float and bf16
-                T* to = (T*)bytes.data();
-                if (role == IN || role == SUM || role == UPDATE)
-                    for (auto& tensor : tensors)
-                        for (float value : arranged(find(tensor)))
-                            *to++ = (T)(role == SUM ? 0.5f * value : value);
-                put(memory, bytes.data(), bytes.size());
-            };
-            slot.copies.push_back(allocate(std::max(slot.bytes, (size_t)16)));
-            slot.fill(slot.copies[0]);
-            bool here = on_cpu;
-            slot.floats = [count, here](const char* memory) {
-                std::vector<T> values(count);
-                if (here)
-                    memcpy((void*)values.data(), memory, count * sizeof(T));
-                else
-                    backend_download((void*)values.data(), memory, count * sizeof(T));
-                return std::vector<float>(values.begin(), values.end());
-            };
-            found = slots.emplace(name, slot).first;
-        }
+        if (found == slots.end()) found = slots.emplace(name, new_slot<T>(name, role, tensors, count)).first;
+
         Slot& slot = found->second;
         assert(slot.role == role && (role != SCRATCH || slot.bytes == count * sizeof(T)));
         return (T*)slot.copies[turn % slot.copies.size()];
     }
 
-    // The slot with the computed values of a tensor, null: none; `first` becomes the tensor's place in it.
-    const Slot* written(const std::string& tensor, size_t* first) const {
-        for (auto& [name, slot] : slots) {
-            *first = 0;
-            for (auto& other : slot.tensors) {
-                if (other == tensor && slot.role != IN) return &slot;
-                *first += find(other).values.size();
-            }
-        }
-        return nullptr;
+    template <typename T>
+    Slot new_slot(const std::string& name, Role role, Names tensors, size_t count) {
+        assert(!frozen);
+        if (role != SCRATCH && tensors.empty()) tensors = {name};
+        for (auto& tensor : tensors) count += find(tensor).values.size();
+
+        Slot slot;
+        slot.role = role;
+        slot.count = count;
+        slot.bytes = count * sizeof(T);
+        slot.tensors = tensors;
+        slot.fill = [=, this](char* copy) { fill<T>(copy, role, tensors, count); };
+        slot.floats = [=, this](const char* copy) { return floats<T>(copy, count); };
+        slot.copies.push_back(allocate_copy(slot));
+        slot.fill(slot.copies[0]);
+        return slot;
     }
 
-    // As many copies of what is read and written as make `bytes` together, but no more than `most`.
-    size_t make_copies(size_t bytes, size_t most) {
-        size_t together = 1;
-        for (auto& [name, slot] : slots)
-            if (slot.role != SCRATCH) together += slot.bytes;
-        size_t copies = std::min(most, bytes / together + 2);
-        for (auto& [name, slot] : slots)
-            while (slot.role != SCRATCH && slot.copies.size() < copies) {
-                slot.copies.push_back(allocate(std::max(slot.bytes, (size_t)16)));
-                on_cpu ? (void)memcpy(slot.copies.back(), slot.copies[0], slot.bytes)
-                       : backend_copy(slot.copies.back(), slot.copies[0], slot.bytes);
+    char* allocate_copy(const Slot& slot) const { return allocate(std::max(slot.bytes, (size_t)16)); }
+
+    // What is overwritten, and scratch, is NaN before; what is added to holds half of what is expected.
+    template <typename T>
+    void fill(char* copy, Role role, const Names& tensors, size_t count) const {
+        std::vector<char> bytes(count * sizeof(T), (char)255);  // NaN in float and bf16
+        if (role != OUT && role != SCRATCH) {
+            T* to = (T*)bytes.data();
+            for (auto& tensor : tensors)
+                for (float value : arranged(find(tensor))) {
+                    if (role == SUM) value *= 0.5f;
+                    *to++ = (T)value;
+                }
+        }
+        put(copy, bytes.data(), bytes.size());
+    }
+
+    template <typename T>
+    std::vector<float> floats(const char* copy, size_t count) const {
+        std::vector<T> values(count);
+        if (on_cpu)
+            memcpy((void*)values.data(), copy, count * sizeof(T));
+        else
+            backend_download((void*)values.data(), copy, count * sizeof(T));
+        return std::vector<float>(values.begin(), values.end());
+    }
+
+    // Where a computed tensor of the file is: in which slot (null: the version does not write it), and which of the
+    // slot's elements is its first.
+    struct Place {
+        const Slot* slot = nullptr;
+        size_t first = 0;
+    };
+    Place written(const std::string& tensor) const {
+        for (auto& [name, slot] : slots) {
+            if (slot.role == IN) continue;
+            size_t first = 0;
+            for (auto& other : slot.tensors) {
+                if (other == tensor) return {&slot, first};
+                first += find(other).values.size();
             }
+        }
+        return {};
+    }
+
+    // Makes so many copies of what is read and written that they take `bytes` together, but no more than `most`.
+    size_t make_copies(size_t bytes, size_t most) {
+        size_t of_one = 1;
+        for (auto& [name, slot] : slots)
+            if (slot.role != SCRATCH) of_one += slot.bytes;
+        size_t copies = std::min(most, bytes / of_one + 2);
+
+        for (auto& [name, slot] : slots) {
+            if (slot.role == SCRATCH) continue;
+            while (slot.copies.size() < copies) {
+                char* copy = allocate_copy(slot);
+                slot.copies.push_back(copy);
+                if (on_cpu)
+                    memcpy(copy, slot.copies[0], slot.bytes);
+                else
+                    backend_copy(copy, slot.copies[0], slot.bytes);
+            }
+        }
         return copies;
     }
 };
@@ -286,17 +364,18 @@ struct Problem {
 // What is computed: which tensors come out, and the work where nothing is read or written twice.
 struct Pass {
     const char* name;                  // "forward", "backward"
-    // "dx2?": where the case has it; "dqkv/3": three parts, each its own; "mean|statistics": what is written
-    std::vector<const char*> outputs;
+    std::vector<const char*> outputs;  // see parse_output()
     std::function<Work(const Problem&)> work;
-    const char* of = "";  // the cases that it is for: those whose name begins so
+    const char* of = "";  // the pass is for the cases whose names begin so
 };
+
 enum Type { CPU_FP32, FP32, BF16 };
 static const Type FLOATX = sizeof(floatX) == 2 ? BF16 : FP32;  // the program's precision
-enum Bits { SAME_BITS, ATOMICS };  // whether two runs give the same; ATOMICS: sums in the order of the day
 
-// One way to compute it. A function takes its tensors from the problem; everything else that it does is
-// timed.
+// Whether two runs give the same bits. With atomics the order of a sum changes from run to run.
+enum Bits { SAME_BITS, ATOMICS };
+
+// One way to compute it. A function takes its tensors from the problem. Everything else that it does is timed.
 struct Version {
     int number;
     const char* pass;
@@ -304,45 +383,48 @@ struct Version {
     Type type;
     const char* idea;  // a line
     std::function<void(Problem&)> function;
-    double limit = 0;  // the error that is allowed; 0: see measure()
+    double limit = 0;  // the error that is allowed; 0: that of its type, see allowed_error()
     Bits bits = SAME_BITS;
     std::function<bool(const Problem&)> suits = nullptr;  // whether it takes the case's shape; null: any
 };
+
 struct Ladder {
     const char* stem;
     std::vector<Pass> passes;
     std::vector<Version> versions;
 };
 
-// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|, r being `factor` times the reference; NaN where
-// either holds one. Only of the elements for which counts(i).
+// ---- checks -----------------------------------------------------------------------------------------------
+
+// The larger of |a - r|_2 / |r|_2 and max|a - r| / max|r|, taken of those elements for which counts(i), where r is
+// `factor` times the reference; NaN if there is a NaN in either.
 template <typename Counts>
-static double error_of(const std::vector<float>& a, const std::vector<float>& r, double factor,
-                       Counts counts) {
-    double difference = 0, size = 0, worst = 0, largest = 0;
+static double error_of(const std::vector<float>& a, const std::vector<float>& r, double factor, Counts counts) {
+    double difference = 0, size = 0;
+    double worst = 0, largest = 0;
     for (size_t i = 0; i < r.size(); i++) {
         if (!counts(i)) continue;
-        double expected = factor * r[i], d = fabs(a[i] - expected);
+        double expected = factor * r[i];
+        double d = fabs(a[i] - expected);
         if (!(d < 1e30)) return NAN;
-        difference += d * d, size += expected * expected;
-        worst = std::max(worst, d), largest = std::max(largest, fabs(expected));
+        difference += d * d;
+        size += expected * expected;
+        worst = std::max(worst, d);
+        largest = std::max(largest, fabs(expected));
     }
-    return worst == 0 ? 0 : std::max(sqrt(difference / size), worst / largest);
+    if (worst == 0) return 0;
+    return std::max(sqrt(difference / size), worst / largest);
 }
 
-// An error and what is allowed: 1e-5, of what is bf16 1e-2, of what is float but made from bf16 1e-4.
-struct Measured {
-    double error, limit;
-    bool good() const { return error <= limit; }
-};
-// One call. The program's layers may have work on its second stream and partial sums in workspaces, which hold
-// NaN before.
+// One call. Layers of the program may leave work on the side stream, for which the main stream then waits.
 static void call_version(Problem* p, const Version& version) {
     version.function(*p);
 #ifdef PROGRAM
     wait_for(newest_event);
 #endif
 }
+
+// One call, until it is done. The program's workspaces, in which layers have partial sums, hold NaN before it.
 static void run_version(Problem* p, const Version& version) {
 #if defined(__CUDACC__) && defined(PROGRAM)
     for (const Stream* each : {&main_stream, &side_stream})
@@ -351,36 +433,82 @@ static void run_version(Problem* p, const Version& version) {
     call_version(p, version);
     backend_wait();
 }
-// Runs the version once; of its outputs the error that is nearest to its limit, or past it.
+
+// An output of a pass, as the list of Pass says it:
+//
+//   "dx2?"              dx2, where the case has it
+//   "statistics/2"      a tensor of two parts along its channels, each with an error of its own
+//   "mean|statistics"   whichever of these the version writes
+struct Output {
+    std::string name;
+    size_t parts;
+    bool optional;
+};
+static Output parse_output(const Problem& p, const std::string& listed) {
+    size_t bar = listed.find('|');
+    if (bar != std::string::npos) {
+        Output first = parse_output(p, listed.substr(0, bar));
+        if (p.written(first.name).slot) return first;
+        return parse_output(p, listed.substr(bar + 1));
+    }
+    size_t slash = listed.find('/');
+    size_t mark = listed.find('?');
+    std::string name = listed.substr(0, std::min(slash, mark));
+    size_t parts = slash == std::string::npos ? 1 : (size_t)atoi(&listed[slash + 1]);
+    return {name, parts, listed.back() == '?'};
+}
+
+// 1e-5 where all is fp32. Where inputs are bf16: 1e-2 for outputs in bf16, 1e-4 for outputs in fp32.
+static double allowed_error(const Version& version, const Problem::Slot& slot) {
+    if (version.limit > 0) return version.limit;
+    if (version.type != BF16) return 1e-5;
+    bool is_fp32 = slot.bytes == 4 * slot.count;
+    return is_fp32 ? 1e-4 : 1e-2;
+}
+
+struct Measured {
+    double error, limit;
+    bool good() const { return error <= limit; }
+};
+
+// The errors of a computed tensor: one of each part.
+static std::vector<double> errors_of(const Problem& p, const Output& output, const Problem::Place& place) {
+    const Problem::Slot& slot = *place.slot;
+    bool updated = slot.role == Problem::UPDATE;
+    const Reference& tensor = p.find((updated ? "new " : "") + output.name);
+    std::vector<float> theirs = p.arranged(tensor);
+    std::vector<float> ours = slot.floats(slot.copies[0]);
+    ours.erase(ours.begin(), ours.begin() + place.first);
+
+    size_t C = 1;
+    size_t inner = 1;  // elements between a channel and the next
+    if (tensor.shape.size() > 1) {
+        C = (size_t)tensor.shape[1];
+        inner = theirs.size() / tensor.shape[0] / C;
+    }
+    if (p.layout == NHWC && tensor.shape.size() > 2) inner = 1;
+
+    double factor = slot.role == Problem::SUM ? 1.5 : 1.0;  // a sum began with half
+    std::vector<double> errors;
+    for (size_t part = 0; part < output.parts; part++) {
+        auto in_part = [=](size_t i) { return output.parts == 1 || i / inner % C * output.parts / C == part; };
+        errors.push_back(error_of(ours, theirs, factor, in_part));
+    }
+    return errors;
+}
+
+// Runs the version once. Returns that error of its outputs that is nearest to its limit, or furthest past it.
 static Measured measure(Problem* p, const Version& version, const Pass& pass) {
     run_version(p, version);
     Measured worst = {0, 1};
-    for (std::string output : pass.outputs) {
-        for (size_t bar, ignored; (bar = output.find('|')) != std::string::npos;) {
-            std::string one = output.substr(0, bar);
-            output = p->written(one.substr(0, one.find('/')), &ignored) ? one : output.substr(bar + 1);
-        }
-        size_t slash = output.find('/'),
-               parts = slash == std::string::npos ? 1 : (size_t)atoi(&output[slash + 1]), first = 0;
-        std::string name = output.substr(0, std::min(slash, output.find('?')));
-        if (output.back() == '?' && !p->has(name.c_str())) continue;
-        const Problem::Slot* found = p->written(name, &first);
-        if (!found) fail("version %d does not write '%s'", version.number, name.c_str());
-        const Problem::Slot& slot = *found;
-        const Reference& tensor = p->find((slot.role == Problem::UPDATE ? "new " : "") + name);
-        std::vector<float> ours = slot.floats(slot.copies[0]), theirs = p->arranged(tensor);
-        ours.erase(ours.begin(), ours.begin() + first);
-        size_t C = tensor.shape.size() > 1 ? (size_t)tensor.shape[1] : 1,
-               inner = tensor.shape.size() > 1 ? theirs.size() / tensor.shape[0] / C : 1;
-        if (p->layout == NHWC && tensor.shape.size() > 2) inner = 1;  // the channels are last
-        for (size_t part = 0; part < parts; part++) {
-            double error = error_of(ours, theirs, slot.role == Problem::SUM ? 1.5 : 1.0, [=](size_t i) {
-                return parts == 1 || i / inner % C * parts / C == part;
-            });
-            double limit = version.limit > 0              ? version.limit
-                           : version.type != BF16         ? 1e-5
-                           : slot.bytes == 4 * slot.count ? 1e-4
-                                                          : 1e-2;
+    for (const char* listed : pass.outputs) {
+        Output output = parse_output(*p, listed);
+        if (output.optional && !p->has(output.name.c_str())) continue;
+        Problem::Place place = p->written(output.name);
+        if (!place.slot) fail("version %d does not write '%s'", version.number, output.name.c_str());
+
+        double limit = allowed_error(version, *place.slot);
+        for (double error : errors_of(*p, output, place)) {
             if (std::isnan(error)) return {NAN, limit};
             if (error / limit >= worst.error / worst.limit) worst = {error, limit};
         }
@@ -388,23 +516,38 @@ static Measured measure(Problem* p, const Version& version, const Pass& pass) {
     return worst;
 }
 
-// Whether a second run, on the same inputs and behind other scratch, leaves the same bits.
+// Whether a second run, on the same inputs and with other values in scratch, leaves the same bits.
 static bool repeats(Problem* p, const Version& version) {
-    auto results = [&] {
-        std::vector<std::vector<float>> values;
-        for (auto& [name, slot] : p->slots)
-            if (slot.role != Problem::IN && slot.role != Problem::SCRATCH)
-                values.push_back(slot.floats(slot.copies[0]));
-        return values;
-    };
-    auto before = results();
+    std::vector<Problem::Slot*> results;
     for (auto& [name, slot] : p->slots)
-        if (slot.role != Problem::IN && slot.role != Problem::SCRATCH) slot.fill(slot.copies[0]);
+        if (slot.role != Problem::IN && slot.role != Problem::SCRATCH) results.push_back(&slot);
+
+    std::vector<std::vector<float>> before;
+    for (Problem::Slot* slot : results) {
+        before.push_back(slot->floats(slot->copies[0]));
+        slot->fill(slot->copies[0]);
+    }
     run_version(p, version);
-    auto after = results();
-    for (size_t i = 0; i < before.size(); i++)
-        if (memcmp(before[i].data(), after[i].data(), before[i].size() * sizeof(float))) return false;
+    for (size_t i = 0; i < results.size(); i++) {
+        std::vector<float> after = results[i]->floats(results[i]->copies[0]);
+        if (memcmp(before[i].data(), after.data(), after.size() * sizeof(float))) return false;
+    }
     return true;
+}
+
+// ---- timing -----------------------------------------------------------------------------------------------
+
+// Microseconds: the median of at least two runs, and of up to twenty if they fit into half a second.
+template <typename Run>
+static double time_on_cpu(Run run) {
+    std::vector<float> times;
+    double start = seconds_now();
+    while (times.size() < 2 || (times.size() < 20 && seconds_now() < start + 0.5)) {
+        double begin = seconds_now();
+        run();
+        times.push_back((float)(1e6 * (seconds_now() - begin)));
+    }
+    return median(times);
 }
 
 // Microseconds of a launch.
@@ -417,23 +560,14 @@ static double time_version(Problem* p, const Version& version) {
 #endif
         launches = std::max((size_t)10, p->make_copies(2 * cache, 200));
     }
-    p->frozen = true;
-    auto all = [&] {
+    auto launch_all = [&] {
         for (p->turn = 0; p->turn < launches; p->turn++) call_version(p, version);
     };
-    double us = 0;
-    if (p->on_cpu) {  // twice at least, half a second at most
-        std::vector<float> times;
-        for (double start = seconds_now();
-             times.size() < 2 || (times.size() < 20 && seconds_now() < start + 0.5);) {
-            double begin = seconds_now();
-            all();
-            times.push_back((float)(1e6 * (seconds_now() - begin)));
-        }
-        us = median(times);
-    } else
-        us = 1e3 * time_replays(all) / (double)launches;
-    p->frozen = false, p->turn = 0;
+
+    p->frozen = true;
+    double us = p->on_cpu ? time_on_cpu(launch_all) : 1e3 * time_replays(launch_all) / (double)launches;
+    p->frozen = false;
+    p->turn = 0;
     return us;
 }
 
@@ -441,128 +575,228 @@ static double time_version(Problem* p, const Version& version) {
 
 struct Row {
     std::string version, layout, type, error, idea;
-    double us;
+    double us;  // 0: not timed
 };
 
-// Markdown that is aligned in a terminal too.
-static void print_table(const std::string& title, const std::vector<Row>& rows, Work work, double floor_us) {
-    bool rates = work.operations > 0, on_gpu = floor_us > 0;
-    const char* unit = !rates ? "GB/s" : on_gpu ? "TFLOP/s" : "GFLOP/s";
-    int decimals = !on_gpu ? 1 : rates ? 2 : 0;
+// The cells of the header and of every row.
+static std::vector<std::vector<std::string>> table_cells(const std::vector<Row>& rows, Work work, double floor_us) {
+    bool on_gpu = floor_us > 0;
+    bool counts_operations = work.operations > 0;  // otherwise bytes
+    double amount = counts_operations ? work.operations : work.bytes;
+    const char* unit = "GB/s";
+    double to_unit = 1e-3;  // from a microsecond's amount
+    int decimals = on_gpu ? 0 : 1;
+    if (counts_operations) {
+        unit = on_gpu ? "TFLOP/s" : "GFLOP/s";
+        to_unit = on_gpu ? 1e-6 : 1e-3;
+        decimals = on_gpu ? 2 : 1;
+    }
+
     std::vector<std::vector<std::string>> cells = {
         {"version", "layout", "type", "error", "us", unit, on_gpu ? "of the floor" : "", "idea"}};
     for (const Row& row : rows) {
-        double rate = rates ? work.operations / row.us * (on_gpu ? 1e-6 : 1e-3) : work.bytes / row.us * 1e-3;
-        cells.push_back({row.version, row.layout, row.type, row.error, row.us > 0 ? text("%.1f", row.us) : "",
-                         row.us > 0 ? text("%.*f", decimals, rate) : "",
-                         row.us > 0 && on_gpu ? text("%.1f%%", 100 * floor_us / row.us) : "",
-                         row.idea});
+        std::string us, rate, of_floor;
+        if (row.us > 0) {
+            us = text("%.1f", row.us);
+            rate = text("%.*f", decimals, amount / row.us * to_unit);
+            if (on_gpu) of_floor = text("%.1f%%", 100 * floor_us / row.us);
+        }
+        cells.push_back({row.version, row.layout, row.type, row.error, us, rate, of_floor, row.idea});
     }
+    return cells;
+}
+
+// Prints Markdown that is aligned in a terminal too. Columns 3 to 6 are numbers, which stand on the right.
+static void print_table(const std::string& title, const std::vector<Row>& rows, Work work, double floor_us) {
+    std::vector<std::vector<std::string>> cells = table_cells(rows, work, floor_us);
+    auto is_number = [](size_t column) { return column >= 3 && column <= 6; };
+
     std::vector<size_t> width(cells[0].size());
     for (auto& row : cells)
         for (size_t i = 0; i < row.size(); i++) width[i] = std::max(width[i], row[i].size());
-    printf("\n%s%s\n\n", title.c_str(), floor_us > 0 ? text(": floor %.3g us", floor_us).c_str() : "");
-    for (size_t n = 0; n < cells.size(); n++) {
+
+    auto print_row = [&](const std::vector<std::string>& row) {
         for (size_t i = 0; i < width.size(); i++)
-            printf(i >= 3 && i <= 6 ? "| %*s " : "| %-*s ", (int)width[i], cells[n][i].c_str());
+            printf(is_number(i) ? "| %*s " : "| %-*s ", (int)width[i], row[i].c_str());
         printf("|\n");
-        for (size_t i = 0; n == 0 && i < width.size(); i++)
-            printf(i >= 3 && i <= 6 ? "|%s:" : "|%s",
-                   std::string(width[i] + (i >= 3 && i <= 6 ? 1 : 2), '-').c_str());
-        if (n == 0) printf("|\n");
-    }
+    };
+    auto print_rule = [&] {
+        for (size_t i = 0; i < width.size(); i++) {
+            if (is_number(i))
+                printf("|%s:", std::string(width[i] + 1, '-').c_str());
+            else
+                printf("|%s", std::string(width[i] + 2, '-').c_str());
+        }
+        printf("|\n");
+    };
+
+    printf("\n%s%s\n\n", title.c_str(), floor_us > 0 ? text(": floor %.3g us", floor_us).c_str() : "");
+    print_row(cells[0]);
+    print_rule();
+    for (size_t n = 1; n < cells.size(); n++) print_row(cells[n]);
 }
+
+// ---- a run of a ladder ------------------------------------------------------------------------------------
+
+struct LadderRun {
+    const Ladder& ladder;
+    int wanted = -1;               // a version's number; -1: all
+    std::string wanted_case = "";  // empty: all
+    std::vector<std::pair<std::string, Case>> cases = {};
+    double bandwidth = 0, peak = 0;  // of the GPU
+    int checked = 0, failed = 0;
+
+    // Checks and times every version that is wanted, in every case.
+    void run() {
+        for (auto& [name, data] : cases) {
+            if (!wanted_case.empty() && name != wanted_case) continue;
+            for (const Pass& pass : ladder.passes)
+                if (name.starts_with(pass.of)) run_pass(pass, name, data);
+        }
+    }
+
+    void run_pass(const Pass& pass, const std::string& name, const Case& data) {
+        std::vector<Row> rows;
+        Work work = {};
+        bool timed = is_timed(pass, data);
+        for (const Version& version : ladder.versions) {
+            if (!is_wanted(version, pass, data)) continue;
+            Problem p;
+            p.data = &data;
+            p.layout = version.layout;
+            p.on_cpu = version.type == CPU_FP32;
+            work = pass.work(p);
+            if (version.suits && !version.suits(p)) continue;
+            rows.push_back(check_and_time(pass, name, version, &p, timed));
+        }
+        if (rows.empty() || !timed) return;
+
+        for (const Row& row : rows_of_pytorch(pass, data)) rows.push_back(row);
+        std::string title = text("%s %s, %s (%s)", ladder.stem, pass.name, name.c_str(), sizes_of(data).c_str());
+        print_table(title, rows, work, floor_us(work));
+        printf("\n");
+    }
+
+    // Cases marked "model" are many, and only the last version, the program's, is checked in them. Cases marked "timed"
+    // are large, and where there are kernels, not for the CPU's version. A version that is asked for by its number is
+    // checked in all of them, which may take seconds.
+    bool is_wanted(const Version& version, const Pass& pass, const Case& data) const {
+        if (strcmp(version.pass, pass.name) != 0) return false;
+        if (wanted >= 0) return version.number == wanted;
+        if (data.count("model") && version.number != last_version_of(pass)) return false;
+#ifdef __CUDACC__
+        if (data.count("timed") && version.type == CPU_FP32) return false;
+#endif
+        return true;
+    }
+
+    int last_version_of(const Pass& pass) const {
+        int last = 0;
+        for (const Version& version : ladder.versions)
+            if (!strcmp(version.pass, pass.name)) last = version.number;
+        return last;
+    }
+
+    // Timed are the large cases, one that was asked for by name, and a pass's last case: without a GPU the file has no
+    // large ones.
+    bool is_timed(const Pass& pass, const Case& data) const {
+        if (data.count("timed") || !wanted_case.empty()) return true;
+        const Case* last = nullptr;
+        for (auto& [name, other] : cases)
+            if (name.starts_with(pass.of)) last = &other;
+        return &data == last;
+    }
+
+    Row check_and_time(const Pass& pass, const std::string& name, const Version& version, Problem* p, bool timed) {
+        Measured measured = measure(p, version, pass);
+        bool same = version.bits == ATOMICS || repeats(p, version);
+        bool good = measured.good() && same;
+        checked++;
+        if (!good) failed++;
+        printf("%s %s %s version %d, %s: error %.1e of %.0e allowed%s\n", good ? "ok" : "FAIL", ladder.stem, pass.name,
+               version.number, name.c_str(), measured.error, measured.limit,
+               same ? "" : ", other bits in a second run");
+        fflush(stdout);
+
+        const char* layout = version.layout == NCHW ? "NCHW" : "NHWC";
+        const char* type = version.type == BF16 ? "bf16" : "fp32";
+        if (p->on_cpu) type = "CPU fp32";
+        double us = good && timed ? time_version(p, version) : 0;
+        return {text("%d", version.number), layout, type, text("%.0e", measured.error), version.idea, us};
+    }
+
+    // What X.py measured on this machine: "PyTorch forward, bf16 ..." in microseconds.
+    static std::vector<Row> rows_of_pytorch(const Pass& pass, const Case& data) {
+        std::vector<Row> rows;
+        std::string prefix = std::string("PyTorch ") + pass.name;
+        for (auto& [key, tensor] : data) {
+            if (!key.starts_with(prefix)) continue;
+            std::string idea = key.substr(std::min(key.size(), prefix.size() + 2));  // behind the comma
+            rows.push_back({"PyTorch", "", "", "", idea, (double)tensor.values[0]});
+        }
+        return rows;
+    }
+
+    // "B=32 C=64 ...", for the table's title.
+    static std::string sizes_of(const Case& data) {
+        std::string sizes;
+        for (auto& [key, tensor] : data) {
+            if (!tensor.shape.empty() || key == "timed" || key == "model" || key.starts_with("PyTorch")) continue;
+            if (!sizes.empty()) sizes += " ";
+            sizes += text("%s=%.0f", key.c_str(), tensor.values[0]);
+        }
+        return sizes;
+    }
+
+    // The least time in which the GPU could do the work: the longer of its bytes' and its operations'. 0: not known.
+    double floor_us(Work work) const {
+        double us = 0;
+        if (bandwidth > 0) us = 1e-3 * work.bytes / bandwidth;
+        if (peak > 0) us = std::max(us, 1e-6 * work.operations / peak);
+        return us;
+    }
+};
 
 // Checks and times what the command line names; 1 if a check failed.
 static int run_ladder(const Ladder& ladder, int argc, char** argv) {
-    std::string wanted_case = argc > 2 ? argv[2] : "";
-    int wanted = argc > 1 && strcmp(argv[1], "all") != 0 ? atoi(argv[1]) : -1;
-    if (argc > 1 && wanted == 0 && strcmp(argv[1], "0") != 0 && strcmp(argv[1], "all") != 0)
-        fail_usage("usage: ./%s [version|all] [case]", ladder.stem);
+    LadderRun run = {.ladder = ladder};
+    if (argc > 1 && strcmp(argv[1], "all") != 0) {
+        run.wanted = atoi(argv[1]);
+        if (run.wanted == 0 && strcmp(argv[1], "0") != 0)
+            fail_usage("usage: ./%s [version|all] [case]", ladder.stem);
+    }
+    if (argc > 2) run.wanted_case = argv[2];
+
     backend_init();
 #ifdef PROGRAM
-    allocate_workspace(), cpu::allocate_cpu_workspace();
+    allocate_workspace();
+    cpu::allocate_cpu_workspace();
 #endif
     const char* folder = getenv("DEV_DATA");  // where X.py writes
-    auto cases =
-        read_cases(std::string(folder ? folder : "../build/dev") + "/" + ladder.stem + ".bin", ladder.stem);
-    double bandwidth = 0, peak = 0;
-    std::string names;
+    if (!folder) folder = "../build/dev";
+    run.cases = read_cases(std::string(folder) + "/" + ladder.stem + ".bin", ladder.stem);
+
 #if defined(__CUDACC__) && defined(PROGRAM)
-    kernels_await_inputs = false;  // those of the ladders don't
+    kernels_await_inputs = false;  // kernels of the ladders don't wait for the one before, as the program's do
 #endif
 #ifdef __CUDACC__
-    bandwidth = copy_bandwidth(), peak = backend_peak();
+    run.bandwidth = copy_bandwidth();
+    run.peak = backend_peak();
 #endif
     printf("%s on %s\n", ladder.stem, backend_name().c_str());
-    if (bandwidth > 0)
-        printf("floors: %.0f GB/s of a copy measured here%s\n", bandwidth,
-               peak > 0 ? text(", %.0f TFLOP/s", peak).c_str() : "");
-    int checked = 0, failed = 0;
-    for (auto& [name, data] : cases) {
-        names += " " + name;
-        if (!wanted_case.empty() && name != wanted_case) continue;
-        bool timed = data.count("timed") != 0;      // large: not for the CPU's version beside kernels
-        bool last_only = data.count("model") != 0;  // one of the model's many shapes: for the program's alone
-        for (const Pass& pass : ladder.passes) {
-            if (name.compare(0, strlen(pass.of), pass.of)) continue;
-            std::vector<Row> rows;
-            Work work = {};
-            int last = 0;
-            const Case* shown = nullptr;  // without a GPU: the last of its cases
-            for (auto& [other, of_other] : cases)
-                if (!other.compare(0, strlen(pass.of), pass.of)) shown = &of_other;
-            for (const Version& version : ladder.versions)
-                if (!strcmp(version.pass, pass.name)) last = version.number;
-            for (const Version& version : ladder.versions) {
-                if (strcmp(version.pass, pass.name) || (wanted >= 0 && version.number != wanted)) continue;
-                if (last_only && wanted < 0 && version.number != last) continue;
-                bool on_cpu = version.type == CPU_FP32;
-#ifdef __CUDACC__
-                if (on_cpu && timed && wanted < 0) continue;  // asked for by number, it may take seconds
-#endif
-                Problem p;
-                p.data = &data, p.layout = version.layout, p.on_cpu = on_cpu;
-                work = pass.work(p);
-                if (version.suits && !version.suits(p)) continue;
-                Measured measured = measure(&p, version, pass);
-                bool same = version.bits == ATOMICS || repeats(&p, version), good = measured.good() && same;
-                checked++, failed += !good;
-                printf("%s %s %s version %d, %s: error %.1e of %.0e allowed%s\n", good ? "ok" : "FAIL",
-                       ladder.stem, pass.name, version.number, name.c_str(), measured.error, measured.limit,
-                       same ? "" : ", other bits in a second run");
-                fflush(stdout);
-                bool time = good && (timed || &data == shown || !wanted_case.empty());
-                rows.push_back({text("%d", version.number), version.layout == NCHW ? "NCHW" : "NHWC",
-                                on_cpu                 ? "CPU fp32"
-                                : version.type == BF16 ? "bf16"
-                                                       : "fp32",
-                                text("%.0e", measured.error), version.idea,
-                                time ? time_version(&p, version) : 0});
-            }
-            if (rows.empty() || !(timed || &data == shown || !wanted_case.empty())) continue;
-            std::string theirs = std::string("PyTorch ") + pass.name;
-            for (auto& [key, tensor] : data)  // what X.py measured here: "PyTorch forward, bf16 ..."
-                if (key.compare(0, theirs.size(), theirs) == 0)
-                    rows.push_back({"PyTorch", "", "", "",
-                                    key.substr(std::min(key.size(), theirs.size() + 2)),
-                                    (double)tensor.values[0]});
-            double floor_us = 0;
-            if (bandwidth > 0) floor_us = 1e-3 * work.bytes / bandwidth;
-            if (peak > 0) floor_us = std::max(floor_us, 1e-6 * work.operations / peak);
-            std::string shape;
-            for (auto& [key, tensor] : data)
-                if (tensor.shape.empty() && key != "timed" && key != "model" && key.compare(0, 7, "PyTorch"))
-                    shape += text(" %s=%.0f", key.c_str(), tensor.values[0]);
-            print_table(
-                text("%s %s, %s (%s)", ladder.stem, pass.name, name.c_str(), shape.c_str() + !shape.empty()),
-                rows, work, floor_us);
-            printf("\n");
-        }
+    if (run.bandwidth > 0) {
+        std::string peak = run.peak > 0 ? text(", %.0f TFLOP/s", run.peak) : "";
+        printf("floors: %.0f GB/s of a copy measured here%s\n", run.bandwidth, peak.c_str());
     }
-    if (!checked) fail_usage("nothing of that name or number; the cases are:%s", names.c_str());
-    printf("%d passed, %d failed\n", checked - failed, failed);
-    return failed ? 1 : 0;
+
+    run.run();
+    if (!run.checked) {
+        std::string names;
+        for (auto& [name, data] : run.cases) names += " " + name;
+        fail_usage("nothing of that name or number; the cases are:%s", names.c_str());
+    }
+    printf("%d passed, %d failed\n", run.checked - run.failed, run.failed);
+    return run.failed ? 1 : 0;
 }
 
 // At the end of X.cu. dev/all.cu holds every ladder, to compile the program's kernels once for all of them.

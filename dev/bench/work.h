@@ -1,17 +1,20 @@
-// The program, and what its work is measured against: the operations and bytes of a layer, and the rate of a
-// copy. profile.cu includes this file, and so do the ladders, which need not have the program.
+// What the time of work is measured with and compared to: a clock, the operations and bytes of a layer, and the rate
+// of a copy. profile.cu includes this file, and so do the ladders. It includes the program, or what a ladder by
+// itself has in its place.
 #pragma once
 #include <cstddef>
 
-// The operations of a layer's maths, and the bytes that must move where each input is read once and each
-// output written once.
+// The operations of a layer's maths, and the bytes that must move if each input is read once and each output written
+// once.
 struct Work {
     double operations, bytes;
 };
-// What a convolution of M pixels from C to O channels or either of its gradients costs; weight: bytes of one,
-// without it those of a floatX.
+
+// The work of a convolution of M pixels from C to O channels, or of either of its gradients. A weight takes as many
+// bytes as a floatX, if nothing else is said. The program calls these where it says PROFILE, so that they are declared
+// before it is included.
 static Work convolution_work(double M, int taps, int C, int O);
-static Work convolution_work(double M, int taps, int C, int O, size_t weight);
+static Work convolution_work(double M, int taps, int C, int O, size_t weight_bytes);
 
 #if defined(STANDALONE)
 #include "../standalone.h"
@@ -21,10 +24,13 @@ static Work convolution_work(double M, int taps, int C, int O, size_t weight);
 #include "../../train_unet.cu"
 #endif
 
-static Work convolution_work(double M, int taps, int C, int O, size_t weight) {
+static Work convolution_work(double M, int taps, int C, int O, size_t weight_bytes) {
     double weights = (double)taps * C * O;
-    return {2 * M * weights, sizeof(floatX) * M * (C + O) + weight * weights};
+    double operations = 2 * M * weights;  // a multiplication and an addition
+    double bytes = sizeof(floatX) * M * (C + O) + weight_bytes * weights;
+    return {operations, bytes};
 }
+
 static Work convolution_work(double M, int taps, int C, int O) {
     return convolution_work(M, taps, C, O, sizeof(floatX));
 }
@@ -34,14 +40,18 @@ static double median(std::vector<float> values) {
     return values[values.size() / 2];
 }
 
-// A time: on a GPU when the work that was given to it so far is done.
+// A point in time. On a GPU it is when the work is done that was launched before take().
 struct Moment {
 #ifdef __CUDACC__
     cudaEvent_t event;
+
     Moment() { CUDA_CHECK(cudaEventCreate(&event)); }
     ~Moment() { cudaEventDestroy(event); }
+
     void take() { CUDA_CHECK(cudaEventRecord(event, main_stream.handle)); }
-    float ms_until(const Moment& end) const {  // waits for the end
+
+    // Waits for the end.
+    float ms_until(const Moment& end) const {
         float ms = 0;
         CUDA_CHECK(cudaEventSynchronize(end.event));
         CUDA_CHECK(cudaEventElapsedTime(&ms, event, end.event));
@@ -49,12 +59,14 @@ struct Moment {
     }
 #else
     double seconds = 0;
+
     void take() { seconds = seconds_now(); }
     float ms_until(const Moment& end) const { return (float)(1e3 * (end.seconds - seconds)); }
 #endif
 };
 
-// Median milliseconds of 20 runs of a sequence, or of as many as fit into ten seconds, at the least three.
+// Milliseconds of a sequence of launches: the median of 20 runs, or of as many as fit into ten seconds, but at least
+// three.
 template <typename Launches>
 static double time_replays(Launches launches) {
     const int WARMUP = STEPS_IN_FLIGHT;  // 3 on the GPU, where the second is recorded
@@ -62,7 +74,10 @@ static double time_replays(Launches launches) {
     Moment begin, end;
     std::vector<float> ms;
     double start = seconds_now();
-    for (int n = 0; n < WARMUP + 20 && (n < WARMUP + 3 || seconds_now() - start < 10); n++) {
+    for (int n = 0; n < WARMUP + 20; n++) {
+        bool enough = n >= WARMUP + 3;
+        if (enough && seconds_now() - start >= 10) break;
+
         begin.take();
         launch_graph(&graph, launches);
         end.take();
@@ -72,12 +87,14 @@ static double time_replays(Launches launches) {
     return median(ms);
 }
 
-// GB/s, read and written, of a copy between two pieces of memory that no cache holds.
+// GB/s of a copy, both what it reads and what it writes, between two pieces of memory that no cache holds.
 static double copy_bandwidth() {
     size_t bytes = (size_t)256 << 20;
     char* memory = (char*)backend_allocate(2 * bytes);
     backend_zero(memory, 2 * bytes);
+
     double ms = time_replays([&] { backend_copy(memory, memory + bytes, bytes); });
+
     backend_free(memory);
     return 2e-6 * (double)bytes / ms;
 }
