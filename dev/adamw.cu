@@ -1,5 +1,6 @@
-// AdamW as torch.optim.AdamW, then the running mean of the weights (EMA) and their copy in the layers' precision. It is
-// algorithm 2 of Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), with g the gradient:
+// AdamW as torch.optim.AdamW, then the running mean of the weights (EMA) and their copy in the layers' precision.
+//
+// It is algorithm 2 of Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), with g the gradient:
 //
 //   m = beta1 m + (1 - beta1) g
 //   v = beta2 v + (1 - beta2) g^2

@@ -1,5 +1,7 @@
 // The 1x1 convolution, a linear layer of every pixel: out = F.conv2d(x, w[:, :, None, None], bias), its input gradient
-// and its weight gradient. With T = H*W pixels an image in NCHW is a matrix x (C, T), and
+// and its weight gradient.
+//
+// With T = H*W pixels an image in NCHW is a matrix x (C, T), and
 //
 //   out (O, T) = w (O, C) x (C, T) + bias
 //   dx (C, T) = w^T (C, O) dout (O, T)

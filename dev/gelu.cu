@@ -1,11 +1,11 @@
-// GELU by its approximation with a hyperbolic tangent, F.gelu(x, approximate="tanh"), forward and backward. The formula
-// is that of Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016):
+// GELU, forward and backward: out = F.gelu(x, approximate="tanh"). The UNet does not use it. The ladder shows what a
+// chain of elementwise kernels costs.
+//
+// The formula is an approximation by Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016):
 //
 //   u = sqrt(2 / pi) (x + 0.044715 x^3)      du/dx = sqrt(2 / pi) (1 + 3 * 0.044715 x^2)
 //   out = x / 2 (1 + tanh(u))
 //   dx = dout ((1 + tanh(u)) / 2 + x / 2 (1 - tanh(u)^2) du/dx)
-//
-// The UNet does not use it. The ladder shows what a chain of elementwise kernels costs.
 //
 //   make gelu && ./gelu          every version: against PyTorch, then timed
 //   ./gelu 1                     version 1 alone

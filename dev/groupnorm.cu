@@ -1,5 +1,6 @@
-// Group norm and SiLU, forward and backward: out = F.silu(F.group_norm(x, 32, w, bias)). Backward makes out
-// once more, which is not kept, for the weight gradient of the product that reads it.
+// Group norm and SiLU, forward and backward: out = F.silu(F.group_norm(x, 32, w, bias)).
+//
+// Backward makes out once more, which is not kept, for the weight gradient of the product that reads it.
 //
 //   make groupnorm && ./groupnorm        every version: against PyTorch, then timed
 //   ./groupnorm 3                        version 3 alone
