@@ -3,37 +3,58 @@
 //   make attention && ./attention        every version: against PyTorch, then timed
 //   ./attention 2                        version 2 alone
 //
-//   0  CPU: the definition, query by query; and the program's function there. Without a GPU these are versions 1 and 3,
-//      and between them is
-//      2  CPU: a block of keys for all queries, online softmax
+// The versions on a GPU:
+//
 //   1  fp32: heads copied apart, batched products by cuBLAS, softmax kernels, heads copied together
 //   2  fp32: heads read where they lie; row maxima and sums in the blocks of the first product, normalisation
 //      in the second, the softmax's gradient in the products of the backward pass
 //   3  bf16 data: tiles that stay on the chip, a thread a row; backward makes the probabilities again
 //   4  the program's: the same tiles in tensor cores
 //
+// The versions on a CPU. Beside those of a GPU, 1 and 3 have the number 0, and 2 is left out:
+//
+//   1  the definition, query by query
+//   2  a block of keys for all queries, online softmax
+//   3  the program's
+//
 // What the steps change: version 1 moves the T x T scores through memory four times forward and seven times
 // backward, and copies q, k, v and the result for a layout that a stride would have served. Version 2 drops
 // the copies and two of the passes over the scores: a block that has computed a tile of them knows the tile's
 // row maxima and sums, so no kernel need read scores for a softmax alone. But its products are plain ones,
 // and where the scores are many, cuBLAS's better product is worth more than what version 2 saves. Version 3
-// never stores scores: with a running maximum and sum, a row of the result is rescaled as tiles of k and v go
-// by ("FlashAttention", Dao et al. 2022), and backward makes a probability again from one stored number a
+// never stores scores. It keeps a running maximum and sum, and rescales a row of the result as tiles of k and
+// v go by ("FlashAttention", Dao et al. 2022). Backward makes a probability again from one stored number a
 // row. That trades traffic for arithmetic, which a thread a row in fp32 can't do fast enough; in tensor
 // cores, version 4, it costs nothing.
 //
 // On a CPU, two threads of an Intel Xeon with AVX-512, 6 heads of 32 at 16x16, B = 4: the definition (1) adds
-// up each score across a vector and calls expf, 8.5 ms forward and 16.7 backward. With a block of keys turned
-// around (2) a vector holds the scores of 16 keys; the maximum runs along as on a GPU: 3.7 and 8.5 ms. But
-// that saves traffic which there is not: a cache holds the scores of 64 queries with all keys, so that the
-// program (3) rescales nothing and leaves everything else to its matrix product: 1.2 and 2.7 ms.
+// up each score across a vector and calls expf, 8.5 ms forward and 16.7 backward. With a block of keys
+// transposed (2) a vector holds the scores of 16 keys, and the maximum runs along as on a GPU: 3.7 and 8.5
+// ms. But a running maximum saves memory traffic, of which there is none here: a cache holds the scores of 64
+// queries with all keys. So the program (3) rescales nothing and leaves everything else to its matrix
+// product: 1.2 and 2.7 ms.
 #include "common.h"
 
+// qkv and dqkv (B, T, 3 C): for each of the T pixels of an image q, then k, then v. out and dout (B, T, C).
+// The C channels of each are those of the heads, one head behind the other, d channels each.
+// lse (B, heads, T) = torch.logsumexp(q k^T / sqrt(d), dim=-1). Forward leaves it for backward.
 struct AttentionShape {
     int B, T, C, heads, d;
+    float scale;  // 1 / sqrt(d)
+
+    // Where in these arrays the row of pixel t of a head begins.
+    size_t q(int b, int head, int t) const { return ((size_t)b * T + t) * 3 * C + head * d; }
+    size_t k(int b, int head, int t) const { return q(b, head, t) + C; }
+    size_t v(int b, int head, int t) const { return q(b, head, t) + 2 * C; }
+    size_t out(int b, int head, int t) const { return ((size_t)b * T + t) * C + head * d; }
+    size_t lse(int b, int head, int t) const { return ((size_t)b * heads + head) * T + t; }
 };
+
 static AttentionShape attention_shape(const Problem& p) {
-    return {p.dim("B"), p.dim("T"), p.dim("heads") * p.dim("d"), p.dim("heads"), p.dim("d")};
+    int heads = p.dim("heads");
+    int d = p.dim("d");
+    float scale = 1 / sqrtf((float)d);
+    return {p.dim("B"), p.dim("T"), heads * d, heads, d, scale};
 }
 
 // ---- 0, on a CPU 1: the definition, query by query ----------------------------------------------------------
@@ -44,59 +65,85 @@ static float attention_dot0(const float* a, const float* b, int d) {
     for (int c = 0; c < d; c++) sum += a[c] * b[c];
     return sum;
 }
+
 static void attention_add0(float* to, float factor, const float* from, int d) {
 #pragma omp simd
     for (int c = 0; c < d; c++) to[c] += factor * from[c];
 }
-// q, k and v of a head, or one of the three, become zero.
-static void attention_clear0(float* rows, int parts, const AttentionShape& s) {
-    for (int i = 0; i < parts * s.T; i++) std::fill_n(rows + (size_t)i * s.C, s.d, 0.0f);
+
+// Sets `count` rows of d channels, `stride` apart, to zero.
+static void attention_clear0(float* rows, int count, int stride, int d) {
+    for (int i = 0; i < count; i++) std::fill_n(rows + (size_t)i * stride, d, 0.0f);
 }
+
 static void attention_forward0(Problem& p) {
     AttentionShape s = attention_shape(p);
-    float *out = p.out<float>("out"), *lse = p.out<float>("lse"), scale = 1 / sqrtf((float)s.d);
+    float* out = p.out<float>("out");
+    float* lse = p.out<float>("lse");
     const float* qkv = p.in<float>("qkv");
 #pragma omp parallel for
     for (int i = 0; i < s.B * s.heads; i++) {
-        int b = i / s.heads, head = i % s.heads;
-        std::vector<float> scores(s.T);
-        const float *q = qkv + (size_t)b * s.T * 3 * s.C + head * s.d, *k = q + s.C, *v = k + s.C;
-        for (int t = 0; t < s.T; t++, q += 3 * s.C) {
-            float* row = out + ((size_t)b * s.T + t) * s.C + head * s.d;
-            float top = -FLT_MAX, sum = 0;
+        int b = i / s.heads;
+        int head = i % s.heads;
+        std::vector<float> scores(s.T);  // of a query with each key; then their exponentials
+        for (int t = 0; t < s.T; t++) {
+            const float* q = qkv + s.q(b, head, t);
+            float maximum = -FLT_MAX;
             for (int u = 0; u < s.T; u++) {
-                scores[u] = scale * attention_dot0(q, k + (size_t)u * 3 * s.C, s.d);
-                top = std::max(top, scores[u]);
+                const float* k = qkv + s.k(b, head, u);
+                scores[u] = s.scale * attention_dot0(q, k, s.d);
+                maximum = std::max(maximum, scores[u]);
             }
-            for (int u = 0; u < s.T; u++) sum += scores[u] = expf(scores[u] - top);
-            std::fill_n(row, s.d, 0.0f);
-            for (int u = 0; u < s.T; u++) attention_add0(row, scores[u] / sum, v + (size_t)u * 3 * s.C, s.d);
-            lse[((size_t)b * s.heads + head) * s.T + t] = top + logf(sum);
+
+            float denominator = 0;
+            for (int u = 0; u < s.T; u++) {
+                scores[u] = expf(scores[u] - maximum);
+                denominator += scores[u];
+            }
+
+            float* out_row = out + s.out(b, head, t);
+            std::fill_n(out_row, s.d, 0.0f);
+            for (int u = 0; u < s.T; u++) {
+                const float* v = qkv + s.v(b, head, u);
+                attention_add0(out_row, scores[u] / denominator, v, s.d);
+            }
+            lse[s.lse(b, head, t)] = maximum + logf(denominator);
         }
     }
 }
+
+// With probabilities P = exp(q k^T / sqrt(d) - lse) and delta_i = sum_j dout_ij out_ij:
+//   dv = P^T dout,  dS = P (dout v^T - delta) / sqrt(d),  dq = dS k,  dk = dS^T q
 static void attention_backward0(Problem& p) {
     AttentionShape s = attention_shape(p);
-    float *dqkv = p.out<float>("dqkv"), scale = 1 / sqrtf((float)s.d);
-    const float *dout = p.in<float>("dout"), *out = p.in<float>("out");
-    const float *lse = p.in<float>("lse"), *qkv = p.in<float>("qkv");
+    float* dqkv = p.out<float>("dqkv");
+    const float* dout = p.in<float>("dout");
+    const float* out = p.in<float>("out");
+    const float* lse = p.in<float>("lse");
+    const float* qkv = p.in<float>("qkv");
 #pragma omp parallel for
     for (int i = 0; i < s.B * s.heads; i++) {
-        int b = i / s.heads, head = i % s.heads;
-        size_t first = (size_t)b * s.T * 3 * s.C + head * s.d;
-        attention_clear0(dqkv + first, 3, s);
+        int b = i / s.heads;
+        int head = i % s.heads;
+        attention_clear0(dqkv + s.q(b, head, 0), 3 * s.T, s.C, s.d);  // dq, dk and dv are C apart
         for (int t = 0; t < s.T; t++) {
-            size_t at = first + (size_t)t * 3 * s.C, of_out = ((size_t)b * s.T + t) * s.C + head * s.d;
-            const float *upstream = dout + of_out, *q = qkv + at;
-            float D = attention_dot0(upstream, out + of_out, s.d);
+            const float* q = qkv + s.q(b, head, t);
+            const float* dout_row = dout + s.out(b, head, t);
+            float* dq = dqkv + s.q(b, head, t);
+            float row_lse = lse[s.lse(b, head, t)];
+            float delta = attention_dot0(dout_row, out + s.out(b, head, t), s.d);
             for (int u = 0; u < s.T; u++) {
-                size_t of_k = first + (size_t)(3 * u + 1) * s.C, of_v = of_k + s.C;
-                float probability = expf(scale * attention_dot0(q, qkv + of_k, s.d) -
-                                         lse[((size_t)b * s.heads + head) * s.T + t]);
-                float ds = scale * probability * (attention_dot0(upstream, qkv + of_v, s.d) - D);
-                attention_add0(dqkv + at, ds, qkv + of_k, s.d);
-                attention_add0(dqkv + of_k, ds, q, s.d);
-                attention_add0(dqkv + of_v, probability, upstream, s.d);
+                const float* k = qkv + s.k(b, head, u);
+                const float* v = qkv + s.v(b, head, u);
+                float* dk = dqkv + s.k(b, head, u);
+                float* dv = dqkv + s.v(b, head, u);
+
+                float probability = expf(s.scale * attention_dot0(q, k, s.d) - row_lse);
+                float dprobability = attention_dot0(dout_row, v, s.d);
+                float ds = s.scale * probability * (dprobability - delta);
+                attention_add0(dq, ds, k, s.d);
+                attention_add0(dk, ds, q, s.d);
+                attention_add0(dv, probability, dout_row, s.d);
             }
         }
     }
@@ -107,6 +154,7 @@ static void attention_forward_cpu(Problem& p) {
     cpu::attention_forward(p.tensor_out<float>("out"), p.out<float>("lse"), p.tensor_in<float>("qkv"),
                            p.dim("heads"));
 }
+
 static void attention_backward_cpu(Problem& p) {
     cpu::attention_backward(p.tensor_out<float>("dqkv"), p.tensor_in<float>("dout"),
                             p.tensor_in<float>("out"), p.in<float>("lse"), p.tensor_in<float>("qkv"),
@@ -117,87 +165,120 @@ static void attention_backward_cpu(Problem& p) {
 #ifndef __CUDACC__
 #ifdef PROGRAM
 // ---- 2 on a CPU: online softmax, a block of keys for all queries ------------------------------------------
+// A vector holds one query's scores with as many keys as it has elements, so that nothing is added up across a
+// vector. For this a block of keys is transposed once, and then serves all queries.
 
-// turned (d, ATTENTION_KEYS): n keys or values of a head, zeros behind them, so that a vector has as many
-// scores of a query as it has elements; four vectors of sums stay in registers.
-enum { ATTENTION_KEYS = 4 * cpu::VECTOR };
-static void attention_turn2(float* turned, const float* rows, int stride, int n, int d) {
+enum { ATTENTION_KEYS = 4 * cpu::VECTOR };  // of a block: four vectors of sums stay in registers
+
+// columns (d, ATTENTION_KEYS) = the transpose of rows (n, d), which are `stride` apart; zeros behind the n-th.
+static void attention_transpose2(float* columns, const float* rows, int stride, int n, int d) {
     for (int c = 0; c < d; c++)
         for (int j = 0; j < ATTENTION_KEYS; j++)
-            turned[c * ATTENTION_KEYS + j] = j < n ? rows[(size_t)j * stride + c] : 0;
+            columns[c * ATTENTION_KEYS + j] = j < n ? rows[(size_t)j * stride + c] : 0;
 }
-static void attention_scores2(float* scores, const float* row, const float* turned, int d) {
+
+// products (ATTENTION_KEYS) = row (d) times columns (d, ATTENTION_KEYS)
+static void attention_multiply2(float* products, const float* row, const float* columns, int d) {
     cpu::Vector sum[4] = {};
-    for (int c = 0; c < d; c++, turned += ATTENTION_KEYS)
+    for (int c = 0; c < d; c++) {
+        const float* column = columns + c * ATTENTION_KEYS;
         REGISTER_FOR (int i = 0; i < 4; i++)
-            sum[i] += row[c] * *(const cpu::Vector*)(turned + i * cpu::VECTOR);
-    memcpy(scores, sum, sizeof sum);
+            sum[i] += row[c] * *(const cpu::Vector*)(column + i * cpu::VECTOR);
+    }
+    memcpy(products, sum, sizeof sum);
 }
+
+// A step of the online softmax: a query meets n more keys. Replaces their scores by exponentials relative to
+// the highest score so far. Returns the factor that corrects what was added up relative to the maximum before.
+static float attention_softmax_step2(float* scores, int n, float scale, float* maximum, float* denominator) {
+    float highest = *maximum;
+#pragma omp simd reduction(max : highest)
+    for (int j = 0; j < n; j++) highest = scores[j] > highest ? scores[j] : highest;
+
+    float added = 0;
+#pragma omp simd reduction(+ : added)
+    for (int j = 0; j < n; j++) {
+        scores[j] = fast_exp(scale * (scores[j] - highest));
+        added += scores[j];
+    }
+
+    float correction = fast_exp(scale * (*maximum - highest));
+    *denominator = correction * *denominator + added;
+    *maximum = highest;
+    return correction;
+}
+
 static void attention_forward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    float *out = p.out<float>("out"), *lse = p.out<float>("lse"), scale = 1 / sqrtf((float)s.d);
+    float* out = p.out<float>("out");
+    float* lse = p.out<float>("lse");
     const float* qkv = p.in<float>("qkv");
     cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
-        float *keys = cpu::thread_floats(), *top = keys + s.d * ATTENTION_KEYS, *sum = top + s.T;
-        const float *q = qkv + (size_t)b * s.T * 3 * s.C + head * s.d, *k = q + s.C, *v = k + s.C;
-        attention_clear0(out + (size_t)b * s.T * s.C + head * s.d, 1, s);
-        std::fill_n(top, s.T, -FLT_MAX), std::fill_n(sum, s.T, 0.0f);
+        float* keys = cpu::thread_floats();            // (d, ATTENTION_KEYS)
+        float* maximum = keys + s.d * ATTENTION_KEYS;  // (T), of each query's scores so far
+        float* denominator = maximum + s.T;            // (T)
+        attention_clear0(out + s.out(b, head, 0), s.T, s.C, s.d);
+        std::fill_n(maximum, s.T, -FLT_MAX);
+        std::fill_n(denominator, s.T, 0.0f);
+
         for (int u0 = 0; u0 < s.T; u0 += ATTENTION_KEYS) {
             int n = std::min((int)ATTENTION_KEYS, s.T - u0);
-            attention_turn2(keys, k + (size_t)u0 * 3 * s.C, 3 * s.C, n, s.d);
+            attention_transpose2(keys, qkv + s.k(b, head, u0), 3 * s.C, n, s.d);
             for (int t = 0; t < s.T; t++) {
-                float *row = out + ((size_t)b * s.T + t) * s.C + head * s.d, scores[ATTENTION_KEYS];
-                attention_scores2(scores, q + (size_t)t * 3 * s.C, keys, s.d);
-                float highest = top[t], total = 0;
-#pragma omp simd reduction(max : highest)
-                for (int j = 0; j < n; j++) highest = scores[j] > highest ? scores[j] : highest;
-#pragma omp simd reduction(+ : total)
-                for (int j = 0; j < n; j++) total += scores[j] = fast_exp(scale * (scores[j] - highest));
-                float rescale = fast_exp(scale * (top[t] - highest));  // sums so far are of a lower maximum
-                SIMD_FOR (int c = 0; c < s.d; c++) row[c] *= rescale;
-                for (int j = 0; j < n; j++)
-                    attention_add0(row, scores[j], v + (size_t)(u0 + j) * 3 * s.C, s.d);
-                top[t] = highest, sum[t] = rescale * sum[t] + total;
+                float scores[ATTENTION_KEYS];
+                attention_multiply2(scores, qkv + s.q(b, head, t), keys, s.d);
+                float correction = attention_softmax_step2(scores, n, s.scale, &maximum[t], &denominator[t]);
+
+                float* row = out + s.out(b, head, t);
+                SIMD_FOR (int c = 0; c < s.d; c++) row[c] *= correction;
+                for (int j = 0; j < n; j++) attention_add0(row, scores[j], qkv + s.v(b, head, u0 + j), s.d);
             }
         }
+
         for (int t = 0; t < s.T; t++) {
-            float* row = out + ((size_t)b * s.T + t) * s.C + head * s.d;
-            for (int c = 0; c < s.d; c++) row[c] /= sum[t];
-            lse[((size_t)b * s.heads + head) * s.T + t] = scale * top[t] + logf(sum[t]);
+            float* row = out + s.out(b, head, t);
+            for (int c = 0; c < s.d; c++) row[c] /= denominator[t];
+            lse[s.lse(b, head, t)] = s.scale * maximum[t] + logf(denominator[t]);
         }
     });
 }
+
 static void attention_backward2(Problem& p) {
     AttentionShape s = attention_shape(p);
-    float *dqkv = p.out<float>("dqkv"), scale = 1 / sqrtf((float)s.d);
-    const float *dout = p.in<float>("dout"), *out = p.in<float>("out");
-    const float *lse = p.in<float>("lse"), *qkv = p.in<float>("qkv");
+    float* dqkv = p.out<float>("dqkv");
+    const float* dout = p.in<float>("dout");
+    const float* out = p.in<float>("out");
+    const float* lse = p.in<float>("lse");
+    const float* qkv = p.in<float>("qkv");
     cpu::each_tile(s.B, 1, s.heads, 1, [&](int b, int, int head, int) {
-        size_t first = (size_t)b * s.T * 3 * s.C + head * s.d;
-        float *keys = cpu::thread_floats(), *values = keys + s.d * ATTENTION_KEYS;
-        attention_clear0(dqkv + first, 3, s);
+        float* keys = cpu::thread_floats();           // (d, ATTENTION_KEYS)
+        float* values = keys + s.d * ATTENTION_KEYS;  // (d, ATTENTION_KEYS)
+        attention_clear0(dqkv + s.q(b, head, 0), 3 * s.T, s.C, s.d);
+
         for (int u0 = 0; u0 < s.T; u0 += ATTENTION_KEYS) {
             int n = std::min((int)ATTENTION_KEYS, s.T - u0);
-            size_t of_k = first + (size_t)(3 * u0 + 1) * s.C, of_v = of_k + s.C;
-            attention_turn2(keys, qkv + of_k, 3 * s.C, n, s.d);
-            attention_turn2(values, qkv + of_v, 3 * s.C, n, s.d);
+            attention_transpose2(keys, qkv + s.k(b, head, u0), 3 * s.C, n, s.d);
+            attention_transpose2(values, qkv + s.v(b, head, u0), 3 * s.C, n, s.d);
             for (int t = 0; t < s.T; t++) {
-                size_t at = first + (size_t)t * 3 * s.C, of_out = ((size_t)b * s.T + t) * s.C + head * s.d;
-                const float *upstream = dout + of_out, *q = qkv + at;
-                float probability[ATTENTION_KEYS], ds[ATTENTION_KEYS];
-                float D = attention_dot0(upstream, out + of_out, s.d);
-                float normaliser = lse[((size_t)b * s.heads + head) * s.T + t];
-                attention_scores2(probability, q, keys, s.d);
-                attention_scores2(ds, upstream, values, s.d);
+                const float* q = qkv + s.q(b, head, t);
+                const float* dout_row = dout + s.out(b, head, t);
+                float row_lse = lse[s.lse(b, head, t)];
+                float delta = attention_dot0(dout_row, out + s.out(b, head, t), s.d);
+
+                float probability[ATTENTION_KEYS];  // first the scores
+                float ds[ATTENTION_KEYS];           // first the gradient of the probabilities
+                attention_multiply2(probability, q, keys, s.d);
+                attention_multiply2(ds, dout_row, values, s.d);
                 SIMD_FOR (int j = 0; j < ATTENTION_KEYS; j++) {
-                    probability[j] = fast_exp(scale * probability[j] - normaliser);
-                    ds[j] = scale * probability[j] * (ds[j] - D);
+                    probability[j] = fast_exp(s.scale * probability[j] - row_lse);
+                    ds[j] = s.scale * probability[j] * (ds[j] - delta);
                 }
+
+                float* dq = dqkv + s.q(b, head, t);
                 for (int j = 0; j < n; j++) {
-                    size_t row = (size_t)j * 3 * s.C;
-                    attention_add0(dqkv + at, ds[j], qkv + of_k + row, s.d);
-                    attention_add0(dqkv + of_k + row, ds[j], q, s.d);
-                    attention_add0(dqkv + of_v + row, probability[j], upstream, s.d);
+                    attention_add0(dq, ds[j], qkv + s.k(b, head, u0 + j), s.d);
+                    attention_add0(dqkv + s.k(b, head, u0 + j), ds[j], q, s.d);
+                    attention_add0(dqkv + s.v(b, head, u0 + j), probability[j], dout_row, s.d);
                 }
             }
         }
@@ -223,10 +304,8 @@ __global__ void attention_permute_kernel1(float* head, float* x, int n, int T, i
     if (i >= n) return;
     int j = i % d, t = i / d % T, h = i / d / T % heads, b = i / d / T / heads;
     size_t at = ((((size_t)b * T + t) * parts + part) * heads + h) * d + j;
-    if (back)
-        x[at] = head[i];
-    else
-        head[i] = x[at];
+    if (back) x[at] = head[i];
+    else head[i] = x[at];
 }
 // p (rows, T) in place: softmax of each row times `scale`; lse (rows). A warp a row.
 __global__ void attention_softmax_kernel1(float* p, float* lse, int rows, int T, float scale) {
