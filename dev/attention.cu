@@ -3,19 +3,20 @@
 //   make attention && ./attention        every version: against PyTorch, then timed
 //   ./attention 2                        version 2 alone
 //
-// The versions on a GPU:
+// In a build for a GPU:
 //
+//   0  CPU: the definition, query by query, and the program's function there
 //   1  fp32: heads copied apart, batched products by cuBLAS, softmax kernels, heads copied together
 //   2  fp32: heads read where they lie; row maxima and sums in the blocks of the first product, normalisation
 //      in the second, the softmax's gradient in the products of the backward pass
 //   3  bf16 data: tiles that stay on the chip, a thread a row; backward makes the probabilities again
 //   4  the program's: the same tiles in tensor cores
 //
-// The versions on a CPU. Beside those of a GPU, 1 and 3 have the number 0, and 2 is left out:
+// In a build without one:
 //
 //   1  the definition, query by query
 //   2  a block of keys for all queries, online softmax
-//   3  the program's
+//   3  the program's, which keeps the scores of 64 queries in the cache
 //
 // What the steps change: version 1 moves the T x T scores through memory four times forward and seven times
 // backward, and copies q, k, v and the result for a layout that a stride would have served. Version 2 drops
@@ -751,12 +752,6 @@ __device__ static void attention_add3(float sum[ATTENTION_WIDTH], float factor, 
     }
 }
 
-__device__ static void attention_store_row3(floatX* target, const float row[ATTENTION_WIDTH], int d) {
-#pragma unroll
-    for (int c = 0; c < ATTENTION_WIDTH; c++)
-        if (c < d) target[c] = (floatX)row[c];
-}
-
 // out (B, T, C) and lse (B, heads, T) from qkv (B, T, 3 C), with a running maximum and denominator: Dao et al.,
 // "FlashAttention" (2022), algorithm 1. A block does 64 queries of a head, a thread one of them.
 __global__ void __launch_bounds__(ATTENTION_THREADS3)
@@ -798,9 +793,9 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
 
 #pragma unroll
         for (int u = 0; u < ATTENTION_STEP; u++) {
-            float power = expf(score[u] - maximum);
-            denominator += power;
-            attention_add3(sum, power, v[u]);
+            float exponential = expf(score[u] - maximum);
+            denominator += exponential;
+            attention_add3(sum, exponential, v[u]);
         }
     }
 
@@ -820,9 +815,9 @@ static void attention_forward3(Problem& p) {
            p.in<floatX>("qkv"), s.T, s.C, s.heads, s.scale);
 }
 
-// dqkv (B, T, 3 C), as version 0 has it in equations. The first half of the blocks computes dq: a thread has a query,
-// and keys and values go by. The second half computes dk and dv: a thread has a key and its value, and queries go by.
-// Both make the probabilities again.
+// dqkv (B, T, 3 C) from dout and out (B, T, C), lse (B, heads, T) and qkv (B, T, 3 C). The equations stand at
+// version 0. The first half of the blocks computes dq, the second half dk and dv, and both make the
+// probabilities again.
 __global__ void __launch_bounds__(ATTENTION_THREADS3)
     attention_backward_kernel3(floatX* dqkv, const floatX* dout, const floatX* out, const float* lse,
                                const floatX* qkv, int T, int C, int heads, float scale) {
@@ -842,6 +837,7 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
     const float* lse_head = lse + (image * heads + head) * T;
     floatX* target = dqkv + (image * T + t) * 3 * C + head * d;
 
+    // dq: the thread has a query, and keys and values go by.
     if (has_queries) {
         float q[ATTENTION_WIDTH];
         float dout_row[ATTENTION_WIDTH];
@@ -860,15 +856,22 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
             __syncthreads();
 
             for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
-                float p = expf(scale * attention_dot3(q, a[u]) - row_lse);
-                float ds = scale * p * (attention_dot3(dout_row, b[u]) - delta);
-                attention_add3(dq, ds, a[u]);
+                const float* k = a[u];
+                const float* v = b[u];
+                float p = expf(scale * attention_dot3(q, k) - row_lse);
+                float ds = scale * p * (attention_dot3(dout_row, v) - delta);
+                attention_add3(dq, ds, k);
             }
         }
-        if (t < T) attention_store_row3(target, dq, d);
+
+        if (t >= T) return;
+#pragma unroll
+        for (int c = 0; c < ATTENTION_WIDTH; c++)
+            if (c < d) target[c] = (floatX)dq[c];
         return;
     }
 
+    // dk and dv: the thread has a key and its value, and queries go by.
     float k[ATTENTION_WIDTH];
     float v[ATTENTION_WIDTH];
     attention_load_row3(k, qkv_head + C + (size_t)t * 3 * C, t < T, d);
@@ -890,12 +893,15 @@ __global__ void __launch_bounds__(ATTENTION_THREADS3)
         __syncthreads();
 
         for (int u = 0; u < min((int)ATTENTION_STEP, T - u0); u++) {
-            float p = expf(scale * attention_dot3(k, a[u]) - lses[u]);
-            float ds = scale * p * (attention_dot3(v, b[u]) - deltas[u]);
-            attention_add3(dk, ds, a[u]);
-            attention_add3(dv, p, b[u]);
+            const float* q = a[u];
+            const float* dout_row = b[u];
+            float p = expf(scale * attention_dot3(k, q) - lses[u]);
+            float ds = scale * p * (attention_dot3(v, dout_row) - deltas[u]);
+            attention_add3(dk, ds, q);
+            attention_add3(dv, p, dout_row);
         }
     }
+
     if (t >= T) return;
 #pragma unroll
     for (int c = 0; c < ATTENTION_WIDTH; c++)
@@ -921,6 +927,7 @@ static void attention_forward4(Problem& p) {
     attention_forward(p.tensor_out<floatX>("out"), p.out<float>("lse"), p.tensor_in<floatX>("qkv"),
                       p.dim("heads"));
 }
+
 static void attention_backward4(Problem& p) {
     attention_backward(p.tensor_out<floatX>("dqkv"), p.tensor_in<floatX>("dout"), p.tensor_in<floatX>("out"),
                        p.in<float>("lse"), p.tensor_in<floatX>("qkv"), p.dim("heads"));
@@ -928,10 +935,12 @@ static void attention_backward4(Problem& p) {
 #endif
 #endif
 
-// `products` of T x T x d a head; `tensors` of B x T x C go in or out.
+// Of so many products of T x T x d a head, where so many tensors of B x T x C go in or out.
 static Work attention_work(const Problem& p, int products, int tensors) {
     AttentionShape s = attention_shape(p);
-    return {2.0 * products * s.B * s.T * s.T * s.C, (double)tensors * sizeof(floatX) * s.B * s.T * s.C};
+    double operations = 2.0 * products * s.B * s.T * s.T * s.C;
+    double bytes = (double)tensors * sizeof(floatX) * s.B * s.T * s.C;
+    return {operations, bytes};
 }
 
 static const Ladder attention_ladder = {
