@@ -289,7 +289,8 @@ static void attention_backward2(Problem& p) {
 #else
 #include "cublas.h"
 
-// Sums and maxima over the neighbouring lanes that share a row, in each of them: 32 lanes, or 16.
+// The sum, and the maximum, of the values of neighbouring lanes, which each of them gets: 32 or 16 lanes, as many
+// as share a row.
 __device__ static float attention_lane_sum(float value, int lanes) {
     for (int step = lanes / 2; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
     return value;
@@ -310,8 +311,8 @@ static void attention_product1(float* c, const float* a, const float* b, int bat
     cublas_product(c, a, b, M, N, K, transpose_a, transpose_b, batch, (size_t)M * K, (size_t)K * N);
 }
 
-// Copies part `part` of x (B, T, parts, heads, d) to head (B, heads, T, d), or `back` to x. A thread copies a
-// float.
+// Copies one of the parts of x (B, T, parts, heads, d) to head (B, heads, T, d), or `back`, from there to x. A
+// thread copies a float.
 __global__ void attention_permute_kernel1(float* head, float* x, int n, int T, int heads, int d, int part,
                                           int parts, bool back) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -347,8 +348,8 @@ __global__ void attention_softmax_kernel1(float* p, float* lse, int rows, int T,
     if (lane == 0) lse[row] = scale * maximum + logf(denominator);
 }
 
-// dp (rows, T), the gradient of the probabilities p, becomes that of q k^T in place: scale p (dp - sum of p dp).
-// A warp does a row.
+// dp (rows, T), the gradient of the probabilities p, becomes that of q k^T in place: scale p (dp - delta),
+// where delta is the sum of p dp over the row. A warp does a row.
 __global__ void attention_softmax_backward_kernel1(float* dp, const float* p, int rows, int T, float scale) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
@@ -356,10 +357,10 @@ __global__ void attention_softmax_backward_kernel1(float* dp, const float* p, in
     dp += (size_t)row * T;
     p += (size_t)row * T;
 
-    float dot = 0;
-    for (int j = lane; j < T; j += 32) dot += p[j] * dp[j];
-    dot = attention_lane_sum(dot, 32);
-    for (int j = lane; j < T; j += 32) dp[j] = scale * p[j] * (dp[j] - dot);
+    float delta = 0;
+    for (int j = lane; j < T; j += 32) delta += p[j] * dp[j];
+    delta = attention_lane_sum(delta, 32);
+    for (int j = lane; j < T; j += 32) dp[j] = scale * p[j] * (dp[j] - delta);
 }
 
 static void attention_permute1(float* head, float* x, const AttentionShape& s, int part, int parts,
