@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor> product(const char* op, int taps, const Tensor& x, co
     if (emb) call.check_activation(*emb, "emb", {B, O});
     if (residual) call.check_activation(*residual, "residual", {B, O, H, W});
     at::ScalarType type = x.scalar_type();
-    int multiple = call.limits().product_channels;
+    int multiple = call.limits().convolution_channels;
     int64_t C8 = round_up(x.size(1), multiple), O8 = round_up(O, multiple);
     Tensor weight = weight_with(w, O8, C8, type), cast = at::empty({0}, x.options());
     if (w.scalar_type() != type) cast = cut_weight(weight, O, x.size(1));
@@ -196,7 +196,7 @@ std::tuple<Tensor, Tensor> product(const char* op, int taps, const Tensor& x, co
     Tensor b = bias ? rows_with(*bias, O8, type) : at::zeros({O8}, x.options()), rows, around;
     if (emb) rows = rows_with(*emb, O8, type);
     if (residual) around = images_with(*residual, O8);
-    call.layers.product_forward(call.place, {taps, image(out), image(in), weight.data_ptr(), b.data_ptr(),
+    call.layers.convolution(call.place, {taps, image(out), image(in), weight.data_ptr(), b.data_ptr(),
                                              data(rows), residual ? image(around) : Image()});
     return {cut_channels(out, O), cast};
 }
@@ -209,7 +209,7 @@ Tensor input_gradient(const char* op, int taps, const Tensor& dout, const Tensor
     TORCH_CHECK(w.size(0) == dout.size(1), op, ": dout has ", dout.size(1), " channels and w makes ",
                 w.size(0));
     if (!dout.numel()) return images_like(dout, C, H, W);
-    int multiple = call.limits().product_channels;
+    int multiple = call.limits().convolution_channels;
     int64_t C8 = round_up(C, multiple), O8 = round_up(w.size(0), multiple);
     Tensor upstream = images_with(dout, O8), weight = weight_with(w, O8, C8, dout.scalar_type()),
            dx = images_like(dout, C8, H, W);
@@ -224,7 +224,7 @@ std::tuple<Tensor, Tensor, Tensor> weight_gradient(const char* op, int taps, con
     int64_t B = x.size(0), C = x.size(1), O = dout.size(1);
     call.check_activation(dout, "dout", {B, O, x.size(2), x.size(3)});
     TORCH_CHECK(taps * O * C < (int64_t)1 << 31, op, ": w has more than 2^31 numbers");
-    int multiple = call.limits().product_channels;
+    int multiple = call.limits().convolution_channels;
     int64_t C8 = round_up(C, multiple), O8 = round_up(O, multiple);
     auto floats = call.floats();
     Tensor dw = taps == 9 ? at::empty({O8, C8, 3, 3}, floats, CHANNELS_LAST) : at::empty({O8, C8}, floats);
@@ -340,7 +340,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv3x3(const Tensor& x, const Tensor& n
     NormInputs in = norm_inputs(call, x, norm_w, norm_bias, groups, true, scale_shift);
     int64_t B = x.size(0), C = x.size(1), H = x.size(2), W = x.size(3);
     check_weight(call, w, 9, C);
-    int64_t O = w.size(0), O8 = round_up(O, call.limits().product_channels);
+    int64_t O = w.size(0), O8 = round_up(O, call.limits().convolution_channels);
     if (bias) call.check_parameter(*bias, "bias", {O});
     if (emb) call.check_activation(*emb, "emb", {B, O});
     if (residual) call.check_activation(*residual, "residual", {B, O, H, W});
@@ -353,7 +353,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_conv3x3(const Tensor& x, const Tensor& n
         if (emb) rows = rows_with(*emb, O8, type);
         if (residual) around = images_with(*residual, O8);
         in.call.record = record.data_ptr<float>();
-        call.layers.norm_product(call.place, in.call,
+        call.layers.norm_conv3x3(call.place, in.call,
                                  {9,
                                   image(out),
                                   {},
@@ -372,7 +372,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_conv3x3_
     NormInputs in = norm_inputs(call, x, norm_w, norm_bias, groups, true, scale_shift);
     int64_t B = x.size(0), C = x.size(1), H = x.size(2), W = x.size(3);
     check_weight(call, w, 9, C);
-    int64_t O = w.size(0), O8 = round_up(O, call.limits().product_channels);
+    int64_t O = w.size(0), O8 = round_up(O, call.limits().convolution_channels);
     call.check_activation(dout, "dout", {B, O, H, W}), call.check_like(record, "record", {2, B, C, 2});
     TORCH_CHECK(record.scalar_type() == at::kFloat && record.is_contiguous(), call.op,
                 ": record is not of norm_conv3x3");
@@ -387,7 +387,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> norm_conv3x3_
         in.call.out = image(dx), in.call.record = record.data_ptr<float>();
         in.call.dw = dnorm_w.data_ptr<float>(), in.call.dbias = dnorm_bias.data_ptr<float>();
         if (scale_shift) in.call.dscale_shift = dscale_shift.data_ptr();
-        call.layers.norm_product_backward(call.place, in.call, {9, image(upstream), {}, weight.data_ptr()},
+        call.layers.norm_conv3x3_backward(call.place, in.call, {9, image(upstream), {}, weight.data_ptr()},
                                           {9,
                                            dw.data_ptr<float>(),
                                            dbias.data_ptr<float>(),
