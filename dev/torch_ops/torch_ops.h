@@ -31,8 +31,8 @@ struct Image {
 // A 3x3 convolution, with nine taps, or a 1x1 convolution, with one: out = conv(x, w) + bias + emb + residual.
 struct ConvolutionCall {
     int taps = 9;
-    Image out;                   // (B, H, W, O)
-    Image x;                     // (B, H, W, C)
+    Image out = {};              // (B, H, W, O)
+    Image x = {};                // (B, H, W, C)
     const void* w = nullptr;     // (O, 3, 3, C) or (O, C)
     const void* bias = nullptr;  // (O)
     const void* emb = nullptr;   // (B, O), added to all pixels of an image, or null; only with nine taps
@@ -44,15 +44,15 @@ struct WeightGradientCall {
     float* dw = nullptr;     // (O, 3, 3, C) or (O, C)
     float* dbias = nullptr;  // (O)
     void* demb = nullptr;    // (B, O), the sums of dout over each image's pixels, or null: not wanted
-    Image dout;              // (B, H, W, O)
-    Image x;                 // (B, H, W, C)
+    Image dout = {};         // (B, H, W, O)
+    Image x = {};            // (B, H, W, C)
 };
 
 // A group norm. Its output y becomes y (1 + scale) + shift if there is scale_shift, and then SiLU of that if `silu`.
 struct NormCall {
-    Image out;        // (B, H, W, C); in backward it is dx
-    Image x;          // (B, H, W, C)
-    Image dout = {};  // (B, H, W, C)
+    Image out = {};   // (B, H, W, C); in backward it is dx
+    Image x = {};     // (B, H, W, C)
+    Image dout = {};  // (B, H, W, C), of backward
     int groups = 1;
     bool silu = false;
     const float* w = nullptr;           // (C)
@@ -66,9 +66,9 @@ struct NormCall {
 
 // Self-attention over the pixels of each image.
 struct AttentionCall {
-    Image out;             // (B, H, W, C)
-    Image qkv;             // (B, H, W, 3C): all of q, then k, then v, each with the heads one after the other
-    float* lse = nullptr;  // (B, heads, H W), the logarithms of the sums of exponentials, for backward
+    Image out = {};        // (B, H, W, C)
+    Image qkv = {};        // (B, H, W, 3C): all of q, then k, then v, each with the heads one after the other
+    float* lse = nullptr;  // (B, heads, H W), the log-sum-exp of each row of scores, for backward
     int heads = 1;
     Image dqkv = {};  // (B, H, W, 3C), of backward
     Image dout = {};  // (B, H, W, C), of backward
