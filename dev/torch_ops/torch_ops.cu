@@ -67,6 +67,7 @@ static void launch_at(const Place& place, size_t workspace_bytes, auto launches)
 
 static void forget_error() { cudaGetLastError(); }
 
+static size_t attention_workspace() { return 0; }
 static size_t convolution_workspace() { return GPU_WORKSPACE_BYTES; }
 
 // A bias gradient is made of sums over whole tiles of images, which take more: see launch_weight_sums.
@@ -88,6 +89,7 @@ static void launch_at(const Place& place, size_t workspace_bytes, auto launches)
 static void forget_error() {}
 
 // A CPU's workspace has one size, cpu_workspace_bytes(). Here 1 says that a layer needs it.
+static size_t attention_workspace() { return 1; }
 static size_t convolution_workspace() { return 1; }
 static size_t weight_workspace(const Image&) { return 1; }
 #endif
@@ -338,11 +340,13 @@ struct LaunchedLayers final : Layers {
     }
 
     void attention(const Place& place, const AttentionCall& c) const override {
-        at(place, 1, [&] { attention_forward(tensor(c.out), c.lse, tensor(c.qkv), c.heads); });
+        at(place, attention_workspace(), [&] {
+            attention_forward(tensor(c.out), c.lse, tensor(c.qkv), c.heads);
+        });
     }
 
     void attention_backward(const Place& place, const AttentionCall& c) const override {
-        at(place, 1, [&] {
+        at(place, attention_workspace(), [&] {
             ::attention_backward(tensor(c.dqkv), tensor(c.dout), tensor(c.out), c.lse, tensor(c.qkv), c.heads);
         });
     }
