@@ -121,7 +121,7 @@ static void count_launch() {
     else uncounted++;
 }
 
-// ---- the layers that are written once: what they are counted among, and the bytes that must move -----------
+// ---- the layers that are written once: what they are counted among, and the bytes that must move ----------
 struct Kind {
     const char* name = "other";
     double bytes = 0;

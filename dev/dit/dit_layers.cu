@@ -188,7 +188,16 @@ static void test_stream(LayerCase& c) {
         Tensor out = c.out("out");
         run(LayerNormForward<floatX>{out, x, statistics.get(), shift, scale});
         c.compare("out", out);
-        begin = {c.out("out"), c.tensor("dy"), x, statistics.get(), shift, scale, sums_of(0), sums_of(1)};
+        begin = {
+            .normed = c.out("out"),
+            .dy = c.tensor("dy"),
+            .x = x,
+            .statistics = statistics.get(),
+            .shift = shift,
+            .scale = scale,
+            .dshift = sums_of(0),
+            .dscale = sums_of(1),
+        };
     } else {
         dx = around;
     }
@@ -196,7 +205,12 @@ static void test_stream(LayerCase& c) {
     BranchEnd<floatX> end = {};
     if (ends) {
         Tensor out = c.out("ended");
-        end = {c.out("dbranch"), c.tensor("branch"), c.rows(c.tensor("gate")), sums_of(2)};
+        end = {
+            .dbranch = c.out("dbranch"),
+            .branch = c.tensor("branch"),
+            .gate = c.rows(c.tensor("gate")),
+            .dgate = sums_of(2),
+        };
         run(Gate<floatX>{out, end.branch, end.gate, c.tensor("before")});
         c.compare("ended", out);
     }

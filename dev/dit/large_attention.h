@@ -219,7 +219,9 @@ __global__ void __launch_bounds__(384, 1) large_forward_kernel(const __grid_cons
     auto release = [&](int n) {
         if (leads) shared.ring.empty[piece(n).slot].arrive();
     };
+
     const float unit = g.scale * 1.44269504f;  // scale / ln 2, because exp(x) = exp2(x / ln 2)
+
     for (int item = blockIdx.x; item < g.items; item += gridDim.x, at.skip(PIECES))
 #pragma unroll 1
         for (int tile = 0; tile < 2; tile++) {
@@ -369,7 +371,8 @@ __global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_con
     }
 
     const float unit = g.scale * 1.44269504f;  // scale / ln 2, because exp(x) = exp2(x / ln 2)
-    for (int item = blockIdx.x, parity = 0; item < g.items; item += gridDim.x, parity ^= 1) {
+    int parity = 0;  // of the item's queries and keys
+    for (int item = blockIdx.x; item < g.items; item += gridDim.x) {
         const int next = item + gridDim.x;
         // Stores what dS needs of each query: the dot product of dout and out, and lse / ln 2. Eight threads have every
         // 32nd row.
@@ -490,6 +493,7 @@ __global__ void __launch_bounds__(256, 1) large_backward_kernel(const __grid_con
             ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>());
             if (next < g.items) load_keys(next);
         }
+        parity ^= 1;
     }
 }
 

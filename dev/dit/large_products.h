@@ -169,12 +169,16 @@ __device__ __forceinline__ void large_produce(const LargeProduct& g, LargeShared
             shared.ring.empty[stage.slot].wait(stage.parity);
             full.expect(sizeof to);
 
-            if (!A_COLUMNS) tma_load(to.a, g.a, full, chunk * 64, {0, 0, at.m0});
-            for (int i = 0; i < 2 && A_COLUMNS; i++)
-                tma_load(to.a[i], g.a, full, at.m0 + 64 * i, {0, 0, chunk * 64});
-            if (!B_COLUMNS) tma_load(to.b, g.b, full, chunk * 64, {0, 0, at.n0});
-            for (int i = 0; i < 3 && B_COLUMNS; i++)
-                tma_load(to.b[i], g.b, full, at.n0 + 64 * i, {0, 0, chunk * 64});
+            if (A_COLUMNS) {
+                for (int i = 0; i < 2; i++) tma_load(to.a[i], g.a, full, at.m0 + 64 * i, {0, 0, chunk * 64});
+            } else {
+                tma_load(to.a, g.a, full, chunk * 64, {0, 0, at.m0});
+            }
+            if (B_COLUMNS) {
+                for (int i = 0; i < 3; i++) tma_load(to.b[i], g.b, full, at.n0 + 64 * i, {0, 0, chunk * 64});
+            } else {
+                tma_load(to.b, g.b, full, chunk * 64, {0, 0, at.n0});
+            }
         }
 }
 
@@ -236,8 +240,8 @@ __global__ void __launch_bounds__(384, 1)
                 UNROLLED_FOR (int k = 0; k < 4; k++)
                     UNROLLED_FOR (int half = 0; half < 2; half++) {
                         const uint64_t left = advance(a, half * sizeof(Rows64) + k * (A_COLUMNS ? 2048 : 32));
-                        wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left,
-                                                         advance(b, k * (B_COLUMNS ? 2048 : 32)));
+                        const uint64_t right = advance(b, k * (B_COLUMNS ? 2048 : 32));
+                        wgmma<192, A_COLUMNS, B_COLUMNS>(c + 96 * half, left, right);
                         if (BIAS)
                             wgmma<8, A_COLUMNS, 0>(row_sums[half], left,
                                                    (shared_address(shared.ones) & 0x3ffff) >> 4);

@@ -1,5 +1,5 @@
-// train_dit.cu: trains and samples a Diffusion Transformer. The network alone is here; all else, diffusion,
-// samplers, optimiser, data, files, command line, is train_unet.cu's, which this includes.
+// train_dit.cu: trains and samples a Diffusion Transformer. Only the network is here. Everything else comes from
+// train_unet.cu, which this file includes: diffusion, samplers, optimiser, data, files and command line.
 //
 //   make train_dit                                   two folders above: builds for the GPU or the CPU
 //   ./train_dit --preset dit32                       a small one, on the demo's faces
@@ -7,10 +7,10 @@
 //   ./train_dit --help                               every flag with its default
 //
 // The network is that of Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with adaLN-Zero
-// blocks; parameters have the names and the order of its authors' program. train_dit.py, the same in PyTorch,
-// imports their weights. README.md here tells how to add a network in this way.
+// blocks. Its parameters have the names and the order of the authors' program. train_dit.py, the same network in
+// PyTorch, imports their weights. README.md here tells how to add a network in this way.
 //
-// D = hidden_size; T tokens an image, h = sqrt(T) a side; P = patch_size. Tokens are a tensor (B, h, h, D).
+// D = hidden_size, P = patch_size. An image is T tokens, h = sqrt(T) a side: a tensor (B, h, h, D).
 
 #include "../../train_unet.cu"
 
@@ -385,11 +385,13 @@ template <typename T, bool BEGINS, bool ENDS> struct StreamBackward {
                     store(begin.normed.data + at, normed);
                 }
 
-                for (int k = 0; k < N && ENDS; k++) {
-                    dgate[k] += gradient[k] * (float)branch[k];
-                    branch[k] = (T)(gradient[k] * (float)gates[k]);
+                if (ENDS) {
+                    for (int k = 0; k < N; k++) {
+                        dgate[k] += gradient[k] * (float)branch[k];
+                        branch[k] = (T)(gradient[k] * (float)gates[k]);
+                    }
+                    store(end.dbranch.data + at, branch);
                 }
-                if (ENDS) store(end.dbranch.data + at, branch);
             }
 
             // Adds up what the groups have of these channels, as the slab's row of `sums`.
@@ -439,14 +441,13 @@ struct DitModule : Module {
     int D = m->config.hidden_size;
     int h = tokens_a_side(m->config);
 
-    // This block's channels, from number i * D on, of a tensor that has those of all blocks.
-    Rows own(Tensor all, int i) const { return {all.data + block.emb + i * D, all.C}; }
-    // Shift, scale or gate number i of the block, (B, D), and its gradient.
-    Rows modulation(int i) const { return own(output_of(m, m->plan.blocks[0], B), i); }
-    Rows dmodulation(int i) const { return own(output_gradient_of(m, m->plan.blocks[0], B), i); }
+    // Number i of the block's shifts, scales and gates, (B, D), in a tensor that has those of all blocks.
+    Rows modulation_in(Tensor all, int i) const { return {all.data + block.emb + i * D, all.C}; }
+    Rows modulation(int i) const { return modulation_in(output_of(m, m->plan.blocks[0], B), i); }
+    Rows dmodulation(int i) const { return modulation_in(output_gradient_of(m, m->plan.blocks[0], B), i); }
 
-    // Mean and rstd of the tokens, (B h h), of the block's norm n.
-    float2* statistics(int n = 0) const {
+    // The mean and rstd of each token, (B h h), in the block's norm n.
+    float2* statistics(int n) const {
         return (float2*)(m->arena + block.stats.offset) + (size_t)n * B * h * h;
     }
 
@@ -461,8 +462,8 @@ struct DitModule : Module {
         });
     }
 
-    // Backward runs a Stream at each place of the stream. Together these leave in `sums` the slabs' rows of all of the
-    // block's modulations, which are added up at once.
+    // Backward runs a Stream at each place of the residual stream. Each leaves in `sums` the slabs' rows of the
+    // modulations there, and add_up_sums makes the gradients of all of the block's modulations from them.
     template <bool BEGINS, bool ENDS> using Stream = StreamBackward<floatX, BEGINS, ENDS>;
     int slabs = slabs_of(h * h);
     RowsOf<float> sums = {};  // (B slabs, modulations D)
@@ -475,7 +476,7 @@ struct DitModule : Module {
         run(SlabSums<floatX>{.out = dmodulation(0), .sums = sums.data, .B = B, .slabs = slabs, .C = sums.pitch});
     }
 
-    // Where a branch begins: normed = norm(x), as above.
+    // A branch begins: normed = norm n of x, with its shift and scale as in norm().
     BranchBegin<floatX> begins(Tensor normed, Tensor dy, Tensor x, int n, int first) const {
         return {
             .normed = normed,
@@ -488,18 +489,20 @@ struct DitModule : Module {
             .dscale = sums_of(first + 1),
         };
     }
-    // Where a branch ends, with modulation `gate`.
+    // A branch ends with modulation `gate`.
     BranchEnd<floatX> ends(Tensor dbranch, Tensor branch, int gate) const {
         return {.dbranch = dbranch, .branch = branch, .gate = modulation(gate), .dgate = sums_of(gate)};
     }
 };
 
-// ---- patches: a linear layer of each patch, plus the position of its token ---------------------------------
+// ---- patches: a linear layer of each patch, plus the position of its token --------------------------------
 struct PatchesBlock : DitModule {
     Linear projection = layer<Linear>(0);
     int patch = m->config.patch_size;
 
-    void gather(Tensor tokens) const { run(Patches<floatX>{tokens, unet_input(m, B), patch, PIXEL}); }
+    void gather(Tensor tokens) const {
+        run(Patches<floatX>{.tokens = tokens, .image = unet_input(m, B), .patch = patch, .channels = PIXEL});
+    }
 
     void forward() {
         Tensor tokens = take_tensor(h, patch * patch * PIXEL);
@@ -608,7 +611,7 @@ struct FinalBlock : DitModule {
 
         norm(normed, x.first, 0, SHIFT1);
         conv1x1_forward(tokens, normed, linear);
-        run(Patches<floatX>{tokens, out, patch, block.O, true});
+        run(Patches<floatX>{.tokens = tokens, .image = out, .patch = patch, .channels = block.O, .to_image = true});
     }
 
     void backward() {
@@ -617,7 +620,7 @@ struct FinalBlock : DitModule {
         Tensor dnormed = take_tensor(h, D);
         take_slab_sums(2);
 
-        run(Patches<floatX>{dtokens, dout, patch, block.O});
+        run(Patches<floatX>{.tokens = dtokens, .image = dout, .patch = patch, .channels = block.O});
         conv1x1_backward_input(dnormed, dtokens, linear);
         run(Stream<true, false>{
             .dx = dx.first,
