@@ -72,8 +72,8 @@ template <int D, int ROWS> struct HeadRows {
     }
 };
 
-// The tensor maps of q, k and v, or of one of these, as (B, h, h, heads of all parts, d), by which the copy engine
-// moves rows of a head.
+// The maps of a tensor (B, T, heads, d), by which the copy engine moves rows of a head. In qkv, heads are those of q,
+// then of k, then of v.
 struct HeadMaps {
     CUtensorMap wide, narrow;
 };
