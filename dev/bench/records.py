@@ -1,14 +1,14 @@
-"""How good pictures are after a few minutes: trains with ./train_unet and with PyTorch for minutes of one GPU, judges the
-pictures that the models draw, and writes the tables of docs/records.md.
+"""The best pictures a minute: trains with ./train_unet and with PyTorch for minutes of one GPU, judges what they draw, and
+writes the tables of docs/records.md.
 
     python3 dev/bench/records.py --prepare               the images of all data sets, once, before the jobs
-    python3 dev/bench/records.py --job fashion-ours-0    a data set, recipe and seed, into build/records/fashion-ours-0.json
+    python3 dev/bench/records.py --job fashion-ours-0    one data set, recipe and seed: writes build/records/fashion-ours-0.json
     python3 dev/bench/records.py --write                 the tables, and the README's, from the results of all jobs
     python3 dev/bench/records.py --smoke                 everything in miniature, also without a GPU
 
-A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Different jobs may run at
-the same time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: neither trainer is
-charged for starting, compiling, saving, drawing and judging.
+A job that was cut short goes on when it is called again, and --seconds makes it stop by itself. Different jobs may run at the
+same time, each on a GPU of its own (CUDA_VISIBLE_DEVICES). Minutes are those of training alone: starting, compiling, saving,
+drawing and judging are not counted on either side.
 """
 import copy
 import dataclasses
