@@ -136,7 +136,8 @@ class PyTorch:
     def loss(self, x0, t, noise, classes):
         """The mean squared error of what the Config predicts.
 
-        That is the noise (Ho et al. 2020, equation 14), or the direction from image to noise (Lipman et al. 2022, equation 23).
+        That is the noise (Ho et al. 2020, equation 14), or the direction from image to noise (Lipman et al. 2022,
+        equation 23).
         """
         x, target = self.diffusion.noised(x0, t, noise)
         with self.autocast:

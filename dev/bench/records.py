@@ -73,30 +73,44 @@ DATA_SETS = {
     "emoji": DataSet("unet64", dict(flip=True), (541,)),
     "clipart": DataSet("unet64", dict(flip=True), (545,)),
 }
-SMOKE = DataSet("fashion32", dict(
-    image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
-    num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
+SMOKE = DataSet(
+    preset="fashion32",
+    flags=dict(image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
+               num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0),
+    sizes=(8, 4))
 
-PLAIN = dict(timestep_sampling="uniform", optimizer="adamw")  # as others train, and ours with v
+PLAIN = dict(timestep_sampling="uniform", optimizer="adamw")  # how other projects train, and ours with v
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
+DDIM = "--sampler ddim --sample_steps 50"
 DPMPP = ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20")
 EULER = "--sampler ddim --spacing trailing --sample_steps"
 HEUN = "--sampler heun --sample_steps"
 RECIPES = {
-    "real": Recipe("training images, as a yardstick", "", {}, ()),
+    "real": Recipe("training images, as a yardstick", trainer="", flags={}, samplers=()),
     # the data set's preset
-    "ours": Recipe("`./train_unet`, EDM, Muon", "train_unet", {}, DPMPP, one_run=False, tuned=(1, 2)),
-    "ours_adamw": Recipe("`./train_unet`, EDM, AdamW", "train_unet", dict(optimizer="adamw"), DPMPP, one_run=False),
-    "ours_v": Recipe("`./train_unet`, v", "train_unet", PLAIN | dict(
-        noise_schedule="cosine", predict="v"), ("--sampler ddim --sample_steps 50",), one_run=False),
+    "ours": Recipe(
+        "`./train_unet`, EDM, Muon", "train_unet",
+        flags={},
+        samplers=DPMPP, one_run=False, tuned=(1, 2)),
+    "ours_adamw": Recipe(
+        "`./train_unet`, EDM, AdamW", "train_unet",
+        flags=dict(optimizer="adamw"),
+        samplers=DPMPP, one_run=False),
+    "ours_v": Recipe(
+        "`./train_unet`, v", "train_unet",
+        flags=PLAIN | dict(noise_schedule="cosine", predict="v"),
+        samplers=(DDIM,), one_run=False),
     # as examples/unconditional_image_generation of diffusers
-    "ddpm": Recipe("PyTorch, DDPM as diffusers", "PyTorch", PLAIN | dict(
-        noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500, beta1=0.95,
-        weight_decay=1e-6, grad_clip=1.0, ema_rate=0.9999), ("--sampler ddim --sample_steps 50",), one_run=False),
+    "ddpm": Recipe(
+        "PyTorch, DDPM as diffusers", "PyTorch",
+        flags=PLAIN | dict(noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500,
+                           beta1=0.95, weight_decay=1e-6, grad_clip=1.0, ema_rate=0.9999),
+        samplers=(DDIM,), one_run=False),
     # as examples/images/cifar10 of torchcfm, whose warm-up is 5,000 steps
-    "flow": Recipe("PyTorch, flow matching as torchcfm", "PyTorch", KEPT | PLAIN | dict(
-        noise_schedule="flow", predict="flow", lr=2e-4, warmup_steps=500, grad_clip=1.0),
-        (f"{EULER} 100", f"{HEUN} 25")),
+    "flow": Recipe(
+        "PyTorch, flow matching as torchcfm", "PyTorch",
+        flags=KEPT | PLAIN | dict(noise_schedule="flow", predict="flow", lr=2e-4, warmup_steps=500, grad_clip=1.0),
+        samplers=(f"{EULER} 100", f"{HEUN} 25")),
 }
 # of each figure that quality.py knows, the heading of its column
 FIGURES = {"Frechet": "Fréchet", "Frechet of 2000": "Fréchet of 2,000", "KID x 1000": "KID x 1000",
