@@ -572,7 +572,7 @@ def summary(rows):
     calls = calls_of(ours.samplers[-1])
     real = distances.get((0, RECIPES["real"].title, 0))
 
-    tuned_titles = [f"{calls} call{'s' if calls > 1 else ''}, tuned" for calls in ours.tuned]
+    tuned_titles = [f"{n} call{'s' if n > 1 else ''}, tuned" for n in ours.tuned]
     overview = [["minutes", "real images", "PyTorch, its best", f"`./train_unet`, {calls} calls", *tuned_titles]]
     for minutes in [key[0] for key in distances if key[1:] == (title, calls)]:
         theirs = [distance for (length, name, _), distance in distances.items()
