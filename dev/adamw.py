@@ -3,13 +3,22 @@ import torch
 
 import common
 
-LR, WEIGHT_DECAY, BETA1, BETA2, EPS, EMA_WEIGHT, STEP = 1e-3, 0.01, 0.9, 0.999, 1e-8, 1e-3, 10
+LR = 1e-3
+WEIGHT_DECAY = 0.01
+BETA1 = 0.9
+BETA2 = 0.999
+EPS = 1e-8
+EMA_WEIGHT = 1e-3
+STEP = 10
 CASES = {"10008": dict(n=10008),
          "unet64": dict(n=20494211, timed=1)}
 
 
 def inputs(random, n):
-    return {"w": random(n), "m": random(n, scale=0.1), "v": random(n, scale=0.1).square(), "ema": random(n),
+    return {"w": random(n),
+            "m": random(n, scale=0.1),
+            "v": random(n, scale=0.1).square(),
+            "ema": random(n),
             "gradient": random(n, scale=0.1)}
 
 
@@ -26,9 +35,8 @@ def forward(t):
     t = {name: value.clone() if torch.is_tensor(value) else value for name, value in t.items()}
     optimizer_of(t).step()
     ema = t["ema"] + EMA_WEIGHT * (t["w"] - t["ema"])
-    return {"new w": t["w"], "new m": t["m"], "new v": t["v"], "new ema": ema, "working": t["w"],
-            "hyper": torch.tensor([LR, WEIGHT_DECAY, BETA1, BETA2, EPS, 1 - BETA1**STEP, 1 - BETA2**STEP,
-                                   EMA_WEIGHT])}
+    hyper = torch.tensor([LR, WEIGHT_DECAY, BETA1, BETA2, EPS, 1 - BETA1**STEP, 1 - BETA2**STEP, EMA_WEIGHT])
+    return {"new w": t["w"], "new m": t["m"], "new v": t["v"], "new ema": ema, "working": t["w"], "hyper": hyper}
 
 
 def timings(t):
@@ -41,6 +49,7 @@ def timings(t):
             optimizer.step()
             copy["ema"].lerp_(copy["w"], EMA_WEIGHT)
             working.copy_(copy["w"])
+
         return step, common.bytes_of(copy)
     return {"step, fused=True, then lerp_ and copy_": common.microseconds(make)}
 

@@ -17,7 +17,7 @@ def inputs(random, B, heads, d, T):
 
 
 def split(t):
-    """q, k, v (B, heads, T, d): all of q, then k, then v, heads inside each."""
+    """q, k, v, each (B, heads, T, d), from qkv (B, 3C, T): all of q, then k, then v, and in each of them head after head."""
     return t["qkv"].unflatten(1, (3, -1, t["d"])).transpose(3, 4).unbind(1)
 
 
@@ -26,6 +26,7 @@ def forward(t):
 
 
 def with_probabilities(t):
+    """forward, and what backward needs: the softmax p, and of the scores the log of the sum of exponentials, lse."""
     q, k, _ = (part.detach() for part in split(t))
     scores = q @ k.transpose(2, 3) / q.shape[3]**0.5
     return forward(t) | {"lse": scores.logsumexp(3).flatten(0, 1), "p": scores.softmax(3).flatten(0, 2)}

@@ -16,7 +16,8 @@ def block_of(t):
 
 def inputs(random, B, C, H, G, d):
     t = {"x": random(B, C, H, H, mean=0.3), "dout": random(B, C, H, H)}
-    return t | blocks.parameters_of(block_of(dict(C=C, G=G, d=d)), random) | blocks.moments_of(t)
+    block = block_of(dict(C=C, G=G, d=d))
+    return t | blocks.parameters_of(block, random) | blocks.moments_of(t)
 
 
 def forward(t):
@@ -25,17 +26,23 @@ def forward(t):
 
 def with_kept(t):
     """forward, and what the program keeps for backward."""
-    block, x = block_of(t), t["x"].detach()
-    qkv = blocks.call(block.qkv, t, blocks.call(block.norm, t, x, prefix="norm.").flatten(2), prefix="qkv.")
+    block = block_of(t)
+    x = t["x"].detach()
+    normed = blocks.call(block.norm, t, x, prefix="norm.").flatten(2)  # (B, C, T)
+    qkv = blocks.call(block.qkv, t, normed, prefix="qkv.")  # (B, 3C, T)
     q, k, v = qkv.unflatten(1, (3, block.heads, t["d"])).transpose(3, 4).unbind(1)  # (B, heads, T, d)
     scores = q @ k.transpose(2, 3) / t["d"]**0.5
-    joined = (scores.softmax(3) @ v).transpose(2, 3).flatten(1, 2)
-    return (forward(t) | {"qkv": qkv, "joined": joined, "lse": scores.logsumexp(3).flatten(1)}
-            | blocks.statistics(x, t["G"], t["norm.weight"], t["norm.bias"]))
+    joined = (scores.softmax(3) @ v).transpose(2, 3).flatten(1, 2)  # (B, C, T)
+
+    kept = {"qkv": qkv, "joined": joined, "lse": scores.logsumexp(3).flatten(1)}
+    return forward(t) | kept | blocks.statistics(x, t["G"], t["norm.weight"], t["norm.bias"])
+
+
+def timings(t):
+    return blocks.timings(t, forward, GRADIENTS)
 
 
 GRADIENTS = ["x"] + [f"{name}.{kind}" for name in ("norm", "qkv", "proj_out") for kind in ("weight", "bias")]
 
 if __name__ == "__main__":
-    common.main("attention_block", CASES, inputs, with_kept, gradients=GRADIENTS,
-                timings=lambda t: blocks.timings(t, forward, GRADIENTS))
+    common.main("attention_block", CASES, inputs, with_kept, gradients=GRADIENTS, timings=timings)

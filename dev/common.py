@@ -1,10 +1,10 @@
 """What the X.py of every ladder shares: random inputs, gradients, the file that X reads, timing; and what writes
 measurements into pages: the markers between which they stand, the page of a device, the processor's name.
 
-The file, little-endian: int32 20241127, then tensors: int32 length of the name, the name ("case/tensor"),
-int32 number of dimensions, int32 each dimension, float32 values in PyTorch's order. A case's sizes ("B", "C",
-...) are tensors without dimensions; so are "timed" and the microseconds of PyTorch on this GPU, or
-else on this CPU ("PyTorch forward, ...").
+The file is little-endian: int32 20241127, then tensors. Of a tensor it has an int32 length of the name, the name
+("case/tensor"), an int32 number of dimensions, an int32 for each dimension, and float32 values in PyTorch's order. A
+case's sizes ("B", "C", ...) are tensors without dimensions. So are "timed" and the microseconds that PyTorch takes on
+this GPU, or else on this CPU ("PyTorch forward, ...").
 """
 import os
 import pathlib
@@ -61,12 +61,14 @@ def results_page(device):
 
 
 def processor_name():
+    """The CPU's name as Linux has it, or else its architecture."""
     with open("/proc/cpuinfo") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def write_tensor(file, name, value):
+    """Append a tensor to a ladder's file."""
     value = torch.as_tensor(value).detach().to("cpu", torch.float32).contiguous()
     name = name.encode()
     file.write(struct.pack(f"<i{len(name)}si{value.ndim}i", len(name), name, value.ndim, *value.shape))
@@ -77,7 +79,8 @@ class Random:
     """random(*shape, scale, mean): normals in float64 with the digits of bfloat16, so that a version that
     computes in bf16 starts from the same numbers as one in fp32."""
     def __init__(self, seed, device):
-        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = device
 
     def __call__(self, *shape, scale=1.0, mean=0.0):
         values = torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
@@ -98,25 +101,32 @@ def gradients_of(forward, tensors, names):
     outputs = forward(tensors)
     if not names:
         return outputs, {}
+
     first = next(iter(outputs.values()))
     found = torch.autograd.grad(first, leaves, tensors["dout"].to(first.dtype), retain_graph=True)
     return outputs, {"d" + name: gradient for name, gradient in zip(names, found)}
 
 
 def microseconds(make):
-    """Median time of a call: make() returns (a function of no arguments, bytes it reads and writes). As in
-    common.h: on a GPU copies of more than twice the second-level cache take turns in a replayed CUDA graph;
-    on a CPU a call follows the other for half a second.
-    """
-    if not ON_GPU:
-        call, times = make()[0], []
+    """Median time of a call on this machine: make() returns (a function of no arguments, bytes it reads and writes)."""
+    return microseconds_on_gpu(make) if ON_GPU else microseconds_on_cpu(make)
+
+
+def microseconds_on_cpu(make):
+    """As in common.h: calls follow one another for half a second, at least two and at most twenty."""
+    call, _ = make()
+    call()
+    times = []
+    start = time.perf_counter()
+    while len(times) < 2 or (len(times) < 20 and time.perf_counter() < start + 0.5):
+        begin = time.perf_counter()
         call()
-        start = time.perf_counter()
-        while len(times) < 2 or (len(times) < 20 and time.perf_counter() < start + 0.5):
-            begin = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - begin) * 1e6)
-        return statistics.median(times)
+        times.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(times)
+
+
+def microseconds_on_gpu(make):
+    """As in common.h: copies of more than twice the second-level cache take turns in a replayed CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function, size = make()
@@ -127,12 +137,14 @@ def microseconds(make):
         for call in calls:
             call()
     torch.cuda.synchronize()
+
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         kept = [call() for call in calls]  # noqa: F841: results live as long as the graph
     times = []
     for n in range(23):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
@@ -143,12 +155,15 @@ def microseconds(make):
 
 
 def cast(tensors, dtype):
-    """The floating-point tensors in this type and, where they are images, in channels_last."""
+    """A copy of the tensors: those in floating point in this type and, where they are images, in channels_last."""
     def one(value):
         if not torch.is_tensor(value) or not value.is_floating_point():
             return value
         value = value.to(dtype)
-        return value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value.clone()
+        if value.ndim == 4:
+            return value.contiguous(memory_format=torch.channels_last)
+        return value.clone()
+
     return {name: one(value) for name, value in tensors.items()}
 
 
@@ -156,19 +171,27 @@ def bytes_of(tensors):
     return sum(value.numel() * value.element_size() for value in tensors.values() if torch.is_tensor(value))
 
 
-def time_pytorch(forward, tensors, names, dtype=torch.bfloat16 if ON_GPU else torch.float32):
-    """{"forward": us, "backward": us} of PyTorch on this machine."""
+def time_pytorch(forward, tensors, names):
+    """{"forward": us, "backward": us} of PyTorch in PRECISION on this machine; backward where there are names of leaves."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+
     def make_forward():
         copy = cast(tensors, dtype)
         copy.pop("dout", None)
-        return (lambda: forward(copy)), bytes_of(copy)
+
+        def call():
+            return forward(copy)
+        return call, bytes_of(copy)
 
     def make_backward():
         copy = cast(tensors, dtype)
         leaves = [copy[name].requires_grad_() for name in names]
         first = next(iter(forward(copy).values()))
         dout = copy["dout"].to(first.dtype)
-        return (lambda: torch.autograd.grad(first, leaves, dout, retain_graph=True)), bytes_of(copy)
+
+        def call():
+            return torch.autograd.grad(first, leaves, dout, retain_graph=True)
+        return call, bytes_of(copy)
 
     times = {"forward": microseconds(make_forward)}
     if names:
@@ -177,60 +200,73 @@ def time_pytorch(forward, tensors, names, dtype=torch.bfloat16 if ON_GPU else to
 
 
 def time_convolution(t, padding, together=False):
-    """{pass and description: us} of cuDNN, on a CPU of oneDNN, on x, w, bias, dout of t; together: both gradients
-    at once, too."""
+    """{pass and description: us} of cuDNN, on a CPU of oneDNN, on x, w, bias, dout of t.
+
+    together: on a GPU both gradients at once, too.
+    """
     torch.backends.cudnn.benchmark = True  # cuDNN's fastest algorithm, not its first
 
-    def of(function, names, dtype, layout):
-        def make():
-            copy = {name: t[name].to(dtype) for name in names}
-            if copy["w"].ndim == 2:  # of a 1x1 convolution
-                copy["w"] = copy["w"][:, :, None, None]
-            copy = {name: value.contiguous(memory_format=layout) if value.ndim == 4 else value
-                    for name, value in copy.items()}
-            return lambda: function(copy), bytes_of(copy)
-        return microseconds(make)
-
-    def convolution(c):
+    def forward(c):
         return F.conv2d(c["x"], c["w"], c.get("bias"), padding=padding)
 
     def gradient(*mask):
-        return lambda c: torch.ops.aten.convolution_backward(
-            c["dout"], c["x"], c["w"], None, [1, 1], [padding] * 2, [1, 1], False, [0, 0], 1, [*mask, False])
+        def call(c):
+            return torch.ops.aten.convolution_backward(
+                c["dout"], c["x"], c["w"], None, [1, 1], [padding] * 2, [1, 1], False, [0, 0], 1, [*mask, False])
+        return call
 
     all_gradients = ("dout", "x", "w")
-    passes = {"forward": (convolution, ("x", "w", "bias")),
+    passes = {"forward": (forward, ("x", "w", "bias")),
               "input gradient": (gradient(True, False), all_gradients),
               "weight gradient": (gradient(False, True), all_gradients)}
     if together and ON_GPU:
         passes["backward"] = (gradient(True, True), all_gradients)
+
     times = {}
-    for name, (function, names) in passes.items():
+    for name, (function, inputs) in passes.items():
+        of_inputs = {key: t[key] for key in inputs}
         if not ON_GPU:
-            for which, layout in ((", channels_last", torch.channels_last), ("", torch.contiguous_format)):
-                times[f"{name}, oneDNN, fp32{which}"] = of(function, names, torch.float32, layout)
+            times[f"{name}, oneDNN, fp32, channels_last"] = time_layout(
+                function, of_inputs, torch.float32, torch.channels_last)
+            times[f"{name}, oneDNN, fp32"] = time_layout(function, of_inputs, torch.float32, torch.contiguous_format)
             continue
-        times[f"{name}, cuDNN, bf16, channels_last"] = of(function, names, torch.bfloat16,
-                                                          torch.channels_last)
+        times[f"{name}, cuDNN, bf16, channels_last"] = time_layout(
+            function, of_inputs, torch.bfloat16, torch.channels_last)
         if "model" not in t:
-            times[f"{name}, cuDNN, fp32"] = of(function, names, torch.float32, torch.contiguous_format)
+            times[f"{name}, cuDNN, fp32"] = time_layout(function, of_inputs, torch.float32, torch.contiguous_format)
     if ON_GPU:  # PyTorch adds the bias in a kernel of its own; this is cuDNN's alone.
-        times["forward, cuDNN, bf16, channels_last, no bias"] = of(convolution, ("x", "w"), torch.bfloat16,
-                                                                   torch.channels_last)
+        times["forward, cuDNN, bf16, channels_last, no bias"] = time_layout(
+            forward, {key: t[key] for key in ("x", "w")}, torch.bfloat16, torch.channels_last)
     return times
+
+
+def time_layout(function, tensors, dtype, layout):
+    """Microseconds of function(tensors) on a convolution's tensors in this type and memory format."""
+    def make():
+        copy = {}
+        for name, value in tensors.items():
+            value = value.to(dtype)
+            if name == "w" and value.ndim == 2:  # of a 1x1 convolution
+                value = value[:, :, None, None]
+            copy[name] = value.contiguous(memory_format=layout) if value.ndim == 4 else value
+
+        def call():
+            return function(copy)
+        return call, bytes_of(copy)
+    return microseconds(make)
 
 
 class Layer(NamedTuple):
     """What a ladder's file holds of a layer.
 
-    cases       {name: sizes}; those with timed=1 are made only on a GPU; with model=1, too, for the program's
-                version alone: at every shape of the default model a whole ladder would take too long; with cpu=1
-                only where there is no GPU: what a CPU is timed at
+    cases       {name: sizes}, and at most one mark among the sizes: timed=1 is a case for a GPU alone, at which all versions
+                are timed; model=1 is one for the program's version alone, because at every shape of the default model a
+                whole ladder would take too long; cpu=1 is one that is timed where there is no GPU
     inputs      inputs(random, **sizes) -> {name: tensor}, with "dout" where there are gradients
     forward     forward(tensors) -> {name: output}, the layer in PyTorch; `tensors` holds the sizes too
     gradients   names of the inputs whose gradients ("d" + name) are written, where the case has them
     timings     timings(tensors) -> {pass and description: us}; by default forward and backward in PRECISION
-    name        of one of several layers in a file: its cases begin with it, and its passes
+    name        where a file has several layers: what the names of its cases and passes begin with
     """
     cases: dict
     inputs: Callable
@@ -239,23 +275,33 @@ class Layer(NamedTuple):
     timings: Callable | None = None
     name: str = ""
 
+    def times(self, tensors, leaves):
+        """{pass and description: us} of PyTorch."""
+        if self.timings:
+            return self.timings(tensors)
+        times = time_pytorch(self.forward, tensors, leaves)
+        return {f"{which}, eager, {PRECISION}, channels_last": us for which, us in times.items()}
+
 
 def write_case(file, layer, name, marked, seed):
-    """Write the tensors of a case: inputs, outputs, gradients, times of PyTorch."""
+    """Write the tensors of a case: its sizes, inputs, outputs and gradients, and the times of PyTorch."""
     sizes = {key: value for key, value in marked.items() if key not in ("timed", "model", "cpu")}
     timed = len(sizes) < len(marked)
-    marks = {"timed": 1} | ({"model": 1} if "model" in marked else {}) if timed else {}
-    tensors = sizes | marks | layer.inputs(Random(seed, "cuda" if timed and ON_GPU else "cpu"), **sizes)
-    leaves = [name for name in layer.gradients if name in tensors]
+    tensors = dict(sizes)
+    if timed:
+        tensors["timed"] = 1
+    if "model" in marked:
+        tensors["model"] = 1
+    random = Random(seed, "cuda" if timed and ON_GPU else "cpu")
+    tensors |= layer.inputs(random, **sizes)
+
+    leaves = [leaf for leaf in layer.gradients if leaf in tensors]
     outputs, found = gradients_of(layer.forward, tensors, leaves)
     everything = tensors | outputs | found
     if timed:
-        del outputs, found
-        times = layer.timings(tensors) if layer.timings else {
-            f"{which}, eager, {PRECISION}, channels_last": us
-            for which, us in time_pytorch(layer.forward, tensors, leaves).items()}
         of = f"PyTorch {layer.name}".strip()
-        everything |= {f"{of} {which}".replace(" ,", ","): us for which, us in times.items()}
+        for which, us in layer.times(tensors, leaves).items():
+            everything[f"{of} {which}".replace(" ,", ",")] = us
     for key, value in everything.items():
         write_tensor(file, f"{name}/{key}", value)
 
@@ -265,15 +311,18 @@ def write_ladder(stem, layers, seed=1):
     folder = pathlib.Path(os.environ.get("DEV_DATA", HERE.parent / "build/dev"))
     folder.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    path, made = folder / f"{stem}.bin", []
+    path = folder / f"{stem}.bin"
+    elsewhere = {"cpu"} if ON_GPU else {"timed", "model"}  # marks of cases that are not for this machine
+    made = []
     with open(f"{path}.tmp", "wb") as file:
         file.write(struct.pack("<i", MAGIC))
         for layer in layers:
             for case, marked in layer.cases.items():
-                elsewhere = "cpu" in marked if ON_GPU else {"timed", "model"} & set(marked)
-                if not elsewhere:
-                    made.append(f"{layer.name}-{case}" if layer.name else case)
-                    write_case(file, layer, made[-1], marked, seed)
+                if elsewhere & marked.keys():
+                    continue
+                name = f"{layer.name}-{case}" if layer.name else case
+                write_case(file, layer, name, marked, seed)
+                made.append(name)
     os.replace(f"{path}.tmp", path)
     print(f"{path}: {', '.join(made)}")
 

@@ -15,7 +15,9 @@ CASES |= {f"{C}-{O}-{H}x{H}": dict(B=32, C=C, O=O, H=H, W=H, model=1) for C, O, 
 
 
 def inputs(random, B, C, O, H, W):
-    return {"x": random(B, C, H, W), "dout": random(B, O, H, W), "w": random(O, C, scale=C ** -0.5),
+    return {"x": random(B, C, H, W),
+            "dout": random(B, O, H, W),
+            "w": random(O, C, scale=C ** -0.5),
             "bias": random(O)}
 
 

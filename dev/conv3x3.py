@@ -18,8 +18,10 @@ CASES |= {f"{C}-{O}-{H}x{H}": dict(B=32, C=C, O=O, H=H, W=H, model=1) for C, O, 
 
 
 def inputs(random, B, C, O, H, W):
-    return {"x": random(B, C, H, W), "dout": random(B, O, H, W),
-            "w": random(O, C, 3, 3, scale=(9 * C) ** -0.5), "bias": random(O)}
+    return {"x": random(B, C, H, W),
+            "dout": random(B, O, H, W),
+            "w": random(O, C, 3, 3, scale=(9 * C) ** -0.5),
+            "bias": random(O)}
 
 
 def forward(t):

@@ -16,8 +16,10 @@ SILU_CASES = {"7x5": dict(B=3, C=96, H=7, W=5),
 
 
 def silu_inputs(random, B, C, H, W):
-    t = {"x": random(B, C, H, W), "dout": random(B, C, H, W),
-         "w": random(C, scale=0.5, mean=1), "bias": random(C, scale=0.5)}
+    t = {"x": random(B, C, H, W),
+         "dout": random(B, C, H, W),
+         "w": random(C, scale=0.5, mean=1),
+         "bias": random(C, scale=0.5)}
     return t | blocks.moments_of(t)
 
 
@@ -25,17 +27,20 @@ def silu(t):
     return {"out": F.silu(t["x"])}
 
 
-def silu_behind_norm(t):
-    """SiLU, then group norm with its statistics and SiLU."""
-    normed = F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))
-    return silu(t) | {"normed": normed} | blocks.statistics(t["x"], GROUPS, t["w"], t["bias"])
+def norm_silu(t):
+    return {"normed": F.silu(F.group_norm(t["x"].detach(), GROUPS, t["w"], t["bias"]))}
+
+
+def silu_and_norm_silu(t):
+    """SiLU alone; and SiLU behind a group norm, with the statistics of the norm."""
+    return silu(t) | norm_silu(t) | blocks.statistics(t["x"], GROUPS, t["w"], t["bias"])
 
 
 def silu_timings(t):
     alone = common.time_pytorch(silu, t, ["x"])
-    norm = common.time_pytorch(lambda t: {"out": F.silu(F.group_norm(t["x"], GROUPS, t["w"], t["bias"]))},
-                               t, [])
-    return {"forward, F.silu in bf16": alone["forward"], "backward, of F.silu in bf16": alone["backward"],
+    norm = common.time_pytorch(norm_silu, t, [])
+    return {"forward, F.silu in bf16": alone["forward"],
+            "backward, of F.silu in bf16": alone["backward"],
             "norm, F.silu(F.group_norm()) in bf16 with the statistics": norm["forward"]}
 
 
@@ -71,7 +76,7 @@ def downsample(t):
 # the sinusoids of the timestep: cos and sin of t / 10000^(i / half), each sample with its own t
 
 MAX_PERIOD = 10000
-# 32 timesteps on 32 frequencies: a wrong broadcast has the right shape there and must have the wrong numbers
+# With 32 timesteps and 32 frequencies a wrong broadcast has the right shape, and is found only by its numbers.
 TIMESTEP_CASES = {"32x64": dict(B=32, C=64),
                   "3x32": dict(B=3, C=32),
                   "256x64": dict(B=256, C=64, timed=1)}
@@ -81,28 +86,37 @@ def timestep_inputs(random, B, C):
     return {"t": random.integers(0, 1000, (B,)).double()}
 
 
+def frequencies_of(C, device, dtype):
+    """(C / 2,)"""
+    half = C // 2
+    return torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=device, dtype=dtype) / half)
+
+
+def sinusoids(timesteps, frequencies):
+    """(B, C)"""
+    angles = timesteps[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
 def timestep(t):
-    half = t["C"] // 2
-    frequencies = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=t["t"].device).double() / half)
-    angles = t["t"][:, None] * frequencies
-    return {"out": torch.cat([angles.cos(), angles.sin()], 1)}
+    return {"out": sinusoids(t["t"], frequencies_of(t["C"], t["t"].device, torch.float64))}
 
 
 def timestep_timings(t):
     def make():
-        copy = t | {"t": t["t"].float()}
-        frequencies = torch.exp(-math.log(MAX_PERIOD) * torch.arange(t["C"] // 2, device="cuda") / (t["C"] // 2))
+        timesteps = t["t"].float()
+        frequencies = frequencies_of(t["C"], "cuda", torch.float32)
 
         def embed():
-            angles = copy["t"][:, None] * frequencies
-            return torch.cat([angles.cos(), angles.sin()], 1).bfloat16()
+            return sinusoids(timesteps, frequencies).bfloat16()
+
         return embed, 4 * t["B"] + 2 * t["B"] * t["C"]
     return {", in fp32 with the frequencies given, then bf16": common.microseconds(make)}
 
 
 # ----------------------------------------------------------------------------------------------------
-# the loss: the squared error, each sample weighted by its timestep, and its gradient; of the sums of squares, the parts
-# that the program adds up later
+# the loss: the squared error, each sample weighted by its timestep, and its gradient. The program first sums the squares
+# of parts of a sample, which are the losses here, and adds these sums up later
 
 PART = 4096
 MSE_CASES = {"3x3336": dict(B=3, n=3336),
@@ -112,11 +126,14 @@ MSE_CASES = {"3x3336": dict(B=3, n=3336),
 
 
 def mse_inputs(random, B, n):
-    return {"x": random(B, n), "target": random(B, n), "t": random.integers(0, 1000, (B,)).double(),
+    return {"x": random(B, n),
+            "target": random(B, n),
+            "t": random.integers(0, 1000, (B,)).double(),
             "chain": random(1000, 10, scale=0.1, mean=1.0)}
 
 
 def weighted_loss(x, t):
+    """The mean over samples and values; column 4 of `chain` has the weight of each timestep."""
     return (t["chain"][t["t"].long(), 4] * (x - t["target"]).square().mean(1)).mean()
 
 
@@ -135,13 +152,14 @@ def mse_timings(t):
         def step():
             loss = weighted_loss(x.float(), copy)
             return loss, torch.autograd.grad(loss, x)[0]
+
         return step, common.bytes_of(copy | {"x": x})
     return {", the weighted loss and its gradient": common.microseconds(make)}
 
 
 if __name__ == "__main__":
     common.write_ladder("elementwise", [
-        common.Layer(SILU_CASES, silu_inputs, silu_behind_norm, ["x"], silu_timings, name="silu"),
+        common.Layer(SILU_CASES, silu_inputs, silu_and_norm_silu, ["x"], silu_timings, name="silu"),
         common.Layer(UPSAMPLE_CASES, upsample_inputs, upsample, ["x"], name="upsample"),
         common.Layer(DOWNSAMPLE_CASES, downsample_inputs, downsample, ["x"], name="downsample"),
         common.Layer(TIMESTEP_CASES, timestep_inputs, timestep, timings=timestep_timings, name="timestep"),

@@ -17,14 +17,17 @@ CASES |= {f"{C}-{H}x{H}": dict(B=32, C=C, H=H, W=H, model=1) for C, H in MODEL}
 
 
 def inputs(random, B, C, H, W):
-    t = {"x": random(B, C, H, W, mean=0.3), "dout": random(B, C, H, W), "w": random(C, scale=0.5, mean=1),
+    t = {"x": random(B, C, H, W, mean=0.3),
+         "dout": random(B, C, H, W),
+         "w": random(C, scale=0.5, mean=1),
          "bias": random(C, scale=0.5)}
     normed = F.group_norm(t["x"], GROUPS)  # x^
     y = normed * t["w"][:, None, None] + t["bias"][:, None, None]
     dy = t["dout"] * y.sigmoid() * (1 + y * (1 - y.sigmoid()))
-    # What the products around it leave behind: the moments of x; the gradient before the SiLU, and its sums.
-    return t | blocks.moments_of(t) | {"dy": dy, "sums": blocks.of_parts((dy, blocks.total),
-                                                                         (dy * normed, blocks.total))}
+
+    # The products around the norm leave these behind: the moments of x; the gradient before the SiLU, and its sums.
+    sums = blocks.of_parts((dy, blocks.total), (dy * normed, blocks.total))
+    return t | blocks.moments_of(t) | {"dy": dy, "sums": sums}
 
 
 def forward(t):

@@ -31,6 +31,7 @@ def inputs(random, B, C, C2, O, H, E, G):
 
 
 def joined(t):
+    """x and, where there is one, the skip: (B, C + C2, H, H)."""
     return torch.cat([t["x"], t["x2"]], 1) if t["C2"] else t["x"]
 
 
@@ -40,17 +41,22 @@ def forward(t):
 
 def with_kept(t):
     """forward, and what the program keeps for backward."""
+    block = block_of(t)
     x = joined(t).detach()
-    h = (blocks.call(block_of(t).in_layers, t, x, prefix="in_layers.")
-         + blocks.call(block_of(t).emb_layers, t, t["emb"], prefix="emb_layers.")[:, :, None, None])
-    norm1, norm2 = ([t[f"{name}.0.{kind}"] for kind in ("weight", "bias")] for name in ("in_layers", "out_layers"))
-    return (forward(t) | {"h": h} | blocks.statistics(x, t["G"], *norm1, "1")
-            | blocks.statistics(h, t["G"], *norm2, "2"))
+    embedding = blocks.call(block.emb_layers, t, t["emb"], prefix="emb_layers.")
+    h = blocks.call(block.in_layers, t, x, prefix="in_layers.") + embedding[:, :, None, None]
+
+    norm1 = blocks.statistics(x, t["G"], t["in_layers.0.weight"], t["in_layers.0.bias"], "1")
+    norm2 = blocks.statistics(h, t["G"], t["out_layers.0.weight"], t["out_layers.0.bias"], "2")
+    return forward(t) | {"h": h} | norm1 | norm2
+
+
+def timings(t):
+    return blocks.timings(t, forward, GRADIENTS)
 
 
 NAMES = ["in_layers.0", "in_layers.2", "emb_layers.1", "out_layers.0", "out_layers.3", "skip_connection"]
 GRADIENTS = ["x", "x2", "emb"] + [f"{name}.{kind}" for name in NAMES for kind in ("weight", "bias")]
 
 if __name__ == "__main__":
-    common.main("resblock", CASES, inputs, with_kept, gradients=GRADIENTS,
-                timings=lambda t: blocks.timings(t, forward, GRADIENTS))
+    common.main("resblock", CASES, inputs, with_kept, gradients=GRADIENTS, timings=timings)

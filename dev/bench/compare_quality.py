@@ -33,12 +33,21 @@ from unet_io import Stream, UserError
 def device_words(seed, stream, count, sample, step):
     """unet_io.words on the device of `sample`: int64 (B, count), 4 | count; sample (B,), step (1,)."""
     low = 0xFFFFFFFF
-    c0, c1, c2 = torch.arange(count // 4, device=sample.device), sample[:, None], step[:, None]
-    c3, k0, k1 = torch.zeros_like(c2), int(seed), int(stream)
+    c0 = torch.arange(count // 4, device=sample.device)
+    c1 = sample[:, None]
+    c2 = step[:, None]
+    c3 = torch.zeros_like(c2)
+    k0 = int(seed)
+    k1 = int(stream)
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64: the bits of the unsigned products
-        c0, c1, c2, c3 = (((p1 >> 32) & low) ^ c1 ^ k0, p1 & low, ((p0 >> 32) & low) ^ c3 ^ k1, p0 & low)
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+        p0 = c0 * 0xD2511F53  # modulo 2^64: the bits of the unsigned products
+        p1 = c2 * 0xCD9E8D57
+        c0 = ((p1 >> 32) & low) ^ c1 ^ k0
+        c2 = ((p0 >> 32) & low) ^ c3 ^ k1
+        c1 = p1 & low
+        c3 = p0 & low
+        k0 = (k0 + 0x9E3779B9) & low
+        k1 = (k1 + 0xBB67AE85) & low
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)
 
 
@@ -57,13 +66,19 @@ class DeviceReplay:
     """
     def __init__(self, model, images, config, steps, device, precision="fp32", compile=False):
         images.check_size(config.image_size, config.in_channels)
-        self.config, self.steps, self.device = config, steps, torch.device(device)
+        self.config = config
+        self.steps = steps
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
+
         self.model = model.to(device)
-        if self.device.type == "cuda" and precision == "bf16":
+        if on_gpu and precision == "bf16":
             self.model = self.model.to(memory_format=torch.channels_last)
         self.forward = torch.compile(self.model) if compile else self.model
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16")
         self.diffusion = Diffusion(config, device)
+
+        # what the steps read from the device
         self.images = torch.from_numpy(images.floats(range(len(images)), config.image_size)).to(device)
         places = [unet_io.batch_indices(config.seed, n, config.batch_size, len(images)) for n in range(steps)]
         self.places = torch.from_numpy(np.stack(places)).to(device)  # (steps, B)
@@ -72,15 +87,17 @@ class DeviceReplay:
         self.rows = torch.arange(config.batch_size, device=device)
         self.step_index = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(steps, device=device)
-        fast = dict(fused=True, capturable=True) if self.device.type == "cuda" else {}
-        self.rate = torch.zeros((), device=device) if fast else None
+
+        self.rate = torch.zeros((), device=device) if on_gpu else None
+        fast = dict(fused=True, capturable=True) if on_gpu else {}
         self.optimizer = torch.optim.AdamW(
-            decay_groups(self.model.parameters(), config), lr=self.rate if fast else config.lr,
+            decay_groups(self.model.parameters(), config), lr=self.rate if on_gpu else config.lr,
             betas=(config.beta1, config.beta2), eps=config.adam_eps, **fast)
 
     def batch(self):
         """make_batch of the step that step_index holds: float32 images, int64 timesteps, float32 noise."""
-        config, step = self.config, self.step_index
+        config = self.config
+        step = self.step_index
         x0 = self.images[self.places.index_select(0, step)[0]]
         if config.flip:
             mirrored = device_words(config.seed, Stream.FLIP, 4, self.rows, step)[:, 0] >> 31 != 0
@@ -114,10 +131,12 @@ class DeviceReplay:
 
     def run(self):
         """Take all steps; on a GPU the first five launch their kernels one by one, the others are replays."""
-        step, first = self.step, 0
+        step = self.step
+        first = 0
         if self.device.type == "cuda" and self.steps > 8:
-            step()
-            step, first = replay_of(step, 4), 5  # the warm-ups are steps of the run, the recording is none
+            self.step()
+            step = replay_of(self.step, 4)
+            first = 5  # the call above and the four warm-ups were steps of the run, the recording was none
         for _ in tqdm(range(first, self.steps), "PyTorch", self.steps, initial=first, disable=None):
             step()
 
@@ -133,53 +152,74 @@ def smoothed(losses, rate=0.98):
     return np.array(values)
 
 
-def compare_quality(config, run, path):
-    """Write both loss curves, a step a line, and print how far apart they end. Raises UserError beyond 1%."""
-    device, steps = train_unet.pick_device(run.device), run.steps
+def check_comparable(config, steps):
+    """Raises UserError for what DeviceReplay can't do."""
     if config.skip_outliers:
         raise UserError("dev/bench/compare_quality.py replays every step: leave out --skip_outliers")
     if config.class_cond or config.dropout or config.consistency:
-        raise UserError("dev/bench/compare_quality.py knows neither classes, nor dropout, nor tuning: leave out --class_cond,"
-                        " --dropout and --consistency")
+        raise UserError("dev/bench/compare_quality.py knows neither classes, nor dropout, nor tuning: leave out"
+                        " --class_cond, --dropout and --consistency")
     if steps < 1:
         raise UserError(f"--steps {steps} compares nothing: give 1 or more")
     if config.optimizer != "adamw":
         raise UserError("dev/bench/compare_quality.py replays AdamW: give --optimizer adamw")
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+
+
+def losses_of_the_program(config, data_file, steps):
+    """Train with ./train_unet, and print what came out: (losses (steps,), "bf16" or "fp32")."""
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        flags = dict(data_file=os.path.abspath(run.data_file), out_dir=folder, steps=steps, log_every=1,
+        flags = dict(data_file=os.path.abspath(data_file), out_dir=folder, steps=steps, log_every=1,
                      save_every=0, sample_every=0, num_samples=1, sample_steps=1)
         words = [f"--{name}={value}" for name, value in flags.items()]
         program = os.environ.get("TRAIN_UNET", "./train_unet")
         output = launched([program, *unet_io.flags_of(config), *words], "train_unet on ")[1]
         with open(os.path.join(folder, "metrics.jsonl")) as metrics:
-            ours = np.array([json.loads(line)["loss"] for line in metrics])
-    built = output.splitlines()[0].removeprefix("train_unet on ")
-    precision = "bf16" if built.endswith(": bf16") else "fp32"
-    print(f"./train_unet on {built}: {steps} steps of batch {config.batch_size} in"
-          f" {time.time() - start:.0f} s, smoothed loss {smoothed(ours)[-1]:.5f}")
+            losses = np.array([json.loads(line)["loss"] for line in metrics])
 
+    built = output.splitlines()[0].removeprefix("train_unet on ")
+    print(f"./train_unet on {built}: {steps} steps of batch {config.batch_size} in"
+          f" {time.time() - start:.0f} s, smoothed loss {smoothed(losses)[-1]:.5f}")
+    return losses, "bf16" if built.endswith(": bf16") else "fp32"
+
+
+def losses_of_pytorch(config, data_file, steps, device, precision, compile):
+    """Train with PyTorch, and print what came out: losses (steps,)."""
     start = time.time()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
-    compile = device != "cpu" if run.compile is None else run.compile
-    model, images = init_weights(UNet(config), config.seed), unet_io.read_images(run.data_file)
-    replayed = DeviceReplay(model, images, config, steps, device, precision, compile)
+    model = init_weights(UNet(config), config.seed)
+    replayed = DeviceReplay(model, unet_io.read_images(data_file), config, steps, device, precision, compile)
     replayed.run()
-    theirs = replayed.losses.double().cpu().numpy()
+    losses = replayed.losses.double().cpu().numpy()
     print(f"PyTorch, {precision}: {steps} steps in {time.time() - start:.0f} s, smoothed loss"
-          f" {smoothed(theirs)[-1]:.5f}")
+          f" {smoothed(losses)[-1]:.5f}")
+    return losses
+
+
+def compare_quality(config, run, path):
+    """Write both loss curves, a step a line, and print how far apart they end. Raises UserError beyond 1%."""
+    device = train_unet.pick_device(run.device)
+    steps = run.steps
+    check_comparable(config, steps)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    ours, precision = losses_of_the_program(config, run.data_file, steps)
+    compile = device != "cpu" if run.compile is None else run.compile
+    theirs = losses_of_pytorch(config, run.data_file, steps, device, precision, compile)
 
     with unet_io.replacing(path) as file:
         for n, (a, b) in enumerate(zip(ours, theirs), 1):
             file.write((json.dumps(dict(step=n, train_unet=a, pytorch=b)) + "\n").encode())
+
     last = min(500, steps)
-    pairs = {"smoothed (0.98)": (smoothed(ours)[-1], smoothed(theirs)[-1]),
-             f"mean of the last {last}": (ours[-last:].mean(), theirs[-last:].mean())}
-    for name, (a, b) in pairs.items():
+    ends = {"smoothed (0.98)": (smoothed(ours)[-1], smoothed(theirs)[-1]),
+            f"mean of the last {last}": (ours[-last:].mean(), theirs[-last:].mean())}
+    alike = len(ours) == steps
+    for name, (a, b) in ends.items():
         print(f"{name}: {a:.6f} against {b:.6f}, {100 * (a / b - 1):+.3f}%")
-    if not (len(ours) == steps and all(abs(a / b - 1) < 0.01 for a, b in pairs.values())):
+        alike = alike and abs(a / b - 1) < 0.01
+    if not alike:
         raise UserError(f"the losses of ./train_unet and PyTorch are not within 1% of each other, see {path}")
     print(f"within 1%: the losses fall alike; both curves are in {path}")
 

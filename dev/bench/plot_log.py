@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import sys
+from typing import Callable, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import unet_io  # first, because it explains a missing package
@@ -20,11 +21,21 @@ STEPS = range(2**31)  # that ./train_unet can count
 
 
 def pieces(line):
-    """A line of a log as what should be JSON objects: one, or several that a full disk glued together."""
-    line = re.sub(r"([:,\[] *)-?nan\b", r"\1NaN", line)  # C's printf and JSON spell these in two ways
+    """The texts of a log's line that should be JSON objects: one, or several that a full disk glued together."""
+    line = re.sub(r"([:,\[] *)-?nan\b", r"\1NaN", line)  # C's printf spells these otherwise than JSON
     line = re.sub(r"([:,\[] *-?)inf\b", r"\1Infinity", line)
     found = [piece.strip("\0 \t\r\n") for piece in re.split(r'(?=\{"step")', line)]
     return [piece for piece in found if piece]
+
+
+def read_piece(piece):
+    """(step, {key: value}) of a JSON object; None of anything else, and of a step that ./train_unet can't count."""
+    try:
+        values = json.loads(piece)
+        step = int(values.pop("step"))
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        return None
+    return (step, values) if step in STEPS else None
 
 
 def read_metrics(path):
@@ -34,20 +45,19 @@ def read_metrics(path):
     cut off is left out, for the run may be writing it; what else is no JSON object with a step is counted in
     a note on stderr. Raises UserError.
     """
-    series, taken, damaged = {}, 0, 0
+    series = {}
+    taken = 0
+    damaged = 0
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 for piece in pieces(line):
-                    try:
-                        values = json.loads(piece)
-                        step = int(values.pop("step"))
-                        if step not in STEPS:
-                            raise ValueError
-                    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+                    found = read_piece(piece)
+                    if found is None:
                         damaged += line.endswith("\n")
                         continue
                     taken += 1
+                    step, values = found
                     for key, value in values.items():
                         if isinstance(value, (int, float, list)):
                             series.setdefault(key, {})[step] = value
@@ -64,10 +74,13 @@ def read_metrics(path):
 
 def number(value):
     """What a plot can show: nan for None, for what no float32 holds, and for other things than numbers."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 3.5e38 else math.nan
+    if isinstance(value, (int, float)) and abs(value) < 3.5e38:
+        return float(value)
+    return math.nan
 
 
 def draw(axis, points, **style):
+    """A line through {step: value}, or nothing of None."""
     if points:
         style = {"marker": "o" if len(points) == 1 else None} | style  # one point makes no line
         axis.plot(list(points), [number(value) for value in points.values()], **style)
@@ -83,23 +96,33 @@ def draw_loss(axis, run, name, colour):
 
 def draw_quartiles(axis, run, name, colour):
     """The loss of each quarter of the timesteps, the noisiest palest."""
+    whole = {step: values for step, values in run["loss_quartiles"].items() if isinstance(values, list) and len(values) == 4}
     for quarter in range(4):
-        points = {step: values[quarter] for step, values in run["loss_quartiles"].items()
-                  if isinstance(values, list) and len(values) == 4 and values[quarter] is not None}
+        points = {step: values[quarter] for step, values in whole.items() if values[quarter] is not None}
         draw(axis, points, color=colour, alpha=1 - 0.25 * quarter, linewidth=1,
              label=f"{name}t in quarter {quarter + 1} of 4")
 
 
-def single(key):
-    return lambda axis, run, name, colour: draw(axis, run[key], color=colour, linewidth=1)
+def draw_grad_norm(axis, run, name, colour):
+    draw(axis, run["grad_norm"], color=colour, linewidth=1)
 
 
-PANELS = {  # title: (key that a run must have, how to draw it, height, logarithmic)
-    "loss": ("loss", draw_loss, 3, True),
-    "loss by timestep": ("loss_quartiles", draw_quartiles, 2, True),
-    "gradient norm": ("grad_norm", single("grad_norm"), 1, True),
-    "learning rate": ("lr", single("lr"), 1, False),
-}
+def draw_lr(axis, run, name, colour):
+    draw(axis, run["lr"], color=colour, linewidth=1)
+
+
+class Panel(NamedTuple):
+    title: str
+    key: str  # which a run must have
+    draw: Callable  # draw(axis, run, what its labels begin with, colour)
+    height: int
+    logarithmic: bool = True
+
+
+PANELS = [Panel("loss", "loss", draw_loss, 3),
+          Panel("loss by timestep", "loss_quartiles", draw_quartiles, 2),
+          Panel("gradient norm", "grad_norm", draw_grad_norm, 1),
+          Panel("learning rate", "lr", draw_lr, 1, logarithmic=False)]
 
 
 def plot(runs):
@@ -110,28 +133,36 @@ def plot(runs):
         from matplotlib import pyplot
     except ImportError:
         raise UserError("plots need matplotlib: pip install matplotlib") from None
-    panels = {title: panel for title, panel in PANELS.items()
-              if any(panel[0] in run for run in runs.values())}
+    panels = [panel for panel in PANELS if any(panel.key in run for run in runs.values())]
     if not panels:
         raise UserError(f"{next(iter(runs))} has steps, but no loss to plot")
-    heights = [panel[2] for panel in panels.values()]
+
+    heights = [panel.height for panel in panels]
     figure, axes = pyplot.subplots(len(panels), sharex=True, squeeze=False, layout="constrained",
                                    figsize=(9, 1 + 1.4 * sum(heights)),
                                    gridspec_kw=dict(height_ratios=heights))
-    for (title, (key, draw_panel, _, logarithmic)), axis in zip(panels.items(), axes[:, 0]):
+    for panel, axis in zip(panels, axes[:, 0]):
         for n, (name, run) in enumerate(runs.items()):
-            if key in run:
-                draw_panel(axis, run, f"{name}: " if len(runs) > 1 else "", f"C{n}")
-        axis.set_ylabel(title)
+            if panel.key in run:
+                panel.draw(axis, run, f"{name}: " if len(runs) > 1 else "", f"C{n}")
+        axis.set_ylabel(panel.title)
         axis.grid(alpha=0.3)
-        if logarithmic:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
+        if panel.logarithmic:
+            make_logarithmic(axis)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize="small")
     axes[-1, 0].set_xlabel("step")
     return figure
+
+
+def make_logarithmic(axis):
+    """A logarithmic scale with a number at 1, 2, 3 and 5 times each power of ten."""
+    def between_powers(x, _):
+        return f"{x:g}" if f"{x:e}"[0] in "235" else ""
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(between_powers)
 
 
 def main():
@@ -141,7 +172,8 @@ def main():
     args = parser.parse_args()
     folders = [os.path.dirname(path) or "." for path in args.logs]
     names = folders if len(set(folders)) == len(folders) else args.logs
-    figure = plot({name.replace("$", r"\$"): read_metrics(path) for name, path in zip(names, args.logs)})
+    names = [name.replace("$", r"\$") for name in names]  # matplotlib takes a plain one for mathematics
+    figure = plot({name: read_metrics(path) for name, path in zip(names, args.logs)})
     try:
         with unet_io.replacing(args.output_name) as file:
             figure.savefig(file, dpi=120, format=os.path.splitext(args.output_name)[1][1:] or "png")

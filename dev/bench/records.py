@@ -38,34 +38,34 @@ from benchmark import ROOT, launched, preset_config, processor_name, text_betwee
 from opponents import DEVICE, ON_GPU, PyTorch, Unfinished, checkpoint_in, log_interval
 from unet_io import UserError
 
-PAGE, README = ROOT / "docs/records.md", ROOT / "README.md"
+PAGE = ROOT / "docs/records.md"
+README = ROOT / "README.md"
 PROGRAM = os.environ.get("TRAIN_UNET", str(ROOT / "train_unet"))
-TUNING = 0.2  # of a model's minutes, which its consistency tuning takes besides
+TUNING = 0.2  # Consistency tuning takes this fraction of the minutes that the model was trained for.
 
 
 # ----------------------------------------------------------------------------------------------------
 # what is compared: data sets and recipes
 
 class DataSet(NamedTuple):
-    preset: str   # the network, and what a recipe does not say
+    preset: str   # gives the network, and every Config value that neither the recipe nor `flags` gives
     flags: dict   # Config values for every recipe
-    sizes: tuple  # how many pictures are compared with as many held-out images; the first is what most figures are of
+    sizes: tuple  # so many pictures are compared with as many held-out images; all but the first for Frechet's distance
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A way to train. flags: Config values over those of the data set's preset. samplers: flags with which is drawn.
+    """A way to train, and how its models draw.
 
-    trainer: "train_unet" or "PyTorch". one_run: one run gives the models of all lengths; otherwise the learning rate falls,
-    and each length is a run of its own. tuned: in how many steps the model also draws after consistency tuning, which is done
-    for each number of steps anew.
+    one_run is for a constant learning rate, where one run passes through the models of all lengths. Where the learning rate
+    falls, each length is a run of its own.
     """
     title: str
-    trainer: str
-    flags: dict
-    samplers: tuple
+    trainer: str        # "train_unet" or "PyTorch"; "" trains nothing, and images take the place of pictures
+    flags: dict         # Config values over those of the data set's preset
+    samplers: tuple     # of each sampler the flags of ./train_unet --generate
     one_run: bool = True
-    tuned: tuple = ()
+    tuned: tuple = ()   # numbers of steps for which the model is also tuned by consistency, for each anew
 
 
 DATA_SETS = {
@@ -73,47 +73,64 @@ DATA_SETS = {
     "emoji": DataSet("unet64", dict(flip=True), (541,)),
     "clipart": DataSet("unet64", dict(flip=True), (545,)),
 }
-SMOKE = DataSet("fashion32", dict(
-    image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
-    num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0), (8, 4))
+SMOKE = DataSet(
+    preset="fashion32",
+    flags=dict(image_size=8, num_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(), norm_groups=8,
+               num_head_channels=8, batch_size=4, flip=True, cond_drop_prob=0.0),
+    sizes=(8, 4))
 
-PLAIN = dict(timestep_sampling="uniform", optimizer="adamw")  # as others train, and ours with v
+PLAIN = dict(timestep_sampling="uniform", optimizer="adamw")  # how other projects train, and ours with v
 KEPT = dict(lr_schedule="constant", ema_rate=0.9999)  # what one run for all lengths needs
+DDIM = "--sampler ddim --sample_steps 50"
 DPMPP = ("--sampler dpmpp --sample_steps 10", "--sampler dpmpp --sample_steps 20")
-EULER, HEUN = "--sampler ddim --spacing trailing --sample_steps", "--sampler heun --sample_steps"
+EULER = "--sampler ddim --spacing trailing --sample_steps"
+HEUN = "--sampler heun --sample_steps"
 RECIPES = {
-    "real": Recipe("training images, as a yardstick", "", {}, ()),
+    "real": Recipe("training images, as a yardstick", trainer="", flags={}, samplers=()),
     # the data set's preset
-    "ours": Recipe("`./train_unet`, EDM, Muon", "train_unet", {}, DPMPP, one_run=False, tuned=(1, 2)),
-    "ours_adamw": Recipe("`./train_unet`, EDM, AdamW", "train_unet", dict(optimizer="adamw"), DPMPP, one_run=False),
-    "ours_v": Recipe("`./train_unet`, v", "train_unet", PLAIN | dict(
-        noise_schedule="cosine", predict="v"), ("--sampler ddim --sample_steps 50",), one_run=False),
+    "ours": Recipe(
+        "`./train_unet`, EDM, Muon", "train_unet",
+        flags={},
+        samplers=DPMPP, one_run=False, tuned=(1, 2)),
+    "ours_adamw": Recipe(
+        "`./train_unet`, EDM, AdamW", "train_unet",
+        flags=dict(optimizer="adamw"),
+        samplers=DPMPP, one_run=False),
+    "ours_v": Recipe(
+        "`./train_unet`, v", "train_unet",
+        flags=PLAIN | dict(noise_schedule="cosine", predict="v"),
+        samplers=(DDIM,), one_run=False),
     # as examples/unconditional_image_generation of diffusers
-    "ddpm": Recipe("PyTorch, DDPM as diffusers", "PyTorch", PLAIN | dict(
-        noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500, beta1=0.95, weight_decay=1e-6,
-        grad_clip=1.0, ema_rate=0.9999), ("--sampler ddim --sample_steps 50",), one_run=False),
+    "ddpm": Recipe(
+        "PyTorch, DDPM as diffusers", "PyTorch",
+        flags=PLAIN | dict(noise_schedule="linear", predict="eps", lr=1e-4, lr_schedule="cosine", warmup_steps=500,
+                           beta1=0.95, weight_decay=1e-6, grad_clip=1.0, ema_rate=0.9999),
+        samplers=(DDIM,), one_run=False),
     # as examples/images/cifar10 of torchcfm, whose warm-up is 5,000 steps
-    "flow": Recipe("PyTorch, flow matching as torchcfm", "PyTorch", KEPT | PLAIN | dict(
-        noise_schedule="flow", predict="flow", lr=2e-4, warmup_steps=500, grad_clip=1.0),
-        (f"{EULER} 100", f"{HEUN} 25")),
+    "flow": Recipe(
+        "PyTorch, flow matching as torchcfm", "PyTorch",
+        flags=KEPT | PLAIN | dict(noise_schedule="flow", predict="flow", lr=2e-4, warmup_steps=500, grad_clip=1.0),
+        samplers=(f"{EULER} 100", f"{HEUN} 25")),
 }
+# of each figure that quality.py knows, the heading of its column
 FIGURES = {"Frechet": "Fréchet", "Frechet of 2000": "Fréchet of 2,000", "KID x 1000": "KID x 1000",
            "precision %": "precision %", "recall %": "recall %", "accuracy %": "accuracy %"}
 
 
 class Options(NamedTuple):
-    """What all jobs share. deadline: of time.monotonic()."""
+    """What all jobs share."""
     folder: pathlib.Path  # of images, runs and results
     minutes: tuple        # lengths of training
-    deadline: float
+    deadline: float       # of time.monotonic()
     minute: float = 60.0  # seconds that are called a minute
-    probe: float = 8.0    # seconds of training before it, which tell how many steps fit a minute
+    probe: float = 8.0    # seconds of trial training, which tell how many steps fit a minute
     pictures: int = 5000  # drawn with each model
     data_sets: dict = DATA_SETS
 
     def images(self, data, held_out=False):
         """The file of a data set's images to train on, or of those that are held out."""
-        return str(self.folder / f"data/{data}{'_val' * held_out}.bin")
+        suffix = "_val" if held_out else ""
+        return str(self.folder / f"data/{data}{suffix}.bin")
 
 
 def config_of(data_set, recipe, seed):
@@ -128,41 +145,64 @@ def prepare(options, fashion_dir, clipart_dir):
         files = [options.images(data, held_out) for held_out in (False, True)]
         if all(map(os.path.exists, files)):
             continue
+
         os.makedirs(options.folder / "data", exist_ok=True)
         if data == "fashion":
-            for path, part in zip(files, ("train", "t10k")):
-                prepare_data.prepare_idx(os.path.join(fashion_dir, f"{part}-images-idx3-ubyte.gz"), path, labels=True)
-            continue
-        if data == "clipart":  # as data/README.md says
-            if not os.path.isdir(clipart_dir):
-                unet_io.say(f"{clipart_dir} is not there, and clip art is left out: --clipart_dir names it")
-                continue
-            subprocess.run([sys.executable, ROOT / "prepare_data.py", "--data_dir", clipart_dir, "--labels", "--label_level", "1",
-                            "--fit", "trim", "--distinct", "16", "--val_fraction", "0.1", "--output_name", files[0]], check=True)
-            continue
-        if data == "emoji":
-            pixels, labels = unet_io.read_images(str(ROOT / "data/emoji.bin")).pixels, None
+            prepare_fashion(fashion_dir, files)
+        elif data == "clipart":
+            prepare_clipart(clipart_dir, files[0])
+        elif data == "emoji":
+            write_parts(files, unet_io.read_images(str(ROOT / "data/emoji.bin")).pixels)
         else:
-            pixels = np.random.default_rng(0).integers(0, 256, (48, 1, 8, 8), np.uint8)
-            labels = np.array([str(i % 10) for i in range(len(pixels))])
-        held_out, rest = np.split(unet_io.permutation(0, 0, len(pixels)), [len(pixels) // 3])
-        for path, places in zip(files, (rest, held_out)):
-            unet_io.write_images(path, pixels[places], None if labels is None else labels[places],
-                                 labels if labels is None else unet_io.class_order(labels))
+            prepare_noise(files)
+
+
+def prepare_fashion(folder, files):
+    """Fashion-MNIST has a training and a test file of its own."""
+    for path, part in zip(files, ("train", "t10k")):
+        prepare_data.prepare_idx(os.path.join(folder, f"{part}-images-idx3-ubyte.gz"), path, labels=True)
+
+
+def prepare_clipart(folder, training_file):
+    """Clip art as data/README.md says; prepare_data.py writes the held-out file beside that of training."""
+    if not os.path.isdir(folder):
+        unet_io.say(f"{folder} is not there, and clip art is left out: --clipart_dir names it")
+        return
+    flags = ["--data_dir", folder, "--labels", "--label_level", "1", "--fit", "trim", "--distinct", "16",
+             "--val_fraction", "0.1", "--output_name", training_file]
+    subprocess.run([sys.executable, ROOT / "prepare_data.py", *flags], check=True)
+
+
+def prepare_noise(files):
+    """Images of noise in ten classes, for --smoke."""
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 1, 8, 8), np.uint8)
+    write_parts(files, pixels, np.array([str(i % 10) for i in range(len(pixels))]))
+
+
+def write_parts(files, pixels, labels=None):
+    """Write a random third of the images into the second file, where they are held out, and the others into the first."""
+    places = unet_io.permutation(0, 0, len(pixels))
+    held_out, rest = np.split(places, [len(pixels) // 3])
+    class_names = None if labels is None else unet_io.class_order(labels)
+    for path, part in zip(files, (rest, held_out)):
+        unet_io.write_images(path, pixels[part], None if labels is None else labels[part], class_names)
 
 
 # ----------------------------------------------------------------------------------------------------
 # training by ./train_unet; opponents.py has the same in PyTorch
 
 def milliseconds_in(folder, interval):
-    """Those of a step in each regular line of metrics.jsonl. The first line after a start is of a single step."""
+    """The time of a step, from each line of metrics.jsonl that ends an interval. The first line is of a single step."""
     with open(folder / "metrics.jsonl") as file:
         lines = [json.loads(line) for line in file]
     return [line["ms"] for line in lines if line["step"] % interval == 0]
 
 
 def run_until(deadline, command, log):
-    """Whether a command came to its end before the deadline; otherwise it was told to save and stop. Raises UserError."""
+    """Run a command until it ends or, at the deadline, tell it to save and stop.
+
+    Returns whether it ended by itself. Raises UserError where it failed; `log` takes what it prints.
+    """
     was_told = False
     with open(log, "ab") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT) as process:
         try:
@@ -180,28 +220,30 @@ def run_until(deadline, command, log):
 
 
 class Program:
-    """A run of ./train_unet with these flags, a list of words, on a file of images; it goes on from what its folder holds."""
+    """A run of ./train_unet on a file of images; it goes on from what its folder holds. flags: a list of words."""
     def __init__(self, flags, images, folder):
-        self.flags, self.folder = [*flags, "--data_file", images, "--num_samples", "0", "--keep", "1"], folder
+        self.flags = [*flags, "--data_file", images, "--num_samples", "0", "--keep", "1"]
+        self.folder = folder
 
     def step_seconds(self, seconds):
-        """The mean time of a step of a run of about so many seconds, which is thrown away. In a tuning steps differ."""
-        steps = 20
-        for _ in range(2):
-            with tempfile.TemporaryDirectory() as folder:
-                run = copy.copy(self)
-                run.folder = pathlib.Path(folder)
-                run.train(steps, steps, float("inf"))
-                times = milliseconds_in(run.folder, log_interval(steps))
-            time_of_step = 1e-3 * statistics.mean(times)
-            steps = max(20, int(seconds / time_of_step))
-        return time_of_step
+        """The mean time of a step of a run of about so many seconds, which is thrown away."""
+        first_guess = self.trial_step_seconds(20)
+        return self.trial_step_seconds(max(20, int(seconds / first_guess)))
+
+    def trial_step_seconds(self, steps):
+        """The mean time of a step in a whole run of so many, because the steps of a tuning do not all take the same time."""
+        with tempfile.TemporaryDirectory() as folder:
+            run = copy.copy(self)
+            run.folder = pathlib.Path(folder)
+            run.train(steps, steps, float("inf"))
+            return 1e-3 * statistics.mean(milliseconds_in(run.folder, log_interval(steps)))
 
     def train(self, steps, every, deadline):
         """Train up to this step, with a checkpoint every so many steps. deadline: of time.monotonic(). Raises Unfinished."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        start = ["--resume", str(self.folder)] if list(self.folder.glob("checkpoint_*.bin")) else self.flags
-        command = [PROGRAM, *start, "--out_dir", str(self.folder), "--steps", str(steps), "--save_every", str(every),
+        has_begun = any(self.folder.glob("checkpoint_*.bin"))
+        flags = ["--resume", str(self.folder)] if has_begun else self.flags
+        command = [PROGRAM, *flags, "--out_dir", str(self.folder), "--steps", str(steps), "--save_every", str(every),
                    "--keep_every", str(every), "--log_every", str(log_interval(every)), "--sample_every", "0"]
         if not run_until(deadline, command, self.folder / "log.txt"):
             raise Unfinished
@@ -211,20 +253,22 @@ class Program:
 # judging
 
 class Judge:
-    """The figures of pictures beside held-out images, all by quality.py's functions. Raises UserError without its network."""
+    """Compares pictures with held-out images, by the figures of quality.py. Raises UserError without its network."""
     def __init__(self, job):
         self.network, missing = quality.feature_network()
         if self.network is None:
             raise UserError(f"records need {missing}")
         self.network.to(DEVICE)
-        self.sizes, self.config = job.data_set.sizes, job.config
-        held_out, self.labels = self.some(job.options.images(job.data, held_out=True))
-        self.training_images = self.some(job.images)
+        self.sizes = job.data_set.sizes
+        self.config = job.config
+
+        self.training_images = self.random_images(job.images)
+        held_out, self.labels = self.random_images(job.options.images(job.data, held_out=True))
         self.held_out = self.floats(held_out)
         self.held_out_features = self.features(self.held_out)
 
-    def some(self, path):
-        """(pixels uint8 (N, C, S, S), labels (N,) or None) of the first N images of a file in a random order."""
+    def random_images(self, path):
+        """(pixels uint8 (N, C, S, S), labels (N,) or None) of N images of a file, N being the largest size of a set."""
         images = unet_io.read_images(path)
         places = unet_io.permutation(0, 0, len(images))[:self.sizes[0]]
         labels = images.labels[places] if self.config.class_cond else None
@@ -232,7 +276,8 @@ class Judge:
 
     def features(self, images):
         """In fp32, whatever the trainer before allowed."""
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
         return quality.features(self.network, images, DEVICE)
 
     @staticmethod
@@ -240,30 +285,41 @@ class Judge:
         return torch.from_numpy(pixels).float() / 127.5 - 1
 
     def figures(self, pictures, classes):
-        """{name: figure} of uint8 (N, C, H, W) and their classes (N,) or None. Of sets that are smaller than N, the mean.
-
-        The pictures of a set are spread over all of them, which stand by class: so each class has an equal part of a set.
-        """
-        drawn, found = self.floats(pictures), {}
+        """{name: figure} of pictures uint8 (N, C, H, W) and their classes (N,) or None."""
+        drawn = self.floats(pictures)
         points = self.features(drawn)
-        for size in self.sizes:
-            sets = len(points) // size
-            places = np.arange(sets * size) * len(points) // (sets * size)
-            rows = [quality.feature_figures(points[places[k::sets]], self.held_out_features[:size]) for k in range(sets)]
-            for name in rows[0] if size == self.sizes[0] else ["Frechet"]:
-                title = name if size == self.sizes[0] else f"{name} of {size}"
-                found[title] = float(np.mean([row[name] for row in rows]))
+        found = self.mean_figures(points, self.sizes[0])
+        for size in self.sizes[1:]:
+            found[f"Frechet of {size}"] = self.mean_figures(points, size)["Frechet"]
         if classes is not None:
-            labels, theirs = (torch.from_numpy(np.asarray(values)).long() for values in (classes, self.labels))
-            found["accuracy %"] = 100 * quality.classification_accuracy(drawn, labels, self.held_out, theirs, self.config.seed,
-                                                                        DEVICE)
+            found["accuracy %"] = 100 * self.accuracy(drawn, classes)
         return found
+
+    def mean_figures(self, points, size):
+        """{name: figure} of sets of `size` pictures each, as the mean of as many sets as there are pictures for.
+
+        points: the features of all pictures, (N, d), class by class. The pictures of a set are spread over all of them, so
+        that every class has an equal part of a set.
+        """
+        sets = len(points) // size
+        places = np.arange(sets * size) * len(points) // (sets * size)
+        rows = []
+        for first in range(sets):
+            rows.append(quality.feature_figures(points[places[first::sets]], self.held_out_features[:size]))
+        return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+    def accuracy(self, drawn, classes):
+        """Part of the held-out images whose class a classifier finds that was trained on the pictures."""
+        classes = torch.from_numpy(np.asarray(classes)).long()
+        labels = torch.from_numpy(np.asarray(self.labels)).long()
+        return quality.classification_accuracy(drawn, classes, self.held_out, labels, self.config.seed, DEVICE)
 
 
 def draw(weights, sampler, count, path):
     """(pictures uint8 (count, C, H, W), classes (count,) or None) of seeds 0 ... count - 1, by ./train_unet, unguided."""
-    launched([PROGRAM, "--generate", "--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1",
-              "--batch_size", "128", *sampler.split(), "--output_name", str(path)], "train_unet on ")
+    flags = ["--model_weights", str(weights), "--seeds", f"0-{count - 1}", "--guidance_scale", "1", "--batch_size", "128",
+             *sampler.split(), "--output_name", str(path)]
+    launched([PROGRAM, "--generate", *flags], "train_unet on ")
     config = unet_io.read_checkpoint(str(weights)).config
     classes, _ = unet_io.spread_classes(config, range(config.num_classes), count)
     return unet_io.to_uint8(np.load(path)), classes
@@ -281,9 +337,12 @@ def consistency(calls):
 
 def calls_of(sampler):
     """How often a sampler calls the network for a picture."""
-    words = dict(zip(sampler.split()[::2], sampler.split()[1::2]))
-    steps = int(words["--sample_steps"])
-    return 2 * steps - 1 if words["--sampler"] == "heun" else steps
+    words = sampler.split()
+    flags = dict(zip(words[::2], words[1::2]))
+    steps = int(flags["--sample_steps"])
+    if flags["--sampler"] == "heun":
+        return 2 * steps - 1
+    return steps
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -298,24 +357,38 @@ def steps_a_minute(path, options, trainer):
     return int(path.read_text())
 
 
+class Model(NamedTuple):
+    """A trained model; its steps and seconds include those of its tuning."""
+    weights: pathlib.Path  # its checkpoint
+    steps: int
+    seconds: float
+
+
 class Job:
     """DATA-RECIPE-SEED, with the results so far in FOLDER/NAME.json and its runs in FOLDER/NAME. Raises UserError."""
     def __init__(self, name, options):
-        self.name, self.options, self.folder = name, options, options.folder / name
+        self.name = name
+        self.options = options
         try:
             self.data, recipe, seed = name.split("-")
-            self.recipe, self.data_set = RECIPES[recipe], options.data_sets[self.data]
+            self.recipe = RECIPES[recipe]
+            self.data_set = options.data_sets[self.data]
             self.config = config_of(self.data_set, self.recipe, int(seed))
         except (KeyError, ValueError):
             raise UserError(f"--job {name} is none of DATA-RECIPE-SEED with DATA {' or '.join(options.data_sets)}, RECIPE"
                             f" {' or '.join(RECIPES)}, and SEED a number") from None
         if not os.path.exists(self.images):
             raise UserError(f"{self.images} is not there yet: call records.py --prepare first")
+
+        self.folder = options.folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = options.folder / f"{name}.json"
-        device = torch.cuda.get_device_name() if ON_GPU else processor_name()
-        self.result = json.loads(self.path.read_text()) if self.path.exists() else dict(
-            data=self.data, recipe=recipe, seed=int(seed), device=device, torch=torch.__version__, points=[])
+        if self.path.exists():
+            self.result = json.loads(self.path.read_text())
+        else:
+            device = torch.cuda.get_device_name() if ON_GPU else processor_name()
+            self.result = dict(data=self.data, recipe=recipe, seed=int(seed), device=device, torch=torch.__version__,
+                               points=[])
 
     @property
     def images(self):
@@ -331,8 +404,79 @@ class Job:
             return PyTorch(self.config, self.images, folder)
         return Program(unet_io.flags_of(self.config), self.images, folder)
 
+    def tuner(self, weights, folder, calls):
+        """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
+        flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
+        for name in ("seed", "flip"):
+            flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
+        return Program(flags, self.images, folder)
+
+    def run(self):
+        """Train and judge for each length what is not known yet.
+
+        Raises Unfinished at the deadline, or UserError if another process is at the same job.
+        """
+        with unet_io.locked(self.folder, f"another process is at --job {self.name} in {self.options.folder}"):
+            if not self.recipe.trainer:
+                self.note_training_images()
+                return
+            for minutes in sorted(self.options.minutes):
+                if not self.knows_all_of(minutes):
+                    self.train_and_judge(minutes)
+
+    def knows_all_of(self, minutes):
+        """Whether a model of this length and those that are tuned from it have been judged, with all their samplers."""
+        trained = [self.is_known(minutes, sampler) for sampler in self.recipe.samplers]
+        tuned = [self.is_known(with_tuning(minutes), consistency(calls)) for calls in self.recipe.tuned]
+        return all(trained + tuned)
+
+    def train_and_judge(self, minutes):
+        """A model of this length, and those that are tuned from it."""
+        folder = self.folder / ("run" if self.recipe.one_run else f"run_{minutes}")
+        trainer = functools.partial(self.trainer, folder)
+        every = steps_a_minute(self.folder / "steps_a_minute", self.options, trainer)
+        model = self.trained(folder, trainer, every * minutes, every)
+        self.note_model(minutes, self.recipe.samplers, model)
+
+        for calls in self.recipe.tuned:
+            if not self.is_known(with_tuning(minutes), consistency(calls)):
+                self.tune_and_judge(minutes, calls, model)
+
+    def tune_and_judge(self, minutes, calls, model):
+        """The model of this length, tuned to draw in so many calls."""
+        folder = self.folder / f"tuned_{minutes}_{calls}"
+        tuner = functools.partial(self.tuner, model.weights, folder, calls)
+        every = steps_a_minute(self.folder / f"tuning_{calls}_steps_a_minute", self.options, tuner)
+        tuned = self.trained(folder, tuner, max(1, round(TUNING * minutes * every)), every)
+
+        both = Model(tuned.weights, model.steps + tuned.steps, model.seconds + tuned.seconds)
+        self.note_model(with_tuning(minutes), [consistency(calls)], both)
+
+    def trained(self, folder, trainer, steps, every):
+        """The model of this step, with a checkpoint every so many steps; trainer() is called where it is not there yet."""
+        weights = checkpoint_in(folder, steps)
+        if not weights.exists():
+            trainer().train(steps, every, self.options.deadline)
+        step_ms = statistics.mean(milliseconds_in(folder, log_interval(every)))
+        return Model(weights, steps, 1e-3 * steps * step_ms)
+
     def is_known(self, minutes, sampler):
         return any((point["minutes"], point["sampler"]) == (minutes, sampler) for point in self.result["points"])
+
+    def note_training_images(self):
+        """Judge training images as if they were pictures."""
+        if not self.is_known(0, ""):
+            self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
+
+    def note_model(self, minutes, samplers, model):
+        """Draw and judge what is not known yet of a model. Raises Unfinished."""
+        for sampler in samplers:
+            if self.is_known(minutes, sampler):
+                continue
+            if time.monotonic() > self.options.deadline:
+                raise Unfinished
+            pictures, classes = draw(model.weights, sampler, self.options.pictures, self.folder / "drawn.npy")
+            self.note(minutes, sampler, pictures, classes, calls=calls_of(sampler), steps=model.steps, seconds=model.seconds)
 
     def note(self, minutes, sampler, pictures, classes, **more):
         """Judge pictures and write the result."""
@@ -342,63 +486,6 @@ class Job:
             file.write((json.dumps(self.result, indent=1) + "\n").encode())
         print(f"{self.name}, {minutes:g} minutes, {sampler}: "
               + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()), flush=True)
-
-    def note_model(self, minutes, samplers, weights, **more):
-        """Draw and judge what is not known yet of a model. Raises Unfinished."""
-        for sampler in samplers:
-            if self.is_known(minutes, sampler):
-                continue
-            if time.monotonic() > self.options.deadline:
-                raise Unfinished
-            drawn = draw(weights, sampler, self.options.pictures, self.folder / "drawn.npy")
-            self.note(minutes, sampler, *drawn, calls=calls_of(sampler), **more)
-
-    def trained(self, folder, trainer, steps, every):
-        """(the checkpoint of this step, the seconds of training up to it); trainer() is called where it is not there yet."""
-        if not checkpoint_in(folder, steps).exists():
-            trainer().train(steps, every, self.options.deadline)
-        return checkpoint_in(folder, steps), 1e-3 * steps * statistics.mean(milliseconds_in(folder, log_interval(every)))
-
-    def run(self):
-        """Train and judge for each length what is not known yet. Raises Unfinished, or UserError if another process does so."""
-        with unet_io.locked(self.folder, f"another process is at --job {self.name} in {self.options.folder}"):
-            self.find_points()
-
-    def find_points(self):
-        """run, of a job that is locked."""
-        if not self.recipe.trainer:
-            if not self.is_known(0, ""):
-                self.note(0, "", *self.judge.training_images, calls=0, steps=0, seconds=0.0)
-            return
-        for minutes in sorted(self.options.minutes):
-            tuned_minutes = with_tuning(minutes)
-            wanted = [(minutes, sampler) for sampler in self.recipe.samplers]
-            wanted += [(tuned_minutes, consistency(calls)) for calls in self.recipe.tuned]
-            if all(self.is_known(*point) for point in wanted):
-                continue
-            folder = self.folder / ("run" if self.recipe.one_run else f"run_{minutes}")
-            trainer = functools.partial(self.trainer, folder)
-            every = steps_a_minute(self.folder / "steps_a_minute", self.options, trainer)
-            steps = every * minutes
-            weights, seconds = self.trained(folder, trainer, steps, every)
-            self.note_model(minutes, self.recipe.samplers, weights, steps=steps, seconds=seconds)
-
-            for calls in self.recipe.tuned:
-                if self.is_known(tuned_minutes, consistency(calls)):
-                    continue
-                folder = self.folder / f"tuned_{minutes}_{calls}"
-                trainer = functools.partial(self.tuner, weights, folder, calls)
-                every = steps_a_minute(self.folder / f"tuning_{calls}_steps_a_minute", self.options, trainer)
-                more = max(1, round(TUNING * minutes * every))
-                tuned, more_seconds = self.trained(folder, trainer, more, every)
-                self.note_model(tuned_minutes, [consistency(calls)], tuned, steps=steps + more, seconds=seconds + more_seconds)
-
-    def tuner(self, weights, folder, calls):
-        """The consistency tuning of weights for so many calls a picture, as docs/guide.md says."""
-        flags = ["--preset", "consistency", "--consistency_steps", str(calls), "--model_weights", str(weights)]
-        for name in ("seed", "flip"):
-            flags += [f"--{name}", unet_io.setting_text(getattr(self.config, name))]
-        return Program(flags, self.images, folder)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -418,7 +505,10 @@ def spread(values):
     """'12.30 ± 0.20': mean and sample standard deviation; of one value that alone; of none nothing."""
     if not values:
         return ""
-    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+    mean = f"{statistics.mean(values):.2f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):.2f}"
 
 
 def key_of(cells):
@@ -441,37 +531,54 @@ def title_of(recipe, sampler):
 
 def rows_of(results):
     """The table of one data set, its heading first: a row of cells, of all seeds, for each length, recipe and sampler."""
-    points = {}
+    points = {}  # of all seeds together
     for result in results:
         for point in result["points"]:
             points.setdefault((result["recipe"], point["minutes"], point["sampler"]), []).append(point)
-    names = [name for name in FIGURES if any(name in point["figures"] for some in points.values() for point in some)]
-    heading = ["minutes", "recipe", "steps", "calls a picture", *map(FIGURES.get, names), "seeds"]
-    rows = []
-    for (recipe, minutes, sampler), some in points.items():
-        steps, cells = statistics.mean(point["steps"] for point in some), ["", RECIPES[recipe].title, "", ""]
-        if sampler:
-            cells = [f"{minutes:g}", title_of(RECIPES[recipe], sampler), f"{steps:,.0f}", str(some[0]["calls"])]
-        figures = [spread([point["figures"][name] for point in some if name in point["figures"]]) for name in names]
-        rows.append([*cells, *figures, str(len(some))])
-    return [heading, *rows]
+    known = {name for of_seeds in points.values() for point in of_seeds for name in point["figures"]}
+    names = [name for name in FIGURES if name in known]
+
+    rows = [["minutes", "recipe", "steps", "calls a picture", *map(FIGURES.get, names), "seeds"]]
+    for (recipe, _, _), of_seeds in points.items():
+        figures = []
+        for name in names:
+            figures.append(spread([point["figures"][name] for point in of_seeds if name in point["figures"]]))
+        rows.append([*first_cells(RECIPES[recipe], of_seeds), *figures, str(len(of_seeds))])
+    return rows
+
+
+def first_cells(recipe, points):
+    """Minutes, recipe, steps and calls, in a row of points that differ by their seed."""
+    sampler = points[0]["sampler"]
+    if not sampler:
+        return ["", recipe.title, "", ""]
+    steps = statistics.mean(point["steps"] for point in points)
+    return [f"{points[0]['minutes']:g}", title_of(recipe, sampler), f"{steps:,.0f}", str(points[0]["calls"])]
 
 
 def summary(rows):
-    """The README's table, its heading first: Fréchet distances after equal minutes, here by calls, and in PyTorch at its best."""
+    """The README's table from that of Fashion-MNIST, its heading first.
+
+    Fréchet distances after equal minutes: those of real images, of PyTorch's best recipe, and of ./train_unet by calls.
+    """
     heading, *rows = rows
     place = heading.index(FIGURES["Frechet"])
-    distances = {(float(row[0] or 0), row[1], int(row[3] or 0)): float(row[place].split()[0]) for row in rows}
+    distances = {}  # by minutes, title and calls
+    for row in rows:
+        distances[float(row[0] or 0), row[1], int(row[3] or 0)] = float(row[place].split()[0])
+
     ours = RECIPES["ours"]
-    drawn, best = title_of(ours, ours.samplers[-1]), calls_of(ours.samplers[-1])
-    titles = [f"{calls} call{'s' * (calls > 1)}, tuned" for calls in ours.tuned]
-    overview = [["minutes", "real images", "PyTorch, its best", f"`./train_unet`, {best} calls", *titles]]
-    for (minutes, title, calls), distance in distances.items():
-        if (title, calls) != (drawn, best):
-            continue
-        theirs = [value for (length, title, _), value in distances.items() if length == minutes and title.startswith("PyTorch")]
-        tuned = [distances.get((with_tuning(minutes), title_of(ours, consistency(calls)), calls)) for calls in ours.tuned]
-        values = [distances.get((0, RECIPES["real"].title, 0)), min(theirs, default=None), distance, *tuned]
+    title = title_of(ours, ours.samplers[-1])
+    calls = calls_of(ours.samplers[-1])
+    real = distances.get((0, RECIPES["real"].title, 0))
+
+    tuned_titles = [f"{n} call{'s' if n > 1 else ''}, tuned" for n in ours.tuned]
+    overview = [["minutes", "real images", "PyTorch, its best", f"`./train_unet`, {calls} calls", *tuned_titles]]
+    for minutes in [key[0] for key in distances if key[1:] == (title, calls)]:
+        theirs = [distance for (length, name, _), distance in distances.items()
+                  if length == minutes and name.startswith("PyTorch")]
+        tuned = [distances.get((with_tuning(minutes), title_of(ours, consistency(n)), n)) for n in ours.tuned]
+        values = [real, min(theirs, default=None), distances[minutes, title, calls], *tuned]
         overview.append([f"{minutes:g}", *("" if value is None else f"{value:.2f}" for value in values)])
     return overview
 
@@ -483,27 +590,45 @@ def table(rows):
     return "".join([lines[0], f"|{rules}|\n", *lines[1:]])
 
 
+def measurement_line(results):
+    """What the results of a data set were measured on, and how long a minute's steps really took."""
+    line = f"On {results[0]['device']}, PyTorch {results[0]['torch']}."
+    trained = [point for result in results for point in result["points"] if point["seconds"]]
+    if trained:
+        seconds = [point["seconds"] / point["minutes"] for point in trained]
+        line += f" Measured, a minute's steps took from {min(seconds):.1f} to {max(seconds):.1f} s."
+    return line
+
+
 def render(results, page):
     """{data set: (a line about the measurement, its rows)} of the data sets that have results.
 
-    page: the text that has the tables so far, or "". Their rows of the same GPU and figures stay, where the results have none.
+    page: the text that has the tables so far, or "". Its rows of the same GPU and figures stay where the results have none.
     """
     found = {}
     for data in dict.fromkeys(result["data"] for result in results):
-        some = [result for result in results if result["data"] == data]
-        device = f"On {some[0]['device']}, "
-        trained = [point for result in some for point in result["points"] if point["seconds"]]
-        ratios = [point["seconds"] / (60 * point["minutes"]) for point in trained]
-        line = f"{device}PyTorch {some[0]['torch']}."
-        if ratios:
-            line += f" Measured, a minute's steps took from {60 * min(ratios):.1f} to {60 * max(ratios):.1f} s."
-        heading, *rows = rows_of(some)
+        of_data = [result for result in results if result["data"] == data]
+        heading, *rows = rows_of(of_data)
+
         before = page and text_between(page, f"records:{data}")
-        if before.startswith(device) and rows_in(before)[0] == heading:
-            known = {key_of(row) for row in rows}
-            rows += [row for row in rows_in(before)[1:] if key_of(row) not in known]
-        found[data] = line, [heading, *sorted(rows, key=key_of)]
+        if before.startswith(f"On {of_data[0]['device']}, ") and rows_in(before)[0] == heading:
+            measured = {key_of(row) for row in rows}
+            rows += [row for row in rows_in(before)[1:] if key_of(row) not in measured]
+        found[data] = measurement_line(of_data), [heading, *sorted(rows, key=key_of)]
     return found
+
+
+def write_tables(folder):
+    """Write the results of all jobs in the folder into the pages. Raises UserError where there are none."""
+    results = read_results(folder)
+    if not results:
+        raise UserError(f"{folder} holds no results: each --job writes some")
+    found = render(results, PAGE.read_text())
+    write_between(PAGE, {f"records:{data}": f"{line}\n\n{table(rows)}" for data, (line, rows) in found.items()})
+    if "fashion" in found:
+        line, rows = found["fashion"]
+        device = line.partition(", PyTorch")[0]
+        write_between(README, {"records:summary": f"{device}:\n\n{table(summary(rows))}"})
 
 
 def smoke(folder):
@@ -517,15 +642,16 @@ def smoke(folder):
     print(f"{line}\n\n{table(rows)}")
 
 
-def main():
+def parse_flags():
     parser = unet_io.Parser(description=__doc__)
-    add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prepare", action="store_true", help="write the images of all data sets into FOLDER/data")
     what.add_argument("--job", metavar="NAME", help="train and judge DATA-RECIPE-SEED, such as fashion-ours-0; DATA is"
                       f" {' or '.join(DATA_SETS)}, RECIPE {', '.join(RECIPES)}")
     what.add_argument("--write", action="store_true", help="write the results in FOLDER into docs/records.md")
     what.add_argument("--smoke", action="store_true", help="everything in miniature, and print its table")
+
+    add = parser.add_argument
     add("--folder", type=lambda text: pathlib.Path(text).resolve(), default=ROOT / "build/records",
         help="where images, runs and results lie (default: build/records)")
     add("--minutes", type=generate.parse_numbers, default=[1, 2, 5, 10], metavar="LIST",
@@ -536,9 +662,15 @@ def main():
         help="Fashion-MNIST's four files for --prepare, as Debian's package dataset-fashion-mnist has them")
     add("--clipart_dir", default="/usr/share/openclipart/png", metavar="FOLDER",
         help="clip art for --prepare, as Debian's package openclipart-png has it")
+
     args = parser.parse_args()
     if min(args.minutes) < 1:
         raise UserError("--minutes must be 1 or more each")
+    return args
+
+
+def main():
+    args = parse_flags()
     options = Options(args.folder, tuple(args.minutes), time.monotonic() + args.seconds)
     if args.prepare:
         prepare(options, args.fashion_dir, args.clipart_dir)
@@ -547,14 +679,7 @@ def main():
             raise UserError("a job counts minutes of a GPU, and PyTorch finds none here; --smoke runs everywhere")
         Job(args.job, options).run()
     elif args.write:
-        results = read_results(args.folder)
-        if not results:
-            raise UserError(f"{args.folder} holds no results: each --job writes some")
-        found = render(results, PAGE.read_text())
-        write_between(PAGE, {f"records:{data}": f"{line}\n\n{table(rows)}" for data, (line, rows) in found.items()})
-        if "fashion" in found:
-            line, rows = found["fashion"]
-            write_between(README, {"records:summary": f"{line.partition(', PyTorch')[0]}:\n\n{table(summary(rows))}"})
+        write_tables(args.folder)
     else:
         smoke(args.folder / "smoke")
 

@@ -28,33 +28,50 @@ def convert(log, folder):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("event files need PyTorch and tensorboard: pip install torch tensorboard") from None
-    metrics, beside = read_metrics(log), os.path.dirname(log) or "."
+    metrics = read_metrics(log)
     unet_io.check_folder(folder)
     os.makedirs(folder, exist_ok=True)
     for name in os.listdir(folder):
         if name.endswith(SUFFIX):
             os.remove(os.path.join(folder, name))
-    scalars = grids = 0
     with SummaryWriter(folder, filename_suffix=SUFFIX) as writer:
-        for key, points in metrics.items():
-            for step, value in points.items():
-                several = isinstance(value, list)
-                for n, element in enumerate(value if several else [value], 1):
-                    if element is not None:
-                        writer.add_scalar(f"{key}/{n}" if several else key, number(element), step)
-                        scalars += 1
-        for name in sorted(os.listdir(beside)):
-            path, match = os.path.join(beside, name), re.fullmatch(r"samples_(\d+)\.png", name)
-            if match and os.path.isfile(path) and int(match[1]) in STEPS:
-                try:
-                    with Image.open(path, formats=["PNG"]) as image:
-                        pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
-                except Exception as error:  # Pillow raises nearly anything on damaged files
-                    print(f"note: {printable(f'{path} left out: {error}')}", file=sys.stderr)
-                    continue
-                writer.add_image("samples", pixels, int(match[1]), dataformats="HWC")
-                grids += 1
+        scalars = write_scalars(writer, metrics)
+        grids = write_grids(writer, os.path.dirname(log) or ".")
     return scalars, grids
+
+
+def write_scalars(writer, metrics):
+    """Write what read_metrics gave, but for what is null. -> how many"""
+    written = 0
+    for key, points in metrics.items():
+        for step, value in points.items():
+            scalars = {key: value}
+            if isinstance(value, list):
+                scalars = {f"{key}/{n}": element for n, element in enumerate(value, 1)}
+            for name, element in scalars.items():
+                if element is not None:
+                    writer.add_scalar(name, number(element), step)
+                    written += 1
+    return written
+
+
+def write_grids(writer, folder):
+    """Write the grids of samples in a folder; a note on stderr names those that can't be read. -> how many"""
+    written = 0
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        match = re.fullmatch(r"samples_(\d+)\.png", name)
+        if not match or not os.path.isfile(path) or int(match[1]) not in STEPS:
+            continue
+        try:
+            with Image.open(path, formats=["PNG"]) as image:
+                pixels = np.asarray(image.convert("RGB"))  # (H, W, 3)
+        except Exception as error:  # Pillow raises nearly anything on damaged files
+            print(f"note: {printable(f'{path} left out: {error}')}", file=sys.stderr)
+            continue
+        writer.add_image("samples", pixels, int(match[1]), dataformats="HWC")
+        written += 1
+    return written
 
 
 def main():

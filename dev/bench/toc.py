@@ -14,14 +14,16 @@ LIST = re.compile(r"(?<=\n// Contents\n//\n)(//  [ \d]\d  .*\n|//      .*\n)*")
 
 def contents(code):
     """The lines of the list, each with its end."""
-    found = []
+    parts_of = {}  # by section
     for section, part in re.findall(r"^// ==== (\d+  .+?) =+$|^// ---- (.+?)(?: -+)?$", code, re.M):
         if section:
-            found.append((*section.split("  "), []))
+            parts = []
+            parts_of[section] = parts
         else:
-            found[-1][2].append(re.split("[:;]", part)[0])
+            parts.append(re.split("[:;]", part)[0])
     text = ""
-    for number, name, parts in found:
+    for section, parts in parts_of.items():
+        number, name = section.split("  ")
         line = f"{name}: {'; '.join(parts)}" if parts else name
         text += textwrap.fill(line, width=110, initial_indent=f"//  {number:>2}  ",
                               subsequent_indent="//        ", break_on_hyphens=False) + "\n"
