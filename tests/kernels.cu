@@ -177,17 +177,17 @@ static void append(std::vector<double>* numbers, const StepState& state) {
     numbers->insert(numbers->end(), history.norms, history.norms + WINDOW);
 }
 
-// A tensor of any type on both sides: on the device, and here for the CPU's functions.
+// A tensor of any type on both sides: on the device, and on the host for the CPU's functions.
 struct AnyBuffer {
     virtual ~AnyBuffer() {}
-    virtual void upload() = 0;
-    virtual void poison() = 0;                    // makes the device's NaN
+    virtual void upload() = 0;                   // the host's values to the device
+    virtual void poison() = 0;                   // makes the device's NaN
     virtual std::vector<char> bits() const = 0;  // the device's
-    virtual std::vector<double> numbers(bool here) const = 0;
+    virtual std::vector<double> numbers(bool of_host) const = 0;
 };
 
-// On the device it holds T, here a float where T is floatX. The device's memory is no larger than the tensor, so that
-// compute-sanitizer's memcheck sees an access past its end.
+// On the device it holds T. So it does on the host, except that floatX is a float there. The device's memory is no
+// larger than the tensor, so that compute-sanitizer's memcheck sees an access past its end.
 template <typename T> struct Pair : AnyBuffer {
     typedef std::conditional_t<std::is_same_v<T, floatX>, float, T> Host;
     std::vector<Host> host;
@@ -209,7 +209,7 @@ template <typename T> struct Pair : AnyBuffer {
 
     size_t bytes() const { return host.size() * sizeof(T); }
 
-    // Rounds the values here to T, so that both sides start from the same numbers.
+    // Rounds the host's values to T, so that both sides start from the same numbers.
     void upload() override {
         std::vector<T> values(host.begin(), host.end());
         for (size_t i = 0; i < host.size(); i++) host[i] = (Host)values[i];
@@ -230,10 +230,10 @@ template <typename T> struct Pair : AnyBuffer {
         return std::vector<char>((char*)values.data(), (char*)values.data() + bytes());
     }
 
-    std::vector<double> numbers(bool here) const override {
+    std::vector<double> numbers(bool of_host) const override {
         std::vector<double> all;
         all.reserve(host.size());
-        if (here)
+        if (of_host)
             for (const Host& value : host) append(&all, value);
         else
             for (const T& value : download()) append(&all, (Host)value);
@@ -264,8 +264,8 @@ typedef Pair<float> Floats;
     static constexpr auto multiply_matrices = side::multiply_matrices;                           \
     static void channel_moments(Tensor x) { side::channel_moments(x); }
 
-// A matrix product is done by the kernel that the program chooses, unless a test names a portable one (0 to 2). Unless
-// forced_splits is 0, it is also how many parts the sum has.
+// A matrix product is done by the kernel that the program chooses, unless forced_tile is a portable one (0 to 2, as in
+// GemmKernel). A portable kernel splits the sum as the program chooses, unless forced_splits says into how many parts.
 static int forced_tile = -1;
 static int forced_splits = 0;
 
@@ -281,6 +281,7 @@ static std::string forced() {
     return text(" tile %d splits %d", forced_tile, forced_splits);
 }
 
+// Products with 16 channels or fewer have a kernel of their own, PORTABLE_128x16, which is always left to them.
 template <int TAPS, bool TRANSPOSED> static void launch_as_forced(const gpu::Gemm& g) {
     gpu::GemmChoice choice = gpu::choose(g, TAPS, TRANSPOSED);
     const bool forces = forced_tile >= 0 || (forced_splits && choice.kernel < gpu::HOPPER_128);
@@ -296,7 +297,7 @@ static void at_once(auto launches) { launches(); }
 
 struct OnDevice {
     LAYERS_OF(gpu, on_side_stream_deferred)
-    static constexpr bool here = false;
+    static constexpr bool is_host = false;
     typedef floatX T;
 
     template <typename Element> Element* operator()(Pair<Element>& pair, bool present = true) const {
@@ -326,7 +327,7 @@ struct OnDevice {
 
 struct OnHost {
     LAYERS_OF(cpu, at_once)
-    static constexpr bool here = true;
+    static constexpr bool is_host = true;
     typedef float T;
 
     template <typename Element>
@@ -365,8 +366,8 @@ struct Output {
     double limit;
     int part = 0, parts = 1, width = 1;
 
-    std::vector<double> numbers(bool here) const {
-        std::vector<double> all = buffer->numbers(here);
+    std::vector<double> numbers(bool of_host) const {
+        std::vector<double> all = buffer->numbers(of_host);
         if (parts == 1) return all;
 
         std::vector<double> own;
@@ -429,7 +430,7 @@ template <typename Gpu, typename Cpu, typename Call>
 static void check(const std::string& layer, const std::string& shape, const std::vector<Output>& outputs, Gpu gpu,
                   Cpu cpu, Call call) {
     check(layer, shape, outputs, [&](auto on) {
-        if constexpr (on.here) call(cpu, on);
+        if constexpr (on.is_host) call(cpu, on);
         else call(gpu, on);
     });
 }
@@ -496,7 +497,7 @@ static void test_conv(const ConvTest& s) {
         if (s.dx) on.input_gradient(Tensor{on(dx), B, H, W, C}, from, weights(on));
 
         // Over so many pixels the fast CPU function, which sums in fp32, is no measure. The plain one sums in double.
-        if constexpr (on.here)
+        if constexpr (on.is_host)
             if (M >= 300000)
                 cpu::plain::conv3x3_backward_weight(weights(on), from, Tensor{on(x), B, H, W, C},
                                                     {on(demb, s.demb), pitch});
@@ -628,7 +629,7 @@ struct NormTensors {
     // The moments of x and x2, which forward reads.
     template <typename On> void measure(On on) {
         auto x = (*this)(on).x;
-        if (!on.here) {
+        if (!on.is_host) {
             moments.poison();
             moments2.poison();
         }
@@ -690,7 +691,7 @@ static void test_norm(const NormTest& s) {
             typedef typename decltype(on)::Tensor Tensor;
             typedef typename decltype(on)::T T;
             Tensor gradient = {on(dy), s.B, 1, s.T, K};  // first of the norm's output, then before the SiLU
-            if (!on.here) {
+            if (!on.is_host) {
                 dy.upload();
                 norm.sums.poison();
             }
@@ -741,9 +742,9 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(x), B, H, W, O};
         const int before = sum_passes;
-        if (!on.here) norm.moments.poison();
+        if (!on.is_host) norm.moments.poison();
         on.product_forward(norm(on).x.first, from, weights(on));
-        if (!on.here) check_sums(before);
+        if (!on.is_host) check_sums(before);
     });
 
     // Both norms read the product that the launcher wrote.
@@ -764,7 +765,7 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         check("norm then conv3x3", shape, outputs, [&](auto on) {
             split.measure(on);
             auto from = on.groupnorm_for_conv3x3({on(normed), B, H, W, K}, split(on), O);
-            if (on.here)
+            if (on.is_host)
                 for (float& value : normed.host) value = rounded(value);
 #ifdef HOPPER
             else if (s.on_the_way && !from.half_scale_shift)
@@ -795,13 +796,13 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         Tensor dy = {on(dnormed), B, H, W, K};
         auto of = split(on);
         const int before = sum_passes;
-        if (!on.here) split.sums.poison();
-        on.input_gradient(dy, {on(dout), B, H, W, O}, second(on), {.norm = on.here && apart ? decltype(of)() : of});
-        if (!on.here) {
+        if (!on.is_host) split.sums.poison();
+        on.input_gradient(dy, {on(dout), B, H, W, O}, second(on), {.norm = on.is_host && apart ? decltype(of)() : of});
+        if (!on.is_host) {
             apart = sum_passes > before;
             check_sums(before);
         }
-        if (on.here && apart) {
+        if (on.is_host && apart) {
             for (float& value : dnormed.host) value = rounded(value);
             on.groupnorm_backward_sums(dy, dy, of);
         }
@@ -1039,7 +1040,7 @@ static void test_embedding(int B, int C) {
     });
 
     enum { CLASSES = 7 };  // the row behind them is that of no class
-    std::vector<SampleSpec> some_specs;
+    std::vector<SampleSpec> some_specs;  // of half of the rows: the others have no class
     for (int i = 0; i < ceil_div(B, 2); i++) some_specs.push_back({(uint32_t)i, i * i % CLASSES});
     Pair<SampleSpec> specs(some_specs);
     std::vector<int> some_labels = some_timesteps(B);
@@ -1129,14 +1130,14 @@ struct DiffusionTest {
     Pair<int> mixed_timesteps{with_first_timesteps(B)};
     Pair<StepState> state{std::vector<StepState>(1, state_at(123456))};
 
-    // Every other is timestep 0, where --learn_sigma has another loss, and the pairs of --consistency another target.
+    // Every other is timestep 0, where --learn_sigma has another loss.
     static std::vector<int> with_first_timesteps(int B) {
         std::vector<int> t = some_timesteps(B);
         for (int b = 0; b < B; b += 2) t[b] = 0;
         return t;
     }
 
-    // The loss of a batch that has B samples, or of B samples of a batch that has more.
+    // The loss of a batch whose samples have these timesteps.
     template <typename On> BatchLoss loss_of(On on, Pair<int>& timesteps) {
         return {.chunk_sums = on(losses),
                 .timesteps = on(timesteps),
@@ -1765,7 +1766,7 @@ static void test_products(RightMatrix right_lies, bool has_norms) {
         size_t bytes = count * sizeof(Product);
         Product* list = products.data();
         Product* other_list = others.data();
-        if (!on.here) {
+        if (!on.is_host) {
             list = (Product*)backend_allocate(2 * bytes);
             other_list = list + count;
             backend_upload(list, products.data(), bytes);
@@ -1776,7 +1777,7 @@ static void test_products(RightMatrix right_lies, bool has_norms) {
         on.multiply_matrices(list, (int)count, tiles, right_lies);
         if (has_norms) on.multiply_matrices(other_list, 1, products[0].tiles(right_lies), right_lies);
 
-        if (!on.here) {
+        if (!on.is_host) {
             wait_for(newest_event);
             CUDA_CHECK(cudaDeviceSynchronize());
             backend_free(list);
