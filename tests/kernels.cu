@@ -436,6 +436,7 @@ static void check(const std::string& layer, const std::string& shape, const std:
 }
 
 // ---- matrix products --------------------------------------------------------------------------------------
+// M is the number of pixels of all images, and K that of the channels of x and x2 together.
 
 // The parameters of a product, w (O, TAPS, C) and bias (O), and their gradients.
 template <int TAPS> struct Weights {
@@ -454,26 +455,25 @@ template <int TAPS> struct Weights {
     }
 };
 
-// x (B, H, W, C), out (B, H, W, O). The switches are what forward adds to its output, and what backward computes beside
-// the gradients of the parameters.
+// A 3x3 convolution of x (B, H, W, C) to out (B, H, W, O).
 struct ConvTest {
     int B, H, W, C, O;
-    bool emb = false;       // adds a row for each image
-    bool residual = false;  // adds a tensor
-    bool in_place = false;  // adds what `out` holds
-    bool dx = true;
-    bool demb = false;
+    bool emb = false;       // forward adds a row for each image
+    bool residual = false;  // forward adds a tensor
+    bool in_place = false;  // forward adds what `out` holds
+    bool dx = true;         // backward computes the gradient of x
+    bool demb = false;      // backward computes the gradient of emb
 };
 
 static void test_conv(const ConvTest& s) {
     int B = s.B, H = s.H, W = s.W, C = s.C, O = s.O;
     std::string shape = text("B%d H%d W%d C%d O%d", B, H, W, C, O) + forced();
     size_t M = (size_t)B * H * W;
-    int pitch = O + 24;  // of the rows of emb and demb: what stands behind an image's O channels stays as it is
-    Layer x(M * C);
-    Layer emb((size_t)B * pitch);
-    Layer residual(M * O);
-    Layer out(M * O);
+    int pitch = O + 24;  // what stands behind an image's O channels in a row of demb stays as it is
+    Layer x(M * C);                // (B, H, W, C)
+    Layer emb((size_t)B * pitch);  // (B, pitch), of which (B, O) are read
+    Layer residual(M * O);         // (B, H, W, O)
+    Layer out(M * O);              // (B, H, W, O)
     Weights<9> weights(O, C);
 
     check("conv3x3 forward", shape, {{&out, s.in_place ? KEPT : WRITTEN, "out", LIMIT}}, [&](auto on) {
@@ -484,9 +484,9 @@ static void test_conv(const ConvTest& s) {
                            {.emb = {on(emb, s.emb), pitch}, .residual = added});
     });
 
-    Layer dout(M * O);
-    Layer dx(M * C);
-    Layer demb((size_t)B * pitch);
+    Layer dout(M * O);              // (B, H, W, O)
+    Layer dx(M * C);                // (B, H, W, C)
+    Layer demb((size_t)B * pitch);  // (B, pitch), of which (B, O) are written
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&dx, WRITTEN, "dx", LIMIT});
     if (s.demb) outputs.push_back({&demb, KEPT, "demb", LIMIT});
@@ -504,21 +504,21 @@ static void test_conv(const ConvTest& s) {
     });
 }
 
-// x (M, C) and x2 (M, C2) side by side, out (M, O).
+// A linear layer of x (M, C) and x2 (M, C2) side by side, to out (M, O).
 struct LinearTest {
     int M, C, C2 = 0, O = 0;
-    bool residual = false;  // forward adds a tensor
-    bool dx = true;
+    bool residual = false;    // forward adds a tensor
+    bool dx = true;           // backward computes the gradients of x and x2
     bool accumulate = false;  // backward adds to dx
 };
 
 static void test_linear(const LinearTest& s) {
     std::string shape = text("M%d C%d+%d O%d", s.M, s.C, s.C2, s.O) + forced();
     size_t M = s.M;
-    Layer x(M * s.C);
-    Layer x2(M * s.C2);
-    Layer residual(M * s.O);
-    Layer out(M * s.O);
+    Layer x(M * s.C);         // (M, C)
+    Layer x2(M * s.C2);       // (M, C2)
+    Layer residual(M * s.O);  // (M, O)
+    Layer out(M * s.O);       // (M, O)
     Weights<1> weights(s.O, s.C + s.C2);
     auto joined = [&](auto on, Layer& first, Layer& second) {
         typedef typename decltype(on)::Tensor Tensor;
@@ -531,9 +531,9 @@ static void test_linear(const LinearTest& s) {
                            {.residual = {on(residual, s.residual), s.M, 1, 1, s.O}});
     });
 
-    Layer dout(M * s.O);
-    Layer dx(M * s.C);
-    Layer dx2(M * s.C2);
+    Layer dout(M * s.O);  // (M, O)
+    Layer dx(M * s.C);    // (M, C)
+    Layer dx2(M * s.C2);  // (M, C2)
     Before before = s.accumulate ? KEPT : WRITTEN;
     std::vector<Output> outputs = weights.gradients(WEIGHT_LIMIT);
     if (s.dx) outputs.push_back({&dx, before, "dx", LIMIT});
@@ -547,6 +547,7 @@ static void test_linear(const LinearTest& s) {
 
 // ---- group norm, attention, resampling --------------------------------------------------------------------
 
+// Zeros for each channel of every tile of the images.
 template <typename T> static std::vector<T> of_tiles(int B, int pixels, int C) {
     return std::vector<T>((size_t)B * norm_tiles(pixels) * C);
 }
@@ -638,12 +639,12 @@ struct NormTensors {
     }
 };
 
-// T pixels of each image. The switches `accumulate` and `residual` are what backward adds to dx.
+// A group norm over images of T pixels.
 struct NormTest {
     int B, T, C, C2 = 0, G = 32;
     bool silu = true;
-    bool accumulate = false;  // adds what dx holds
-    bool residual = false;    // adds a tensor
+    bool accumulate = false;  // backward adds to dx
+    bool residual = false;    // backward adds a tensor to dx
     float mean = 0.3f;        // of x
     bool modulated = false;
 };
@@ -655,9 +656,9 @@ static void test_norm(const NormTest& s) {
     if (s.residual) shape += " residual";
     if (s.modulated) shape += " modulated";
     int K = s.C + s.C2;
-    size_t N = (size_t)s.B * s.T;
+    size_t M = (size_t)s.B * s.T;
     NormTensors norm(s.B, 1, s.T, s.C, s.C2, s.G, s.silu, s.mean, s.modulated);
-    Layer out(N * K);
+    Layer out(M * K);  // (B, 1, T, K)
 
     std::vector<Output> written = norm.record(FLOAT_LIMIT);
     written.push_back({&out, WRITTEN, "out", LIMIT});
@@ -668,10 +669,10 @@ static void test_norm(const NormTest& s) {
     norm.upload_record();  // from here on both sides start from the CPU's
 
     bool in_place = !s.accumulate && !s.C2 && !s.residual;  // dx is then the memory of dy
-    Layer dy(N * K);
-    Layer residual(N * s.C);
-    Layer dx(N * s.C);
-    Layer dx2(N * s.C2);
+    Layer dy(M * K);          // (B, 1, T, K)
+    Layer residual(M * s.C);  // (B, 1, T, C)
+    Layer dx(M * s.C);        // (B, 1, T, C)
+    Layer dx2(M * s.C2);      // (B, 1, T, C2)
     Layer& first_dx = in_place ? dy : dx;
     Before before = s.accumulate || in_place ? KEPT : WRITTEN;
 
@@ -724,8 +725,8 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
     int K = s.C + s.C2;
     size_t M = (size_t)B * T;
     NormTensors norm(B, H, W, K, 0, s.G, s.silu, 0, s.modulated);
-    Layer x(M * O);
-    Layer out(M * K);
+    Layer x(M * O);    // (B, H, W, O)
+    Layer out(M * K);  // (B, H, W, K)
     Weights<TAPS> weights(K, O);
     const char* layer = TAPS == 9 ? "conv3x3 then norm" : "linear then norm";
 
@@ -738,6 +739,7 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
             fault(layer, shape + (whole ? ": left no sums behind" : ": left sums behind"));
     };
 
+    // The first product, and the norm of it.
     check(layer, shape, {{&norm.x, WRITTEN, "product", LIMIT}}, [&](auto on) {
         typedef typename decltype(on)::Tensor Tensor;
         Tensor from = {on(x), B, H, W, O};
@@ -747,7 +749,7 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         if (!on.is_host) check_sums(before);
     });
 
-    // Both norms read the product that the launcher wrote.
+    // From here on both sides read the product that the launcher wrote.
     std::vector<floatX> product = norm.x.download();
     norm.x.host.assign(product.begin(), product.end());
     cpu::channel_moments(norm(OnHost()).x.first);
@@ -755,11 +757,12 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
     written.push_back({&out, WRITTEN, "out", 1.5 * LIMIT});
     check(layer, shape, written, [&](auto on) { on.groupnorm_forward({on(out), B, H, W, K}, norm(on)); });
 
+    // Forward through a norm and the second product.
     NormTensors split(B, H, W, s.C, s.C2, s.G, s.silu, 0, s.modulated);
     Weights<TAPS> second(O, K);
     if (TAPS == 9) {
-        Layer normed(M * K);
-        Layer next(M * O);
+        Layer normed(M * K);  // (B, H, W, K)
+        Layer next(M * O);    // (B, H, W, O)
         std::vector<Output> outputs = split.record(LIMIT);
         outputs.push_back({&next, WRITTEN, "product", LIMIT});
         check("norm then conv3x3", shape, outputs, [&](auto on) {
@@ -775,10 +778,11 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         });
     }
 
-    Layer dout(M * O);
-    Layer dnormed(M * K);
-    Layer dx(M * s.C);
-    Layer dx2(M * s.C2);
+    // Backward through the second product and the norm.
+    Layer dout(M * O);     // (B, H, W, O)
+    Layer dnormed(M * K);  // (B, H, W, K)
+    Layer dx(M * s.C);     // (B, H, W, C)
+    Layer dx2(M * s.C2);   // (B, H, W, C2)
     split.measure(OnHost());
     cpu::groupnorm_forward({out.host.data(), B, H, W, K}, split(OnHost()));
     split.upload_record();
@@ -795,9 +799,11 @@ template <int TAPS> static void test_normed_product(const NormedProductTest& s) 
         typedef typename decltype(on)::Tensor Tensor;
         Tensor dy = {on(dnormed), B, H, W, K};
         auto of = split(on);
+        auto begun = of;  // the norm whose gradient the product begins
+        if (on.is_host && apart) begun = {};
         const int before = sum_passes;
         if (!on.is_host) split.sums.poison();
-        on.input_gradient(dy, {on(dout), B, H, W, O}, second(on), {.norm = on.is_host && apart ? decltype(of)() : of});
+        on.input_gradient(dy, {on(dout), B, H, W, O}, second(on), {.norm = begun});
         if (!on.is_host) {
             apart = sum_passes > before;
             check_sums(before);
@@ -819,11 +825,11 @@ static void test_attention(int B, int T, int heads, int d) {
     std::string shape = text("B%d T%d heads %d of %d", B, T, heads, d);
     int C = heads * d;
     size_t N = (size_t)B * T * C;
-    Layer qkv(3 * N);
-    Layer out(N);
-    Layer dout(N);
-    Layer dqkv(3 * N);
-    Floats lse((size_t)B * heads * T);
+    Layer qkv(3 * N);                   // (B, T, 3, heads, d)
+    Layer out(N);                       // (B, T, heads, d)
+    Layer dout(N);                      // (B, T, heads, d)
+    Layer dqkv(3 * N);                  // (B, T, 3, heads, d)
+    Floats lse((size_t)B * heads * T);  // (B, heads, T)
 
     check("attention forward", shape, {{&out, WRITTEN, "out", ATTENTION_LIMIT}, {&lse, WRITTEN, "lse", FLOAT_LIMIT}},
           [&](auto on) {
@@ -857,13 +863,19 @@ static_assert(sizeof(gpu::AttentionTile<MAX_HEAD / 2>::Backward) <= 99 << 10 &&
 // Attention over so many pixels T of one image, with one head of d channels, that the CPU cannot do it in full. It
 // computes in double every `stride`-th row: as a query its out, lse and dq, as a key its dk and dv. For dk and dv it
 // takes the out and lse of all queries from the device, where the same kernel wrote the rows that are checked.
+//
+// With s = 1 / sqrt(d) and p_ij = exp(s q_i k_j - lse_i), whose sum over the keys j is 1:
+//   out_i = sum over j of p_ij v_j
+//   dq_i = s sum over j of p_ij (dout_i v_j - dout_i out_i) k_j
+//   dk_j = s sum over i of p_ij (dout_i v_j - dout_i out_i) q_i
+//   dv_j = sum over i of p_ij dout_i
 static void test_long_attention(int T, int d, int stride) {
     std::string shape = text("B1 T%d heads 1 of %d, every %d-th row", T, d, stride);
     size_t N = (size_t)T * d;
-    Layer qkv(3 * N);
-    Layer out(N);
-    Layer dout(N);
-    Layer dqkv(3 * N);
+    Layer qkv(3 * N);   // (T, 3, d)
+    Layer out(N);       // (T, d)
+    Layer dout(N);      // (T, d)
+    Layer dqkv(3 * N);  // (T, 3, d)
     Floats lse(T);
     attention_forward({out.device, 1, 1, T, d}, lse.device, {qkv.device, 1, 1, T, 3 * d}, 1);
     attention_backward({dqkv.device, 1, 1, T, 3 * d}, {dout.device, 1, 1, T, d}, {out.device, 1, 1, T, d}, lse.device,
@@ -885,7 +897,7 @@ static void test_long_attention(int T, int d, int stride) {
         return sum;
     };
 
-    // Returns the lse of query i, and adds to out and dq (d), which are zero.
+    // Returns the lse of query i, and computes its out and dq (d), which are zero before.
     auto compute_query = [&](size_t i, double* out, double* dq) {
         double largest = -INFINITY;
         for (int j = 0; j < T; j++) largest = std::max(largest, scale * dot(q(i), k(j)));
@@ -912,14 +924,14 @@ static void test_long_attention(int T, int d, int stride) {
     for (int t = 0; t < T; t++)
         for (int c = 0; c < d; c++) dout_out[t] += gradient(t)[c] * device_out[(size_t)t * d + c];
 
-    // Adds to dk and dv (d) of key i, which are zero.
-    auto compute_key = [&](size_t i, double* dk, double* dv) {
-        for (int j = 0; j < T; j++) {
-            double p = exp(scale * dot(q(j), k(i)) - device_lse[j]);
-            double ds = scale * p * (dot(gradient(j), v(i)) - dout_out[j]);
+    // Computes dk and dv (d) of key j, which are zero before.
+    auto compute_key = [&](size_t j, double* dk, double* dv) {
+        for (int i = 0; i < T; i++) {
+            double p = exp(scale * dot(q(i), k(j)) - device_lse[i]);
+            double ds = scale * p * (dot(gradient(i), v(j)) - dout_out[i]);
             for (int c = 0; c < d; c++) {
-                dk[c] += ds * q(j)[c];
-                dv[c] += p * gradient(j)[c];
+                dk[c] += ds * q(i)[c];
+                dv[c] += p * gradient(i)[c];
             }
         }
     };
@@ -931,20 +943,20 @@ static void test_long_attention(int T, int d, int stride) {
     for (std::vector<double>& tensor : exact) tensor.resize((size_t)rows * d);
 #pragma omp parallel for
     for (int r = 0; r < rows; r++) {
-        size_t i = (size_t)r * stride;
+        size_t row = (size_t)r * stride;
         size_t at = (size_t)r * d;
-        exact_lse[r] = compute_query(i, &exact[OUT][at], &exact[DQ][at]);
-        compute_key(i, &exact[DK][at], &exact[DV][at]);
+        exact_lse[r] = compute_query(row, &exact[OUT][at], &exact[DQ][at]);
+        compute_key(row, &exact[DK][at], &exact[DV][at]);
     }
 
     std::vector<double> found[TENSORS];
     std::vector<double> found_lse;
     for (int r = 0; r < rows; r++) {
-        size_t i = (size_t)r * stride;
-        found_lse.push_back(device_lse[i]);
+        size_t row = (size_t)r * stride;
+        found_lse.push_back(device_lse[row]);
         for (int c = 0; c < d; c++) {
-            found[OUT].push_back(device_out[i * d + c]);
-            for (int part = 0; part < 3; part++) found[DQ + part].push_back(device_dqkv[(i * 3 + part) * d + c]);
+            found[OUT].push_back(device_out[row * d + c]);
+            for (int part = 0; part < 3; part++) found[DQ + part].push_back(device_dqkv[(row * 3 + part) * d + c]);
         }
     }
 
@@ -967,7 +979,7 @@ static void test_long_attention(int T, int d, int stride) {
     compare("dv", found[DV], exact[DV], ATTENTION_BACKWARD_LIMIT);
 }
 
-// Between images of H x W and of 2H x 2W pixels.
+// Repeats each pixel of `small` (B, H, W, C) four times, and adds up four pixels of `big` (B, 2H, 2W, C) to one.
 static void test_resample(int B, int H, int W, int C) {
     std::string shape = text("B%d H%d W%d C%d", B, H, W, C);
     size_t n = (size_t)B * H * W * C;
@@ -1070,11 +1082,11 @@ static void test_embedding(int B, int C) {
             .dtable = on(dtable), .dout = {on(rows), B, 1, 1, C}, .labels = on(labels), .rows = CLASSES + 1});
     });
 
-    auto round_there = [](floatX* to, const float* from, size_t n) {
+    auto round_on_device = [](floatX* to, const float* from, size_t n) {
         run(RoundWeights{.to = to, .from = from, .n = n});
     };
-    auto round_here = [](float* to, const float* from, size_t n) { std::transform(from, from + n, to, rounded); };
-    check("round weights", shape, {{&y, WRITTEN, "working copy", EXACT}}, round_there, round_here,
+    auto round_on_host = [](float* to, const float* from, size_t n) { std::transform(from, from + n, to, rounded); };
+    check("round weights", shape, {{&y, WRITTEN, "working copy", EXACT}}, round_on_device, round_on_host,
           [&](auto round, auto on) { round(on(y), on(weights), n); });
 }
 
@@ -1113,7 +1125,7 @@ static StepState state_at(int64_t step) {
 struct DiffusionTest {
     int B, H, W, predict;
     std::string shape;
-    int channels = 1 + predict % 4;
+    int channels = 1 + predict;
     size_t n = (size_t)B * H * W * PIXEL;
 
     Floats images{(size_t)B * channels * H * W, 0.5f};  // (B, channels, H, W)
