@@ -1301,7 +1301,7 @@ struct DiffusionTest {
         std::vector<int> chosen_steps(B);
         for (int b = 0; b < B; b++) chosen_steps[b] = (b + 1) % 2;
         Pair<int> chosen(chosen_steps);
-        outputs = {{&input, KEPT, "input", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}};
+        outputs = {{&x_t, WRITTEN, "x_t", LIMIT}, {&target, WRITTEN, "target", FLOAT_LIMIT}};
         check("load points of paths", shape, outputs, [&](auto on) {
             typedef typename decltype(on)::T T;
             on.run(LoadPathPoints<T>{.x_t = {on(x_t), B, H, W, PIXEL},
