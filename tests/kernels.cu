@@ -1852,6 +1852,36 @@ static void check_tiny() {
     report_lines();
 }
 
+// The products of a model, each shape once.
+static void test_model_products(const Plan& plan) {
+    std::vector<std::vector<int>> seen;
+    auto first = [&](std::vector<int> shape) {
+        bool fresh = std::find(seen.begin(), seen.end(), shape) == seen.end();
+        seen.push_back(shape);
+        return fresh;
+    };
+    for (const Block& b : plan.blocks) {
+        int M = 3 * b.H * b.H;
+        int K = padded(b.C + b.C2);
+        int O = padded(b.O);
+        bool res = b.kind == BLOCK_RES;
+        bool conv = res || b.kind == BLOCK_CONV_IN || b.kind == BLOCK_OUT;
+        if (conv && first({9, b.H, K, O})) {
+            bool dx = K > PIXEL;  // the gradient of the images is not wanted
+            test_conv({.B = 3, .H = b.H, .W = b.H, .C = K, .O = O,
+                       .emb = true, .residual = true, .dx = dx, .demb = true});
+        }
+        if (res && first({9, b.H, b.O, b.O}))
+            test_conv({.B = 3, .H = b.H, .W = b.H, .C = b.O, .O = b.O, .in_place = true});
+        if (res && K != b.O && first({1, b.H, b.C, b.C2, b.O}))
+            test_linear({.M = M, .C = b.C, .C2 = b.C2, .O = b.O, .accumulate = b.accumulate});
+        if (b.kind == BLOCK_ATTENTION && first({1, b.H, b.C, 3})) {
+            test_linear({.M = M, .C = b.C, .O = 3 * b.C});
+            test_linear({.M = M, .C = b.C, .O = b.C, .residual = true, .accumulate = true});
+        }
+    }
+}
+
 // The shapes of the default model, and those at the edges of what the kernels take at once.
 static void check_products(const Plan& plan) {
     for (int tile = -1; tile < 3; tile++) {
@@ -1888,33 +1918,7 @@ static void check_products(const Plan& plan) {
     }
     test_linear({.M = 3, .C = 256, .O = 3712});
 
-    // Every shape of the default model, once.
-    std::vector<std::vector<int>> seen;
-    auto first = [&](std::vector<int> shape) {
-        bool fresh = std::find(seen.begin(), seen.end(), shape) == seen.end();
-        seen.push_back(shape);
-        return fresh;
-    };
-    for (const Block& b : plan.blocks) {
-        int M = 3 * b.H * b.H;
-        int K = padded(b.C + b.C2);
-        int O = padded(b.O);
-        bool res = b.kind == BLOCK_RES;
-        bool conv = res || b.kind == BLOCK_CONV_IN || b.kind == BLOCK_OUT;
-        if (conv && first({9, b.H, K, O})) {
-            bool dx = K > PIXEL;  // the gradient of the images is not wanted
-            test_conv({.B = 3, .H = b.H, .W = b.H, .C = K, .O = O,
-                       .emb = true, .residual = true, .dx = dx, .demb = true});
-        }
-        if (res && first({9, b.H, b.O, b.O}))
-            test_conv({.B = 3, .H = b.H, .W = b.H, .C = b.O, .O = b.O, .in_place = true});
-        if (res && K != b.O && first({1, b.H, b.C, b.C2, b.O}))
-            test_linear({.M = M, .C = b.C, .C2 = b.C2, .O = b.O, .accumulate = b.accumulate});
-        if (b.kind == BLOCK_ATTENTION && first({1, b.H, b.C, 3})) {
-            test_linear({.M = M, .C = b.C, .O = 3 * b.C});
-            test_linear({.M = M, .C = b.C, .O = b.C, .residual = true, .accumulate = true});
-        }
-    }
+    test_model_products(plan);
 
     // The bias gradient: of images smaller and larger than a tile, and of fewer and more images than go at once.
     static const int SIZES[][2] = {{1, 1}, {7, 7}, {40, 25}};
@@ -1928,9 +1932,8 @@ static void check_products(const Plan& plan) {
     report_lines();
 }
 
-static void check_all(const Plan& plan) {
-    check_products(plan);
-
+// Norms by themselves and between products.
+static void test_norms() {
     static const struct {
         int B, T, C, C2, G;
     } NORMS[] = {{3, 63, 96, 32, 32},     {1, 63, 128, 64, 32},  {3, 63, 192, 0, 8},
@@ -1981,6 +1984,11 @@ static void check_all(const Plan& plan) {
             }
         }
     }
+}
+
+static void check_all(const Plan& plan) {
+    check_products(plan);
+    test_norms();
 
     static const int ATTENTIONS[][4] = {
         {1, 49, 2, 16},   {3, 130, 1, 48},   {1, 64, 2, 64},   {1, 49, 1, 128},   {2, 64, 8, 32},
