@@ -53,20 +53,25 @@
 #include "harness.h"
 #include "microbatch.h"
 
+// Every other test judges by error_of and is_sentence, so these come first.
 static void test_error_measure() {
-    std::vector<double> r(1000, 1.0), zeros(1000, 0.0);
+    auto is_near = [](const std::vector<float>& a, const std::vector<double>& r) { return error_of(a, r) < 1e-5; };
+    std::vector<double> ones(1000, 1.0);
+    std::vector<double> zeros(1000, 0.0);
     std::vector<float> a(1000, 1.0f);
-    bool ok = error_of(a, r) < 1e-5;
-    a[500] = 1.0001f;
-    ok &= !(error_of(a, r) < 1e-5);
-    a[500] = NAN;
-    ok &= !(error_of(a, r) < 1e-5);
-    a[500] = INFINITY;
-    ok &= !(error_of(a, r) < 1e-5);
-    ok &= !(error_of(std::vector<float>(999, 1.0f), r) < 1e-5);
-    ok &= !(error_of(std::vector<float>(1000, 1e-30f), zeros) < 1e-5);
-    ok &= is_sentence("a.bin is damaged: it ends inside its section 2") && !is_sentence("") &&
-          !is_sentence("It is bad. Do something else") && !is_sentence("two\nlines of text");
+    bool ok = is_near(a, ones);
+
+    for (float bad : {1.0001f, (float)NAN, (float)INFINITY}) {
+        a[500] = bad;
+        ok &= !is_near(a, ones);
+    }
+    ok &= !is_near(std::vector<float>(999, 1.0f), ones);
+    ok &= !is_near(std::vector<float>(1000, 1e-30f), zeros);
+
+    ok &= is_sentence("a.bin is damaged: it ends inside its section 2");
+    ok &= !is_sentence("");
+    ok &= !is_sentence("It is bad. Do something else");
+    ok &= !is_sentence("two\nlines of text");
     report(ok, "error measure", "a NaN, one bad element and a wrong length fail");
 }
 
@@ -83,16 +88,23 @@ static std::vector<T> columns_of(const std::vector<T>& matrix, size_t width, siz
 // 1  RANDOM NUMBERS, CHECKSUM
 // ===========================================================================================================
 
-// The orders of some epochs, and the image that sample n of a run takes from them.
+// The orders of the images in some epochs.
 struct Orders {
-    std::vector<int> order;
+    std::vector<int> order;  // (epochs, count)
     BatchSource source = BatchSource();
+
     Orders(int count, int epochs, uint32_t seed) : order((size_t)count * epochs) {
         for (int epoch = 0; epoch < epochs; epoch++)
             random_permutation(order.data() + (size_t)epoch * count, count, seed, epoch);
-        source.order = order.data(), source.count = count, source.slots = epochs, source.batch = 1,
+
+        source.order = order.data();
+        source.count = count;
+        source.slots = epochs;
+        source.batch = 1;
         source.seed = seed;
     }
+
+    // The image that sample n of a run shows. With one sample a batch, that is what step n draws.
     int at(uint64_t n) const {
         int timestep, image;
         StepState state = StepState();
@@ -107,50 +119,70 @@ struct Orders {
     }
 };
 
-static void test_random() {
-    // the vectors published with the generator (Random123's kat_vectors): counter 0, and all bits set
+// Philox4x32-10 as Salmon et al. (2011) define it, for any counter c and key k. The program's philox has a counter
+// whose fourth word is always 0.
+static Philox philox_rounds(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)0xD2511F53u * c0;
+        uint64_t p1 = (uint64_t)0xCD9E8D57u * c2;
+        c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)p1;
+        c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)p0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return Philox{{c0, c1, c2, c3}};
+}
+
+// Against two of the vectors that were published with the generator (Random123's kat_vectors): all bits 0, all bits 1.
+static void test_philox() {
     Philox zero = philox(0, 0, 0, 0, 0);
     const uint32_t expected[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
     report(same_bits(zero.word, expected, sizeof expected), "philox zeros", "%08x %08x %08x %08x",
            zero.word[0], zero.word[1], zero.word[2], zero.word[3]);
-    // the fourth word of our counters is always 0, so the other vectors need the rounds spelled out with it
-    auto rounds = [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
-        for (int round = 0; round < 10; round++) {
-            uint64_t p0 = (uint64_t)0xD2511F53u * c0, p1 = (uint64_t)0xCD9E8D57u * c2;
-            c0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, c1 = (uint32_t)p1, c2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-            c3 = (uint32_t)p0, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-        }
-        return Philox{{c0, c1, c2, c3}};
-    };
-    Philox ones = rounds(~0u, ~0u, ~0u, ~0u, ~0u, ~0u);
+
+    Philox ones = philox_rounds(~0u, ~0u, ~0u, ~0u, ~0u, ~0u);
     const uint32_t expected_ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
     bool same = same_bits(ones.word, expected_ones, sizeof expected_ones);
+
     Dice dice{5};
     for (int i = 0; i < 1000; i++) {
-        uint32_t seed = dice.next(), stream = dice.next(), quad = dice.next(), sample = dice.next(),
-                 step = dice.next();
-        Philox ours = philox(seed, stream, quad, sample, step),
-               theirs = rounds(quad, sample, step, 0, seed, stream);
+        uint32_t seed = dice.next();
+        uint32_t stream = dice.next();
+        uint32_t quad = dice.next();
+        uint32_t sample = dice.next();
+        uint32_t step = dice.next();
+        Philox ours = philox(seed, stream, quad, sample, step);
+        Philox theirs = philox_rounds(quad, sample, step, 0, seed, stream);
         same &= same_bits(ours.word, theirs.word, sizeof ours.word);
     }
     report(same, "philox ones", "and 1000 random keys and counters against the rounds spelled out");
+}
 
+static void test_permutation() {
     bool permutes = true, differs = true;
     for (int n : {1, 2, 3, 78, 1000}) {
-        std::vector<int> first(n), second(n), again(n), sorted;
-        random_permutation(first.data(), n, 7, 0), random_permutation(second.data(), n, 7, 1);
+        std::vector<int> first(n), second(n), again(n);
+        random_permutation(first.data(), n, 7, 0);
+        random_permutation(second.data(), n, 7, 1);
         random_permutation(again.data(), n, 7, 0);
         permutes &= first == again;
         for (auto* order : {&first, &second}) {
-            sorted = *order;
+            std::vector<int> sorted = *order;
             std::sort(sorted.begin(), sorted.end());
             for (int i = 0; i < n; i++) permutes &= sorted[i] == i;
         }
         if (n > 50) differs &= first != second;
     }
     report(permutes && differs, "permutation", "holds each image once, and changes with the epoch");
+}
 
-    // Over an epoch of batches each image comes once, batches run across epochs, and going back works.
+static void test_random() {
+    test_philox();
+    test_permutation();
+
+    // Samples 20 to 29 are an epoch. Sample 14 is the fifth of the epoch before, and can be asked for after them.
     Orders orders(10, 3, 3);
     std::vector<int> seen(10), order(10);
     for (uint64_t n = 20; n < 30; n++) seen[orders.at(n)]++;
@@ -158,78 +190,119 @@ static void test_random() {
     bool ok = std::count(seen.begin(), seen.end(), 1) == 10 && orders.at(14) == order[4];
     report(ok, "order of the images", "an epoch holds each once, a step can be recomputed alone");
 
+    // The moments of N(0, 1): 0, 1 and, the fourth, 3.
     double sum = 0, squares = 0, fourth = 0;
     std::vector<float> values = normals_of(1, 1 << 18);
-    for (float v : values) sum += v, squares += (double)v * v, fourth += pow(v, 4);
+    for (float v : values) {
+        sum += v;
+        squares += (double)v * v;
+        fourth += pow(v, 4);
+    }
     double n = (double)values.size();
     ok = fabs(sum / n) < 0.01 && fabs(squares / n - 1) < 0.02 && fabs(fourth / n - 3) < 0.1;
     report(ok, "normals", "mean %.4f, variance %.4f, fourth moment %.3f", sum / n, squares / n, fourth / n);
 }
 
 static void test_checksum() {
-    uint32_t whole = crc32("123456789", 9), parts = crc32("6789", 4, crc32("12345", 5));
+    uint32_t whole = crc32("123456789", 9);
+    uint32_t parts = crc32("6789", 4, crc32("12345", 5));
+
+    // The definition: one bit of the message at a time through the reversed polynomial.
     std::vector<float> noise = normals_of(2, 1000);
-    uint32_t slow = ~0u;  // bit by bit
+    uint32_t remainder = ~0u;
     for (size_t i = 0; i < 4000; i++) {
-        slow ^= ((const uint8_t*)noise.data())[i];
-        for (int bit = 0; bit < 8; bit++) slow = slow & 1 ? slow >> 1 ^ 0xEDB88320u : slow >> 1;
+        remainder ^= ((const uint8_t*)noise.data())[i];
+        for (int bit = 0; bit < 8; bit++) {
+            bool lowest = remainder & 1;
+            remainder >>= 1;
+            if (lowest) remainder ^= 0xEDB88320u;
+        }
     }
-    report(whole == 0xCBF43926 && parts == whole && crc32(noise.data(), 4000) == ~slow, "crc32",
-           "%08x, in parts %08x", whole, parts);
+    bool noise_ok = crc32(noise.data(), 4000) == ~remainder;
+
+    // 0xCBF43926 is the check value that definitions of CRC-32 name.
+    report(whole == 0xCBF43926 && parts == whole && noise_ok, "crc32", "%08x, in parts %08x", whole, parts);
 }
 
 // ===========================================================================================================
 // 2  THE CPU'S MATRIX PRODUCT AND LAYERS
 // ===========================================================================================================
 
+struct MatmulShape {
+    int M, N, K;
+};
+
+// C (M, N) = A (M, K) B (K, N), or C += A B. Each of a, b and c lies in memory in rows of lda, ldb and ldc floats;
+// a transposed A as (K, M), a transposed B as (N, K). Raises *worst to the error of C, and clears *clean where matmul
+// writes between the rows of C.
+static void compare_matmul(MatmulShape s, int variant, double* worst, bool* clean) {
+    bool transposes_a = variant & 1;
+    bool transposes_b = variant & 2;
+    bool accumulate = variant & 4;
+    int gap = variant & 8 ? 5 : 0;  // between the rows
+
+    auto [M, N, K] = s;
+    int a_rows = transposes_a ? K : M;
+    int b_rows = transposes_b ? N : K;
+    int lda = (transposes_a ? M : K) + gap;
+    int ldb = (transposes_b ? K : N) + gap;
+    int ldc = N + gap;
+    std::vector<float> a = normals_of(variant, (size_t)a_rows * lda);
+    std::vector<float> b = normals_of(variant + 100, (size_t)b_rows * ldb);
+    std::vector<float> c = normals_of(variant + 200, (size_t)M * ldc);
+    std::vector<float> before = c;
+    Matrix A = transposes_a ? transposed(a.data(), lda) : Matrix{a.data(), lda};
+    Matrix B = transposes_b ? transposed(b.data(), ldb) : Matrix{b.data(), ldb};
+    matmul({M, N, K}, c.data(), ldc, A, B, accumulate);
+
+    std::vector<double> expected(before.begin(), before.end());
+    for (int m = 0; m < M; m++) {
+        for (int n = 0; n < N; n++) {
+            double sum = accumulate ? before[(size_t)m * ldc + n] : 0;
+            for (int k = 0; k < K; k++) {
+                size_t a_index = transposes_a ? (size_t)k * lda + m : (size_t)m * lda + k;
+                size_t b_index = transposes_b ? (size_t)n * ldb + k : (size_t)k * ldb + n;
+                sum += (double)a[a_index] * b[b_index];
+            }
+            expected[(size_t)m * ldc + n] = sum;
+        }
+    }
+    double error = error_of(c, expected);
+    if (worsens(error, *worst)) *worst = error;
+
+    for (int m = 0; m < M; m++)
+        for (int n = N; n < ldc; n++) *clean &= c[(size_t)m * ldc + n] == before[(size_t)m * ldc + n];
+}
+
 static void test_matmul() {
-    struct Shape {
-        int M, N, K;
-    };
-    const Shape shapes[] = {{1, 1, 1},    {3, 5, 7},      {12, 32, 256},  {13, 33, 257},  {120, 64, 64},
-                            {121, 65, 3}, {7, 513, 31},   {131, 545, 91}, {252, 128, 27}, {64, 17, 600},
-                            {1, 300, 40}, {250, 31, 513}, {5, 1, 1000},   {20, 64, 8192}, {37, 48, 1}};
+    const MatmulShape shapes[] = {{1, 1, 1},    {3, 5, 7},      {12, 32, 256},  {13, 33, 257},  {120, 64, 64},
+                                  {121, 65, 3}, {7, 513, 31},   {131, 545, 91}, {252, 128, 27}, {64, 17, 600},
+                                  {1, 300, 40}, {250, 31, 513}, {5, 1, 1000},   {20, 64, 8192}, {37, 48, 1}};
     double worst = 0;
     bool clean = true;
     int count = 0;
-    for (const Shape& s : shapes)
+    for (const MatmulShape& shape : shapes) {
         for (int variant = 0; variant < 16; variant++) {
-            bool ta = variant & 1, tb = variant & 2, accumulate = variant & 4;
-            int M = s.M, N = s.N, K = s.K, gap = variant & 8 ? 5 : 0;  // leading dimensions beyond the width
-            int lda = (ta ? M : K) + gap, ldb = (tb ? K : N) + gap, ldc = N + gap;
-            std::vector<float> a = normals_of(variant, (size_t)(ta ? K : M) * lda),
-                               b = normals_of(variant + 100, (size_t)(tb ? N : K) * ldb),
-                               c = normals_of(variant + 200, (size_t)M * ldc), before = c;
-            matmul({M, N, K}, c.data(), ldc, ta ? transposed(a.data(), lda) : Matrix{a.data(), lda},
-                   tb ? transposed(b.data(), ldb) : Matrix{b.data(), ldb}, accumulate);
-            std::vector<double> expected(before.begin(), before.end());
-            for (int m = 0; m < M; m++)
-                for (int n = 0; n < N; n++) {
-                    double sum = accumulate ? before[(size_t)m * ldc + n] : 0;
-                    for (int k = 0; k < K; k++)
-                        sum += (double)a[ta ? (size_t)k * lda + m : (size_t)m * lda + k] *
-                               b[tb ? (size_t)n * ldb + k : (size_t)k * ldb + n];
-                    expected[(size_t)m * ldc + n] = sum;
-                }
-            for (int m = 0; m < M; m++)  // what lies between the rows stays as it was
-                for (int n = N; n < ldc; n++) clean &= c[(size_t)m * ldc + n] == before[(size_t)m * ldc + n];
-            double error = error_of(c, expected);
-            if (worsens(error, worst)) worst = error;
+            compare_matmul(shape, variant, &worst, &clean);
             count++;
         }
+    }
     report(worst < 2e-6 && clean, "matmul",
            "%d products of odd shapes, transposed, strided, accumulated: worst %.2g", count, worst);
 
     double exponential = 0;
     for (float x = -86.9f; x < 88.0f; x += 0.00731f)
         exponential = std::max(exponential, fabs(fast_exp(x) / exp((double)x) - 1));
-    bool edges = std::isnan(fast_exp(NAN)) && fast_exp(-1000.0f) < 1e-37f && fast_exp(1000.0f) > 1e38f &&
-                 sigmoid(-200.0f) < 1e-37f && sigmoid(200.0f) == 1.0f && fast_exp(0.0f) == 1.0f;
+    bool edges = std::isnan(fast_exp(NAN));
+    edges &= fast_exp(-1000.0f) < 1e-37f && fast_exp(1000.0f) > 1e38f;
+    edges &= sigmoid(-200.0f) < 1e-37f && sigmoid(200.0f) == 1.0f;
+    edges &= fast_exp(0.0f) == 1.0f;
     report(exponential < 2.5e-7 && edges, "exp", "worst relative error %.2g; NaN stays NaN", exponential);
 }
 
 // ---- the fast layers against their specification ----------------------------------------------------------
 
+// The same layers twice: as plain loops that say what they compute, and as the program runs them.
 struct PlainLayers {
     static constexpr auto conv3x3_forward = cpu::plain::conv3x3_forward;
     static constexpr auto conv3x3_backward_input = cpu::plain::conv3x3_backward_input;
@@ -242,6 +315,7 @@ struct PlainLayers {
     static constexpr auto attention_forward = cpu::plain::attention_forward;
     static constexpr auto attention_backward = cpu::plain::attention_backward;
 };
+
 struct FastLayers {
     static constexpr auto conv3x3_forward = cpu::conv3x3_forward;
     static constexpr auto conv3x3_backward_input = cpu::conv3x3_backward_input;
@@ -257,10 +331,12 @@ struct FastLayers {
         if (norm.x.second) cpu::channel_moments(norm.x.second);
         cpu::groupnorm_forward(out, norm);
     }
+
     static void groupnorm_silu_backward(Concat dx, Tensor dout, const Norm& norm, BackwardOptions options) {
         std::vector<float> dy(dout.count()), normed(dout.count());
         Tensor dy_tensor = dout, normed_tensor = dout;
-        dy_tensor.data = dy.data(), normed_tensor.data = normed.data();
+        dy_tensor.data = dy.data();
+        normed_tensor.data = normed.data();
         cpu::groupnorm_backward_sums(dy_tensor, dout, norm);
         if (norm.dmodulation.data) cpu::run(ModulationBackward<float>{norm});
         cpu::groupnorm_backward(dx, normed_tensor, dy_tensor, norm, options);
@@ -269,39 +345,52 @@ struct FastLayers {
 
 // The tensors that a layer writes, by name.
 typedef std::map<std::string, std::vector<float>> Written;
+
+// A tensor of which a layer must write every element: NaN where it does not.
 static std::vector<float> unwritten(size_t n) { return std::vector<float>(n, NAN); }
 
-// call(layers, written) calls a layer, plain and fast, each over the same numbers. The fast one finds NaN in its
-// workspace.
+// Runs a layer, plain and fast, and notes how far apart the tensors are that they write. call(layers, written) calls
+// that layer of PlainLayers or FastLayers; what it writes to holds `before`. The fast one finds NaN in its workspace.
 static void compare(Verdict* verdict, const std::string& name, const Written& before, auto call) {
-    Written expected = before, found = before;
+    Written expected = before;
+    Written found = before;
     memset(cpu::cpu_workspace, 255, cpu::cpu_workspace_bytes());
     call(PlainLayers(), expected);
     call(FastLayers(), found);
+
     for (auto& [tensor, values] : expected)
         if (values.size()) verdict->note(name + " " + tensor, error_of(found[tensor], values));
 }
 
+// A layer from C channels, with a second input C + C2 of them, to O. C2 is 0 where there is no second input.
 struct LayerShape {
-    int B, H, W, C, C2, O;  // C2: channels of a second input, or 0
+    int B, H, W, C, C2, O;
+
     std::string name() const { return text("B%d %dx%d C%d+%d O%d", B, H, W, C, C2, O); }
+
+    // (B, H, W, channels)
     std::vector<float> normals(uint32_t seed, int channels) const {
         return normals_of(seed, (size_t)B * H * W * channels);
     }
+
     Tensor tensor(std::vector<float>& values) const {
         int channels = (int)(values.size() / ((size_t)B * H * W));
         return {values.data(), B, H, W, channels};
     }
+
     Concat joined(std::vector<float>& first, std::vector<float>& second) const {
         return {tensor(first), C2 ? tensor(second) : Tensor()};
     }
 };
 
-// adds: a row of an embedding, the residual, and to what dx holds
+// Where it adds, an embedding and a residual are added to the output, and dx to what stands in its place.
 static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
-    std::vector<float> x = s.normals(1, s.C), dout = s.normals(2, s.O), residual = s.normals(3, s.O),
-                       w = normals_of(4, (size_t)s.O * 9 * s.C), bias = normals_of(5, s.O),
-                       emb = normals_of(6, (size_t)s.B * s.O);
+    std::vector<float> x = s.normals(1, s.C);
+    std::vector<float> dout = s.normals(2, s.O);
+    std::vector<float> residual = s.normals(3, s.O);
+    std::vector<float> w = normals_of(4, (size_t)s.O * 9 * s.C);  // (O, 3, 3, C)
+    std::vector<float> bias = normals_of(5, s.O);
+    std::vector<float> emb = normals_of(6, (size_t)s.B * s.O);
     Conv layer = {.w = w.data(), .bias = bias.data()};
     ForwardOptions options;
     if (adds) options = {.emb = {emb.data(), s.O}, .residual = s.tensor(residual)};
@@ -309,9 +398,11 @@ static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
     compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
         layers.conv3x3_forward(s.tensor(to["out"]), s.tensor(x), layer, options);
     });
+
     compare(verdict, s.name(), {{"dx", adds ? x : unwritten(x.size())}}, [&](auto layers, Written& to) {
         layers.conv3x3_backward_input(s.tensor(to["dx"]), s.tensor(dout), layer, {.accumulate = adds});
     });
+
     Written gradients = {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}, {"demb", unwritten(emb.size())}};
     compare(verdict, s.name(), gradients, [&](auto layers, Written& to) {
         Conv trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
@@ -319,10 +410,14 @@ static void compare_conv3x3(Verdict* verdict, LayerShape s, bool adds) {
     });
 }
 
+// Where it adds, a residual is added to the output, and dx to what stands in its place.
 static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
-    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, s.O),
-                       residual = s.normals(4, s.O), w = normals_of(5, (size_t)s.O * (s.C + s.C2)),
-                       bias = normals_of(6, s.O);
+    std::vector<float> x = s.normals(1, s.C);
+    std::vector<float> x2 = s.normals(2, s.C2);
+    std::vector<float> dout = s.normals(3, s.O);
+    std::vector<float> residual = s.normals(4, s.O);
+    std::vector<float> w = normals_of(5, (size_t)s.O * (s.C + s.C2));
+    std::vector<float> bias = normals_of(6, s.O);
     Linear layer = {.w = w.data(), .bias = bias.data()};
     ForwardOptions options;
     if (adds) options.residual = s.tensor(residual);
@@ -330,31 +425,42 @@ static void compare_conv1x1(Verdict* verdict, LayerShape s, bool adds) {
     compare(verdict, s.name(), {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
         layers.conv1x1_forward(s.tensor(to["out"]), s.joined(x, x2), layer, options);
     });
+
     Written dx = {{"dx", adds ? x : unwritten(x.size())}, {"dx2", adds ? x2 : unwritten(x2.size())}};
     compare(verdict, s.name(), dx, [&](auto layers, Written& to) {
         layers.conv1x1_backward_input(s.joined(to["dx"], to["dx2"]), s.tensor(dout), layer, {.accumulate = adds});
     });
-    compare(verdict, s.name(), {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}},
-            [&](auto layers, Written& to) {
-                Linear trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
-                layers.conv1x1_backward_weight(trained, s.tensor(dout), s.joined(x, x2));
-            });
+
+    Written gradients = {{"dw", unwritten(w.size())}, {"dbias", unwritten(s.O)}};
+    compare(verdict, s.name(), gradients, [&](auto layers, Written& to) {
+        Linear trained = {.dw = to["dw"].data(), .dbias = to["dbias"].data()};
+        layers.conv1x1_backward_weight(trained, s.tensor(dout), s.joined(x, x2));
+    });
 }
 
-// adds: modulated, to what dx holds, and where the norm has one input the gradient of a branch around it
+// Where it adds, the norm is modulated, dx is added to what stands in its place, and a norm of one input also adds the
+// gradient of a branch around it.
 static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool silu, bool adds) {
     const int C = s.C + s.C2;
-    std::vector<float> x = s.normals(1, s.C), x2 = s.normals(2, s.C2), dout = s.normals(3, C),
-                       branch = s.normals(4, s.C), w = normals_of(5, C), bias = normals_of(6, C),
-                       modulation = normals_of(7, (size_t)s.B * 2 * C);
-    for (float& value : x) value += 3;
+    std::vector<float> x = s.normals(1, s.C);
+    std::vector<float> x2 = s.normals(2, s.C2);
+    std::vector<float> dout = s.normals(3, C);
+    std::vector<float> branch = s.normals(4, s.C);
+    std::vector<float> w = normals_of(5, C);
+    std::vector<float> bias = normals_of(6, C);
+    std::vector<float> modulation = normals_of(7, (size_t)s.B * 2 * C);  // (B, 2C): a scale and a shift
+    for (float& value : x) value += 3;  // mean(x^2) - mean(x)^2 would lose digits here
+
     std::vector<GroupStatistics> statistics((size_t)s.B * C);
     std::vector<ScaleShift> half_scale_shift(statistics.size());
     std::vector<NormSums> sums(statistics.size() * norm_tiles(s.H * s.W));
     std::vector<Moments> moments(sums.size()), moments2(sums.size());
+
     Norm norm = {.x = s.joined(x, x2), .groups = groups, .silu = silu, .w = w.data(), .bias = bias.data()};
-    norm.x.first.moments = moments.data(), norm.x.second.moments = moments2.data();
-    norm.statistics = statistics.data(), norm.half_scale_shift = half_scale_shift.data();
+    norm.x.first.moments = moments.data();
+    norm.x.second.moments = moments2.data();
+    norm.statistics = statistics.data();
+    norm.half_scale_shift = half_scale_shift.data();
     norm.sums = sums.data();
     if (adds) norm.modulation = {modulation.data(), 2 * C};
     std::string name = s.name() + text(" G%d%s%s", groups, silu ? " SiLU" : "", adds ? " adds" : "");
@@ -362,23 +468,28 @@ static void compare_groupnorm(Verdict* verdict, LayerShape s, int groups, bool s
     compare(verdict, name, {{"out", unwritten(dout.size())}}, [&](auto layers, Written& to) {
         layers.groupnorm_silu_forward(s.tensor(to["out"]), norm);
     });
+
     Written gradients = {{"dx", adds ? x : unwritten(x.size())},
                          {"dx2", adds ? x2 : unwritten(x2.size())},
                          {"dw", unwritten(C)},
                          {"dbias", unwritten(C)},
                          {"dmodulation", unwritten(adds ? modulation.size() : 0)}};
-    BackwardOptions options = {.residual = adds && !s.C2 ? s.tensor(branch) : Tensor(), .accumulate = adds};
+    BackwardOptions options = {.accumulate = adds};
+    if (adds && !s.C2) options.residual = s.tensor(branch);
     compare(verdict, name, gradients, [&](auto layers, Written& to) {
         Norm trained = norm;
-        trained.dw = to["dw"].data(), trained.dbias = to["dbias"].data();
+        trained.dw = to["dw"].data();
+        trained.dbias = to["dbias"].data();
         if (adds) trained.dmodulation = {to["dmodulation"].data(), 2 * C};
         layers.groupnorm_silu_backward(s.joined(to["dx"], to["dx2"]), s.tensor(dout), trained, options);
     });
 }
 
 static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
-    std::vector<float> qkv = s.normals(1, 3 * s.C), dout = s.normals(2, s.C), out = unwritten(dout.size()),
-                       lse = unwritten((size_t)s.B * heads * s.H * s.W);
+    std::vector<float> qkv = s.normals(1, 3 * s.C);
+    std::vector<float> dout = s.normals(2, s.C);
+    std::vector<float> out = unwritten(dout.size());
+    std::vector<float> lse = unwritten((size_t)s.B * heads * s.H * s.W);  // (B, heads, H*W): log sum exp
     cpu::plain::attention_forward(s.tensor(out), lse.data(), s.tensor(qkv), heads);
     std::string name = s.name() + text(" heads %d", heads);
 
@@ -386,6 +497,8 @@ static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
     compare(verdict, name, forward, [&](auto layers, Written& to) {
         layers.attention_forward(s.tensor(to["out"]), to["lse"].data(), s.tensor(qkv), heads);
     });
+
+    // Backward starts from the plain forward's output in both.
     compare(verdict, name, {{"dqkv", unwritten(qkv.size())}}, [&](auto layers, Written& to) {
         layers.attention_backward(s.tensor(to["dqkv"]), s.tensor(dout), s.tensor(out), lse.data(), s.tensor(qkv),
                                   heads);
@@ -394,26 +507,32 @@ static void compare_attention(Verdict* verdict, LayerShape s, int heads) {
 
 static void test_plain_layers() {
     Verdict conv3x3(5e-6), conv1x1(1e-6), groupnorm(2e-6), attention(3e-6);
-    // the last shapes need two passes, tasks of many outputs and of many tiles, and a norm's second tile
+
+    // The last shapes need two passes, tasks of many outputs and of many tiles, and a norm's second tile.
     const LayerShape shapes[] = {{1, 1, 1, 1, 0, 1},    {2, 1, 5, 3, 5, 2},    {1, 7, 2, 8, 16, 40},
                                  {3, 5, 3, 40, 24, 17}, {2, 9, 11, 32, 64, 8}, {1, 3, 3, 520, 8, 24},
                                  {1, 4, 5, 24, 0, 150}, {5, 15, 17, 16, 8, 8}};
-    for (const LayerShape& s : shapes)
+    for (const LayerShape& s : shapes) {
         for (bool adds : {false, true}) {
             compare_conv3x3(&conv3x3, s, adds);
             compare_conv1x1(&conv1x1, s, adds);
         }
-    for (bool silu : {false, true})
+    }
+
+    for (bool silu : {false, true}) {
         for (bool adds : {false, true}) {
             compare_groupnorm(&groupnorm, {1, 1, 3, 8, 0, 0}, 1, silu, adds);
             compare_groupnorm(&groupnorm, {2, 5, 3, 24, 0, 0}, 3, silu, adds);
             compare_groupnorm(&groupnorm, {3, 15, 17, 40, 56, 0}, 2, silu, adds);
             compare_groupnorm(&groupnorm, {1, 16, 16, 136, 0, 0}, 34, silu, adds);
         }
+    }
+
     compare_attention(&attention, {1, 1, 1, 8, 0, 0}, 1);
     compare_attention(&attention, {2, 3, 5, 40, 0, 0}, 5);
     compare_attention(&attention, {1, 9, 9, 48, 0, 0}, 2);
     compare_attention(&attention, {1, 64, 65, 4, 0, 0}, 1);
+
     conv3x3.line("conv3x3, plain and fast");
     conv1x1.line("conv1x1, plain and fast");
     groupnorm.line("groupnorm_silu, plain and fast");
