@@ -1,5 +1,5 @@
-// network.cu: tests of the program on the CPU: random numbers, layers, plan, threads, training and sampling. It includes
-// the program, so that what is tested is what runs.
+// network.cu: tests of the program on the CPU: random numbers, layers, plan, threads, training and sampling. It
+// includes the program, so that what is tested is what runs.
 //
 //   build/network                        every test that needs no file from outside
 //   build/network --only NAME            those of them whose name contains NAME
@@ -12,8 +12,8 @@
 //   build/network --images X.bin SIZE FILE   the images of X.bin as floats
 //   build/network --same A.bin B.bin         the weights of two files, bit for bit
 //
-// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`; the last line counts them, and the exit status is 1
-// where one failed. Comparisons are written so that a NaN fails.
+// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`. The last line counts them, and the exit status
+// is 1 where one failed. Comparisons are written so that a NaN fails.
 //
 // -----------------------------------------------------------------------------------------------------------
 // Contents
@@ -868,7 +868,8 @@ static void test_configurations() {
     set_threads(TEST_THREADS);
 }
 
-static void test_refusals() {
+// Configurations that check_config refuses, and words that stand in the sentence with which it does.
+static void test_refused_configurations() {
     const struct {
         Flags flags;
         const char* says;
@@ -882,8 +883,7 @@ static void test_refusals() {
         {{{"num_head_channels", "40"}}, "--num_head_channels 40"},
         {{{"attention_resolutions", "32"}, {"num_head_channels", "256"}}, "32x32"},
         {{{"num_channels", "1024"}, {"channel_mult", "1,2,3,9"}}, "8192"},
-        {{{"image_size", "1024"}, {"attention_resolutions", "1024"}},
-         "attention"},  // more than a thread holds
+        {{{"image_size", "1024"}, {"attention_resolutions", "1024"}}, "attention"},  // more than a thread holds
         {{{"image_size", "736"}, {"channel_mult", "1"}}, "attention"},
         {{{"sample_steps", "1001"}}, "--diffusion_steps 1000"},
         {{{"num_channels", "64.5"}}, "whole number"},
@@ -934,12 +934,22 @@ static void test_refusals() {
         {{{"consistency", "1"}}, "--predict eps"},
         {{{"consistency", "1"}, {"predict", "v"}, {"learn_sigma", "1"}}, "--learn_sigma"},
         {{{"path_steps", "10"}}, "--path_steps 10 goes with --consistency 1"},
-        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "11"}, {"diffusion_steps", "10"}, {"noise_schedule", "cosine"}},
+        {{{"consistency", "1"},
+          {"predict", "v"},
+          {"path_steps", "11"},
+          {"diffusion_steps", "10"},
+          {"noise_schedule", "cosine"}},
          "--path_steps 11 is more than --diffusion_steps 10"},
-        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "4"}, {"sampler", "consistency"}, {"sample_steps", "5"}},
+        {{{"consistency", "1"},
+          {"predict", "v"},
+          {"path_steps", "4"},
+          {"sampler", "consistency"},
+          {"sample_steps", "5"}},
          "--sample_steps 5 is more than --consistency_steps 2, in which the model learns to draw"},
-        {{{"consistency", "1"}, {"predict", "v"}, {"matching_fraction", "0.5"}}, "--matching_fraction 0.5 needs --path_steps"},
-        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "1"}}, "--path_steps 1 is less than --consistency_steps 2"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"matching_fraction", "0.5"}},
+         "--matching_fraction 0.5 needs --path_steps"},
+        {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "1"}},
+         "--path_steps 1 is less than --consistency_steps 2"},
         {{{"consistency", "1"}, {"predict", "v"}, {"path_steps", "10"}, {"matching_fraction", "0.95"}}, "between"},
         {{{"consistency", "1"}, {"predict", "v"}, {"min_snr_gamma", "5"}}, "--min_snr_gamma"},
     };
@@ -947,67 +957,70 @@ static void test_refusals() {
     std::string bad;
     for (auto& entry : list) {
         std::string message = refusal([&] { check_config(config_of(entry.flags)); });
-        bool ok = is_sentence(message) && message.find(entry.says) != std::string::npos;
-        if (ok) refused++;
-        else
-            bad += text(" --%s %s: '%s'", entry.flags.back().first.c_str(),
-                        entry.flags.back().second.substr(0, 30).c_str(), message.c_str());
+        if (is_sentence(message) && message.find(entry.says) != std::string::npos) {
+            refused++;
+            continue;
+        }
+        auto& [name, value] = entry.flags.back();
+        bad += text(" --%s %s: '%s'", name.c_str(), value.substr(0, 30).c_str(), message.c_str());
     }
     report(bad.empty(), "refusals", "%d configurations, each with one sentence%s", refused, bad.c_str());
+}
 
-    bool good = true;  // and nothing that works is refused
-    for (const Flags& flags :
-         {Flags(), toy_flags(), Flags{{"num_channels", "32"}, {"norm_groups", "16"}},
-          Flags{{"attention_resolutions", "0"}}, Flags{{"channel_mult", "1"}}, Flags{{"ema_rate", "0"}},
-          Flags{{"lr", "1.2e-38"}}, Flags{{"adam_eps", "1e-20"}}, Flags{{"diffusion_steps", "21"}},
-          Flags{{"num_samples", "0"}}, Flags{{"diffusion_steps", "2"}, {"noise_schedule", "cosine"}},
-          Flags{{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
-          Flags{{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}})
-        good &= refusal([&] { check_config(config_of(flags)); }).empty();
+// Nothing that works is refused.
+static void test_sound_configurations() {
+    const Flags list[] = {Flags(),
+                          toy_flags(),
+                          {{"num_channels", "32"}, {"norm_groups", "16"}},
+                          {{"attention_resolutions", "0"}},
+                          {{"channel_mult", "1"}},
+                          {{"ema_rate", "0"}},
+                          {{"lr", "1.2e-38"}},
+                          {{"adam_eps", "1e-20"}},
+                          {{"diffusion_steps", "21"}},
+                          {{"num_samples", "0"}},
+                          {{"diffusion_steps", "2"}, {"noise_schedule", "cosine"}},
+                          {{"ema_rate", "0.9,0.99"}, {"use_ema", "2"}},
+                          {{"image_size", "1024"}, {"channel_mult", "1,1,1,1,1,1,1,1"}}};
+    bool good = true;
+    for (const Flags& flags : list) good &= refusal([&] { check_config(config_of(flags)); }).empty();
     for (const Preset& preset : PRESETS) {
         Config config = given_config(parse_flags({"--preset", preset.name}));
         if (config.consistency) config.predict = PREDICT_V;  // of the model that it tunes
         good &= refusal([&] { check_config(config); }).empty();
     }
     report(good, "presets", "and other sound configurations are let through");
+}
 
-    // Random words as a command line: an answer or one sentence, and what is let through has a plan.
+// One to three flags, now and then with a wrong letter, and values that often do not fit them.
+static std::vector<std::string> random_command_line(Dice* dice) {
+    static const char* const values[] = {
+        "0", "1", "-1", "8", "32", "64", "1e9", "1e-9", "2147483648", "x", "", "1,2",
+        "1,2,3,4", ",", "eps", "v", "nan", "inf", "--", "0x10", "cosine", "999999999999999999999", "1,1,1,1,1,1,1,1",
+        "4"};
+    std::vector<std::string> words;
+    int flags = 1 + dice->below(3);
+    for (int k = 0; k < flags; k++) {
+        std::string flag = FLAGS[dice->below((uint32_t)std::size(FLAGS))].name;
+        if (dice->one_in(20) && !flag.empty()) flag[dice->below((uint32_t)flag.size())] = (char)dice->next();
+        std::string value = values[dice->below((uint32_t)std::size(values))];
+        if (dice->one_in(2)) {
+            words.push_back("--" + flag + "=" + value);
+        } else {
+            words.push_back("--" + flag);
+            words.push_back(value);
+        }
+    }
+    return words;
+}
+
+// Random words as a command line: an answer or one sentence, and what is let through has a plan.
+static void test_random_command_lines() {
     Dice dice{21};
     int accepted = 0, rejected = 0;
     std::string wrong;
-    static const char* const values[] = {"0",
-                                         "1",
-                                         "-1",
-                                         "8",
-                                         "32",
-                                         "64",
-                                         "1e9",
-                                         "1e-9",
-                                         "2147483648",
-                                         "x",
-                                         "",
-                                         "1,2",
-                                         "1,2,3,4",
-                                         ",",
-                                         "eps",
-                                         "v",
-                                         "nan",
-                                         "inf",
-                                         "--",
-                                         "0x10",
-                                         "cosine",
-                                         "999999999999999999999",
-                                         "1,1,1,1,1,1,1,1",
-                                         "4"};
     for (int i = 0; i < 20000; i++) {
-        std::vector<std::string> words;
-        for (int k = 1 + dice.below(3); k > 0; k--) {
-            std::string flag = FLAGS[dice.below((uint32_t)std::size(FLAGS))].name;
-            if (dice.one_in(20) && !flag.empty()) flag[dice.below((uint32_t)flag.size())] = (char)dice.next();
-            std::string value = values[dice.below(sizeof values / sizeof *values)];
-            if (dice.one_in(2)) words.push_back("--" + flag + "=" + value);
-            else words.push_back("--" + flag), words.push_back(value);
-        }
+        std::vector<std::string> words = random_command_line(&dice);
         std::string message = refusal([&] {
             Config config = given_config(parse_flags(words));
             check_config(config);
@@ -1015,13 +1028,24 @@ static void test_refusals() {
             if (plan.blocks.empty() || !plan.num_parameters) fail("!! no plan");
             make_sampler(config);
         });
-        message.empty() ? accepted++ : rejected++;
+        if (message.empty()) {
+            accepted++;
+            continue;
+        }
+        rejected++;
+
         std::string printable = message;  // what the user typed may be any bytes
         for (char& c : printable) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
-        if (!message.empty() && !is_sentence(printable)) wrong = message;
+        if (!is_sentence(printable)) wrong = message;
     }
     report(wrong.empty() && accepted > 1000 && rejected > 1000, "random command lines",
            "%d accepted, %d refused with one sentence each%s", accepted, rejected, wrong.c_str());
+}
+
+static void test_refusals() {
+    test_refused_configurations();
+    test_sound_configurations();
+    test_random_command_lines();
 }
 
 // ===========================================================================================================
@@ -1036,35 +1060,44 @@ static Dataset random_images(int count, int size, uint32_t seed) {
     return data;
 }
 
+// What training left: what no number of threads may change.
+struct Trained {
+    double sum = 0;              // of each step's loss and gradient norm
+    std::vector<float> weights;  // and behind them their moving average
+};
+
+// Three steps of a network large enough for every sum to be formed in several blocks.
+static Trained train_three_steps() {
+    Trainer t;
+    Config config = config_of(
+        with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
+    build_model(&t.model, config, config.batch_size, true);
+    perturbed_weights(&t.model, 1);
+    t.images = random_images(7, 16, 5);
+    prepare_steps(&t);
+
+    Trained trained;
+    for (int step = 0; step < 3; step++) {
+        StepState result = train_step(&t);
+        trained.sum += (double)result.loss + result.norm;
+    }
+    trained.weights = downloaded(t.model.master, t.model.plan.num_floats);
+    std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_floats);
+    trained.weights.insert(trained.weights.end(), ema.begin(), ema.end());
+    return trained;
+}
+
 static void test_threads() {
-    std::vector<std::vector<float>> weights;
-    std::vector<double> losses;
-    const int counts[] = {1, 2, 3, 4};
-    for (int threads : counts) {
+    set_threads(1);
+    Trained alone = train_three_steps();
+    bool same = std::isfinite(alone.sum);
+    for (int threads : {2, 3, 4}) {
         set_threads(threads);
-        Trainer t;
-        // large enough for every sum to be formed in several blocks
-        Config config = config_of(
-            with(toy_flags(), {{"image_size", "16"}, {"batch_size", "3"}, {"flip", "1"}, {"predict", "v"}}));
-        build_model(&t.model, config, config.batch_size, true);
-        perturbed_weights(&t.model, 1);
-        t.images = random_images(7, 16, 5);
-        prepare_steps(&t);
-        double sum = 0;
-        for (int step = 0; step < 3; step++) {
-            StepState result = train_step(&t);
-            sum += (double)result.loss + result.norm;
-        }
-        losses.push_back(sum);
-        weights.push_back(downloaded(t.model.master, t.model.plan.num_floats));
-        std::vector<float> ema = downloaded(t.model.ema[0], t.model.plan.num_floats);
-        weights.back().insert(weights.back().end(), ema.begin(), ema.end());
+        Trained shared = train_three_steps();
+        same &= shared.sum == alone.sum;
+        same &= same_bits(shared.weights.data(), alone.weights.data(), alone.weights.size() * sizeof(float));
     }
     set_threads(TEST_THREADS);
-    bool same = std::isfinite(losses[0]);
-    for (size_t i = 1; i < weights.size(); i++)
-        same &= losses[i] == losses[0] &&
-                same_bits(weights[i].data(), weights[0].data(), weights[0].size() * sizeof(float));
     report(same, "threads", "3 training steps with 1, 2, 3 and 4 threads give the same bits");
 }
 
@@ -1074,10 +1107,13 @@ static void test_batches() {
     Model m = Model();
     build_model(&m, config, B, true);
     perturbed_weights(&m, 8);
-    size_t image = (size_t)PIXEL * 8 * 8, P = m.plan.num_floats;
-    std::vector<float> input = random_pixels(31, B * 64, 3), dout = random_pixels(32, B * 64, 3);
+    size_t image = (size_t)PIXEL * 8 * 8;
+    size_t P = m.plan.num_floats;
+    std::vector<float> input = random_pixels(31, B * 64, 3);
+    std::vector<float> dout = random_pixels(32, B * 64, 3);
     std::vector<int> timesteps = {0, 999, 17, 500, 250};
-    // images [first, first + n) forward and backward
+
+    // Images [first, first + n) forward and backward.
     auto run = [&](int first, int n) {
         backend_upload(m.input, &input[first * image], n * image * sizeof(float));
         backend_upload(m.timesteps, &timesteps[first], n * sizeof(int));
@@ -1087,36 +1123,47 @@ static void test_batches() {
         unet_backward(&m, m.gradients);
         return output_values(&m, n);
     };
-    std::vector<float> whole = run(0, B), gradient = gradients_of(&m), sum(P), parts;
+    std::vector<float> whole = run(0, B);
+    std::vector<float> gradient = gradients_of(&m);
+
+    // Two, one and two images: the outputs come one behind the other, the gradients add up.
+    std::vector<float> parts, sum(P);
     for (auto [first, n] : {std::pair<int, int>{0, 2}, {2, 1}, {3, 2}}) {
-        std::vector<float> part = run(first, n), more = gradients_of(&m);
+        std::vector<float> part = run(first, n);
+        std::vector<float> more = gradients_of(&m);
         parts.insert(parts.end(), part.begin(), part.end());
         for (size_t i = 0; i < P; i++) sum[i] += more[i];
     }
-    double outputs = error_of(parts, whole), gradients = error_of(sum, gradient);
+    double outputs = error_of(parts, whole);
+    double gradients = error_of(sum, gradient);
     report(outputs < 1e-6 && gradients < 2e-6, "micro-batches",
            "2 + 1 + 2 images instead of 5: outputs differ by %.2g, sums of the gradients by %.2g", outputs,
            gradients);
-    std::vector<float> changed = input;  // no image sees another
-    for (size_t i = 2 * image; i < 3 * image; i++) changed[i] += 1;
-    std::swap(input, changed);
+
+    // No image sees another: with image 2 changed, those before and behind it are drawn as they were.
+    for (size_t i = 2 * image; i < 3 * image; i++) input[i] += 1;
     std::vector<float> other = run(0, B);
-    bool apart = same_bits(&other[0], &whole[0], 2 * image * sizeof(float)) &&
-                 same_bits(&other[3 * image], &whole[3 * image], 2 * image * sizeof(float)) &&
-                 !same_bits(&other[2 * image], &whole[2 * image], image * sizeof(float));
-    report(apart, "images of a batch", "changing one leaves the others' outputs as they were, to the bit");
+    bool before_same = same_bits(&other[0], &whole[0], 2 * image * sizeof(float));
+    bool behind_same = same_bits(&other[3 * image], &whole[3 * image], 2 * image * sizeof(float));
+    bool itself_same = same_bits(&other[2 * image], &whole[2 * image], image * sizeof(float));
+    report(before_same && behind_same && !itself_same, "images of a batch",
+           "changing one leaves the others' outputs as they were, to the bit");
 }
 
 // Images drawn alone and in batches are the same, whatever their number.
 static void test_sampling() {
+    const Flags samplers[] = {{{"sampler", "ddim"}},
+                              {{"sampler", "ddpm"}},
+                              {{"sampler", "dpmpp"}},
+                              {{"sampler", "heun"}},
+                              {{"eta", "0.5"}}};
+    const size_t n = (size_t)PIXEL * 8 * 8;
     bool same = true;
     double worst = 0;
-    for (Flags how : {Flags{{"sampler", "ddim"}}, Flags{{"sampler", "ddpm"}}, Flags{{"sampler", "dpmpp"}},
-                      Flags{{"sampler", "heun"}}, Flags{{"eta", "0.5"}}}) {
-        Config config = config_of(
-            with(with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}}), how));
+    for (const Flags& sampler : samplers) {
+        Flags flags = with(toy_flags(), {{"sample_steps", "5"}, {"predict", "v"}, {"ema_rate", "0"}});
+        Config config = config_of(with(flags, sampler));
         std::vector<std::vector<float>> drawn;
-        size_t n = (size_t)PIXEL * 8 * 8;
         for (int batch : {1, 3}) {
             Model m = Model();
             build_model(&m, config, batch, false);
@@ -1124,15 +1171,16 @@ static void test_sampling() {
             std::vector<float> pictures, one;
             same &= sample(&m, &pictures, {{100, 0}, {5, 0}, {102, 0}, {7, 0}}, false) &&
                     sample(&m, &one, {{102, 0}}, false);
-            double error =
-                error_of(std::vector<float>(pictures.begin() + 2 * n, pictures.begin() + 3 * n), one);
+            std::vector<float> third(pictures.begin() + 2 * n, pictures.begin() + 3 * n);  // of the same seed
+            double error = error_of(third, one);
             if (worsens(error, worst)) worst = error;
             for (float value : pictures) same &= value >= -3 && value <= 3;
             drawn.push_back(pictures);
         }
+
         double error = error_of(drawn[0], drawn[1]);
         if (worsens(error, worst)) worst = error;
-        same &= !same_bits(&drawn[0][0], &drawn[0][n], n * sizeof(float));
+        same &= !same_bits(&drawn[0][0], &drawn[0][n], n * sizeof(float));  // another seed, another picture
     }
     report(same && worst < 1e-5, "pictures", "drawn alone or in batches, from any seeds: %.2g apart", worst);
 }
