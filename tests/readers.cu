@@ -1,12 +1,12 @@
-// readers.cu: tests of what reads files: images, weights, checkpoints and configurations that are truncated, damaged or
-// made up. Each is read as it should be, or refused with one sentence, and takes no more memory than it may. It includes
-// the program, so that what is tested is what runs.
+// readers.cu: tests of what reads files: images, weights, checkpoints and configurations that are truncated, damaged
+// or made up. Each is read as it should be, or refused with one sentence, and takes no more memory than it may. It
+// includes the program, so that what is tested is what runs.
 //
 //   build/readers                        crafted files, and 2,000 random mutations
 //   build/readers --fuzz N [--seed S]    with N random mutations
 //
-// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`; the last line counts them, and the exit status is 1
-// where one failed.
+// Each test prints one line, `ok NAME detail` or `FAIL NAME detail`. The last line counts them, and the exit status
+// is 1 where one failed.
 
 #include <cfloat>
 #include <climits>
@@ -38,29 +38,39 @@
 static std::atomic<size_t> live_bytes, peak_bytes, largest_request;
 static size_t allocation_limit = SIZE_MAX;  // a larger request is refused
 
-__attribute__((noinline)) static void count_allocation(void* memory, size_t requested) {
-    size_t live = live_bytes += malloc_usable_size(memory), peak = peak_bytes;
-    while (live > peak && !peak_bytes.compare_exchange_weak(peak, live)) {
-    }
-    size_t largest = largest_request;
-    while (requested > largest && !largest_request.compare_exchange_weak(largest, requested)) {
+static void raise_to(std::atomic<size_t>* most, size_t value) {
+    size_t seen = *most;
+    while (value > seen && !most->compare_exchange_weak(seen, value)) {
     }
 }
+
+__attribute__((noinline)) static void count_allocation(void* memory, size_t requested) {
+    size_t live = live_bytes += malloc_usable_size(memory);
+    raise_to(&peak_bytes, live);
+    raise_to(&largest_request, requested);
+}
+
 __attribute__((noinline)) static void* counted_malloc(size_t bytes) {
-    if (bytes > allocation_limit) largest_request = bytes;
-    void* memory = bytes > allocation_limit ? nullptr : malloc(bytes ? bytes : 1);
+    if (bytes > allocation_limit) {
+        largest_request = bytes;
+        return nullptr;
+    }
+    void* memory = malloc(bytes ? bytes : 1);
     if (memory) count_allocation(memory, bytes);
     return memory;
 }
+
 __attribute__((noinline)) static void counted_free(void* memory) {
     if (memory) live_bytes -= malloc_usable_size(memory);
     free(memory);
 }
+
 void* operator new(size_t bytes) {
     void* memory = counted_malloc(bytes);
     if (!memory) throw std::bad_alloc();
     return memory;
 }
+
 void* operator new(size_t bytes, const std::nothrow_t&) noexcept { return counted_malloc(bytes); }
 void operator delete(void* memory) noexcept { counted_free(memory); }
 void operator delete(void* memory, size_t) noexcept { counted_free(memory); }
@@ -97,13 +107,19 @@ struct Victim {
     int image_size;  // asked for when reading images; 0: theirs
     int fd;
     size_t size;
-    std::vector<char> content;
-    Section settings;  // of weights, the section config
-    uint32_t data_checksum;
+    std::vector<char> content;  // as it is while nothing is changed
+    Section settings;           // of weights, the section config
+    uint32_t data_checksum;     // of what lies behind the header
+
+    // The field of the header that holds a checksum of the whole file, -1 where the format has none.
     int checksum_field() const {
-        return kind == NEW_IMAGES || kind == LABELLED_IMAGES ? (int)IMAGES_CHECKSUM_FIELD
-               : kind == WEIGHTS || kind == CHECKPOINT       ? (int)FIELD_CHECKSUM
-                                                             : -1;
+        switch (kind) {
+            case NEW_IMAGES:
+            case LABELLED_IMAGES: return IMAGES_CHECKSUM_FIELD;
+            case WEIGHTS:
+            case CHECKPOINT: return FIELD_CHECKSUM;
+            default: return -1;
+        }
     }
 };
 
@@ -112,9 +128,11 @@ static std::string test_folder;
 static std::string file_text(const std::string& path) {
     std::string content;
     FILE* f = fopen(path.c_str(), "rb");
+    if (!f) return content;
     char buffer[65536];
-    for (size_t n; f && (n = fread(buffer, 1, sizeof buffer, f)) > 0;) content.append(buffer, n);
-    if (f) fclose(f);
+    size_t n;
+    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) content.append(buffer, n);
+    fclose(f);
     return content;
 }
 
@@ -122,12 +140,17 @@ static std::string file_text(const std::string& path) {
 static std::string stderr_of(const std::function<void()>& act) {
     std::string path = test_folder + "/stderr";
     fflush(stderr);
-    int kept = dup(2), file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0666);
+    int kept = dup(2);
+    int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0666);
     assert(kept >= 0 && file >= 0);
-    dup2(file, 2), close(file);
+    dup2(file, 2);
+    close(file);
+
     act();
+
     fflush(stderr);
-    dup2(kept, 2), close(kept);
+    dup2(kept, 2);
+    close(kept);
     return file_text(path);
 }
 
@@ -139,6 +162,7 @@ static size_t files_in(const std::string& folder) {
     return count;
 }
 
+// Writes the content and makes the file `size` bytes long.
 static void write_whole(const std::string& path, const std::vector<char>& content, size_t size) {
     FILE* f = fopen(path.c_str(), "wb");
     assert(f && fwrite(content.data(), 1, content.size(), f) == content.size());
@@ -146,6 +170,11 @@ static void write_whole(const std::string& path, const std::vector<char>& conten
     fclose(f);
 }
 
+static void write_whole(const std::string& path, const std::string& content) {
+    write_whole(path, std::vector<char>(content.begin(), content.end()), content.size());
+}
+
+// Puts the right checksum into the header: that of the data, then of the header with a 0 in the checksum's place.
 static void seal(std::vector<char>* content, int checksum_field) {
     int32_t header[HEADER_INTS];
     memcpy(header, content->data(), sizeof header);
@@ -155,9 +184,9 @@ static void seal(std::vector<char>* content, int checksum_field) {
     memcpy(content->data(), header, sizeof header);
 }
 
-// [magic, N, C, H, W, version, type, classes, bytes of names, checksum], then the data: see docs/formats.md.
+// The old format has floats behind [magic, N, C, H, W]. The new has bytes behind
+// [magic, N, C, H, W, version, type, classes, bytes of names, checksum]: see docs/formats.md.
 static std::vector<char> image_file(int N, int size, bool old, bool labels) {
-    std::string names = labels ? "cat\ndog\n" : "";
     int32_t header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, size, size};
     size_t pixels = (size_t)N * 3 * size * size;
     std::vector<char> content(HEADER_BYTES);
@@ -166,65 +195,88 @@ static std::vector<char> image_file(int N, int size, bool old, bool labels) {
         for (size_t i = 0; i < pixels; i++)
             values[i] = (float)(random_word(1, 1004, i, 0, 0) >> 8) * 0x1p-23f - 1;
         content.insert(content.end(), (char*)values.data(), (char*)(values.data() + pixels));
-    } else {
-        for (size_t i = 0; i < pixels; i++) content.push_back((char)(random_word(1, 1004, i, 0, 0) >> 24));
-        for (int32_t i = 0; labels && i < N; i++) {
+        memcpy(content.data(), header, sizeof header);
+        return content;
+    }
+
+    for (size_t i = 0; i < pixels; i++) content.push_back((char)(random_word(1, 1004, i, 0, 0) >> 24));
+    header[5] = 1;
+    header[6] = 1;
+    if (labels) {
+        for (int32_t i = 0; i < N; i++) {
             int32_t label = i % 2;
             content.insert(content.end(), (char*)&label, (char*)(&label + 1));
         }
+        std::string names = "cat\ndog\n";
         content.insert(content.end(), names.begin(), names.end());
-        header[5] = 1, header[6] = 1, header[7] = labels ? 2 : 0, header[8] = (int32_t)names.size();
+        header[7] = 2;
+        header[8] = (int32_t)names.size();
     }
     memcpy(content.data(), header, sizeof header);
-    if (!old) seal(&content, IMAGES_CHECKSUM_FIELD);
+    seal(&content, IMAGES_CHECKSUM_FIELD);
     return content;
 }
 
+// The smallest network, with many settings that are not the default.
 static Config smallest_config() {
     Config config = config_of(smallest_flags());
     strcpy(config.data_file, "some/images.bin");
-    config.hyper.lr_steps = 123, config.seed = 4000000000u, config.predict = PREDICT_V, config.flip = 1;
-    config.hyper.lr = 0.00123f, config.hyper.warmup_steps = 7,
+    config.seed = 4000000000u;
+    config.predict = PREDICT_V;
+    config.flip = 1;
     config.noise_schedule = SCHEDULE_COSINE;
-    config.hyper.ema_rate[1] = 0.9999f, config.use_ema = 2, config.hyper.grad_clip = 1.5f,
+    config.use_ema = 2;
+    config.hyper.lr = 0.00123f;
+    config.hyper.lr_schedule = LR_LINEAR;
+    config.hyper.lr_steps = 123;
+    config.hyper.warmup_steps = 7;
+    config.hyper.final_lr_fraction = 0.1f;
+    config.hyper.ema_rate[1] = 0.9999f;
+    config.hyper.grad_clip = 1.5f;
     config.hyper.skip_outliers = 6;
-    config.hyper.lr_schedule = LR_LINEAR, config.hyper.final_lr_fraction = 0.1f;
     return config;
 }
 
 // After 40 steps of which 3 were skipped.
 static History some_history() {
     History history = {3, 37, {}, {}};
-    for (int i = 0; i < 37; i++) history.losses[i] = 1 / (1.0f + i), history.norms[i] = 0.5f + i;
+    for (int i = 0; i < 37; i++) {
+        history.losses[i] = 1 / (1.0f + i);
+        history.norms[i] = 0.5f + i;
+    }
     return history;
 }
 
 // A file of every kind: checkpoints by the program's own writer, the others by hand.
 static Victim make_victim(FileKind kind, int image_size = 0) {
     Victim v = {};
-    v.kind = kind, v.image_size = image_size;
+    v.kind = kind;
+    v.image_size = image_size;
     v.path = text("%s/victim_%d_%d.bin", test_folder.c_str(), kind, image_size);
-    std::vector<char> content;
-    v.size = 0;
-    if (kind == NEW_IMAGES || kind == LABELLED_IMAGES || kind == OLD_IMAGES) {
-        content = image_file(kind == OLD_IMAGES ? 9 : 33, 8, kind == OLD_IMAGES, kind == LABELLED_IMAGES);
-        write_whole(v.path, content, content.size());
+    if (kind <= OLD_IMAGES) {
+        bool old = kind == OLD_IMAGES;
+        v.content = image_file(old ? 9 : 33, 8, old, kind == LABELLED_IMAGES);
+        write_whole(v.path, v.content, v.content.size());
     } else {
         Model m = Model();
         build_model(&m, smallest_config(), 1, kind == CHECKPOINT);
         perturbed_weights(&m, 5);
-        for (size_t i = 0; kind == CHECKPOINT && i < m.plan.num_floats; i++)
-            m.adam_m[i] = (float)i, m.adam_v[i] = 2 * (float)i;
-        if (kind == WEIGHTS) m.ema[0] = m.ema[1] = nullptr;
-        else m.data_checksum = "0123abcd";
+        if (kind == WEIGHTS) {
+            m.ema[0] = m.ema[1] = nullptr;
+        } else {
+            for (size_t i = 0; i < m.plan.num_floats; i++) {
+                m.adam_m[i] = (float)i;
+                m.adam_v[i] = 2 * (float)i;
+            }
+            m.data_checksum = "0123abcd";
+        }
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
         std::string written = file_text(v.path);
-        content.assign(written.begin(), written.end());
+        v.content.assign(written.begin(), written.end());
         v.settings = open_weights(v.path).sections["config"];
     }
-    if (!v.size) v.size = content.size();
-    v.data_checksum = crc32(content.data() + HEADER_BYTES, content.size() - HEADER_BYTES);
-    v.content.swap(content);
+    v.size = v.content.size();
+    v.data_checksum = crc32(v.content.data() + HEADER_BYTES, v.size - HEADER_BYTES);
     v.fd = open(v.path.c_str(), O_RDWR);
     assert(v.fd >= 0);
     return v;
@@ -235,13 +287,16 @@ static void uncounted(auto work) {
     size_t peak = peak_bytes, largest = largest_request, limit = allocation_limit;
     allocation_limit = SIZE_MAX;
     work();
-    peak_bytes = peak, largest_request = largest, allocation_limit = limit;
+    peak_bytes = peak;
+    largest_request = largest;
+    allocation_limit = limit;
 }
 
 // Bytes that the plan takes of the deepest network that a header can describe.
 static size_t deepest_plan_bytes() {
     Config config = default_config();
-    config.image_size = MAX_ATTENTION_SIZE, config.num_res_blocks = 16;
+    config.image_size = MAX_ATTENTION_SIZE;
+    config.num_res_blocks = 16;
     for (int level = 0; level < MAX_LEVELS; level++) {
         config.channel_mult[level] = 1;
         config.attention_resolutions[level] = MAX_ATTENTION_SIZE >> level;
@@ -253,42 +308,52 @@ static size_t deepest_plan_bytes() {
     return peak_bytes - before;
 }
 
-// What a program does with such a file, and what must then hold. Returns what is wrong, "" where nothing is.
-static std::string use_file(const Victim& v, bool read_data) {
-    if (v.kind <= OLD_IMAGES) {
-        Config config = {};
-        config.image_size = v.image_size ? v.image_size : Reader(v.path).header[3], config.in_channels = 3;
-        Dataset data = read_images(v.path, config);
-        size_t elements = (size_t)3 * config.image_size * config.image_size;
-        if (data.count < 1 || data.bytes.size() + data.floats.size() != data.count * elements)
-            return "a set of images with wrong sizes";
-        std::vector<float> image(elements);
-        for (int index : {0, data.count - 1}) {
-            for (size_t e = 0; e < image.size(); e++) image[e] = data.value(index * image.size() + e);
-            for (float value : image)
-                if (!(value >= -1.01f && value <= 1.01f)) return "a pixel outside [-1, 1]";
+// What a program does with a file of images, and what must then hold. Returns what is wrong, "" where nothing is.
+static std::string use_images(const Victim& v) {
+    Config config = {};
+    config.image_size = v.image_size ? v.image_size : Reader(v.path).header[3];
+    config.in_channels = 3;
+    Dataset data = read_images(v.path, config);
+    size_t elements = (size_t)3 * config.image_size * config.image_size;
+    if (data.count < 1 || data.bytes.size() + data.floats.size() != data.count * elements)
+        return "a set of images with wrong sizes";
+
+    for (int index : {0, data.count - 1}) {
+        for (size_t e = 0; e < elements; e++) {
+            float value = data.value(index * elements + e);
+            if (!(value >= -1.01f && value <= 1.01f)) return "a pixel outside [-1, 1]";
         }
-        return "";
     }
+    return "";
+}
+
+// The same for a file of weights. read_data: every section's numbers too, not only where they lie.
+static std::string use_weights_file(const Victim& v, bool read_data) {
     WeightsFile file = open_weights(v.path);
     std::string bad = refusal([&] { check_config(file.config); });
     if (!bad.empty()) return "a configuration that is refused: " + bad;
+
     Config stored = default_config();
     read_stored_config(&stored, stored_config(file.config));
     for (const Flag& flag : FLAGS)
         if (flag.on_resume != FORGOTTEN && flag_text(stored, flag) != flag_text(file.config, flag))
             return text("another %s when it is stored again", flag.name);
+
     Plan plan = make_plan(file.config, 1, false);
     if (!file.sections.contains("weights") || file.step < 0) return "no weights or a negative step";
+
     bool finite = true;
     uncounted([&] {
         for (const SamplerStep& s : make_sampler(file.config))
             finite = finite && std::isfinite(s.x0_from_x + s.x0_from_out + s.update.x0 + s.update.x);
     });
     if (!finite) return "a sampler that is no numbers";
-    std::string written = config_text(file.config), again = test_folder + "/config_of_file.txt";
-    write_whole(again, std::vector<char>(written.begin(), written.end()), written.size());
+
+    std::string written = config_text(file.config);
+    std::string again = test_folder + "/config_of_file.txt";
+    write_whole(again, written);
     if (config_text(given_config(read_config_file(again))) != written) return "a configuration that changes";
+
     for (const char* section : {"weights", "ema", "ema_2", "ema_3", "ema_4", "adam_m", "adam_v"}) {
         if (!file.sections.contains(section)) continue;
         auto [offset, bytes] = file.sections.at(section);
@@ -303,31 +368,44 @@ static std::string use_file(const Victim& v, bool read_data) {
     return "";
 }
 
+static std::string use_file(const Victim& v, bool read_data) {
+    return v.kind <= OLD_IMAGES ? use_images(v) : use_weights_file(v, read_data);
+}
+
+// What came of reading some files.
 struct Tally {
     long accepted = 0, refused = 0;
-    double slowest = 0;
-    size_t most_memory = 0;  // beyond the file's size
-    std::string bad;
+    double slowest = 0;      // in seconds
+    size_t most_memory = 0;  // beyond twice the file's size
+    std::string bad;         // the first that went wrong
 };
 
 // Reads the file as it now lies on the disk. `sealed`: its checksum is right (or it has none).
 static void read_victim(const Victim& v, size_t size, bool sealed, bool read_data, const std::string& what,
                         Tally* tally) {
-    // The plan of a network, error messages, and the buffer that a file is read through; the data themselves may be held
-    // twice while they are filtered or put in order.
+    // The allowance is for the plan of a network, error messages, and the buffer that a file is read through. The data
+    // themselves may be held twice while they are filtered or put in order.
     static const size_t allowance = deepest_plan_bytes() + (1 << 20);
-    size_t before = live_bytes, limit = 2 * std::min(size, (size_t)64 << 20) + allowance;
-    peak_bytes = before, largest_request = 0, allocation_limit = limit;
+    size_t before = live_bytes;
+    size_t limit = 2 * std::min(size, (size_t)64 << 20) + allowance;
+    peak_bytes = before;
+    largest_request = 0;
+    allocation_limit = limit;
     alarm(600);  // even on the busiest machine
     double start = seconds_now();
-    std::string wrong, message = refusal([&] { wrong = use_file(v, read_data); });
+    std::string wrong;
+    std::string message = refusal([&] { wrong = use_file(v, read_data); });
     double elapsed = seconds_now() - start;
     alarm(0);
     allocation_limit = SIZE_MAX;
+
     size_t used = peak_bytes - before;
+    size_t beyond = used > 2 * size ? used - 2 * size : 0;
     tally->slowest = std::max(tally->slowest, elapsed);
-    tally->most_memory = std::max(tally->most_memory, used > 2 * size ? used - 2 * size : 0);
-    message.empty() ? tally->accepted++ : tally->refused++;
+    tally->most_memory = std::max(tally->most_memory, beyond);
+    if (message.empty()) tally->accepted++;
+    else tally->refused++;
+
     if (!message.empty() && !is_sentence(message)) wrong = "says '" + message + "'";
     if (message.empty() && !sealed) wrong = "accepted though its checksum is wrong";
     if (used > limit || largest_request > limit)
