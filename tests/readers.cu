@@ -433,24 +433,15 @@ static void report_tally(const std::string& name, const Tally& t) {
            t.refused, t.accepted, 1e3 * t.slowest, human_bytes((double)t.most_memory).c_str(), t.bad.c_str());
 }
 
-static void test_valid_files(std::vector<Victim>* victims) {
-    int good = 0;
-    std::string bad;
-    for (const Victim& v : *victims) {
-        std::string wrong, message = refusal([&] { wrong = use_file(v, true); });
-        if (message.empty() && wrong.empty()) good++;
-        else bad += text("; %s: %s%s", KIND_NAMES[v.kind], message.c_str(), wrong.c_str());
-    }
-    report(bad.empty(), "valid files", "%d read%s", good, bad.c_str());
-
-    // What was written is what is read: every flag, the step, the sections, the text.
-    const Victim& v = victims->at(CHECKPOINT);
+// What was written is what is read: every flag, the step, the sections, the text.
+static void test_checkpoint_read_back(const Victim& v) {
     WeightsFile file = open_weights(v.path);
     Config expected = smallest_config();
     std::string differing;
     for (const Flag& flag : FLAGS)
         if (flag.on_resume != FORGOTTEN && flag_text(file.config, flag) != flag_text(expected, flag))
             differing += std::string(" ") + flag.name;
+
     Model m = Model();
     build_model(&m, file.config, 1, true);
     read_parameters(m, m.master, file, "weights");
@@ -458,17 +449,17 @@ static void test_valid_files(std::vector<Victim>* victims) {
     std::vector<float> stored = downloaded(m.master, m.plan.num_floats);
     History history = some_history();
     perturbed_weights(&m, 5);
-    bool same = downloaded(m.master, m.plan.num_floats) == stored && m.adam_m[77] == 77.0f &&
-                file.step == 40 && file.smoothed == 0.25f && file.config.hyper.lr_steps == 123 &&
-                !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file &&
-                same_bits(&file.history, &history, sizeof history) && file.data_checksum == "0123abcd";
+    bool same = downloaded(m.master, m.plan.num_floats) == stored && m.adam_m[77] == 77.0f;
+    same &= file.step == 40 && file.smoothed == 0.25f && file.config.hyper.lr_steps == 123;
+    same &= !strcmp(file.config.data_file, "some/images.bin") && !*file.config.val_file;
+    same &= same_bits(&file.history, &history, sizeof history) && file.data_checksum == "0123abcd";
     write_checkpoint(test_folder + "/again.bin", m, 40, 0.25f, history);
     report(same && differing.empty(), "checkpoint, written and read", "weights, moments and every flag%s",
            differing.c_str());
+}
 
-    // The damaged newest checkpoint of a folder is passed over; other files there are no checkpoints.
-    std::string folder = test_folder + "/run";
-    make_folder(folder);
+// The damaged newest checkpoint of a folder is passed over; other files there are no checkpoints.
+static void test_newest_checkpoint(const Victim& v, const std::string& folder) {
     write_whole(checkpoint_path(folder, 40), v.content, v.size);
     std::vector<char> damaged = v.content;
     damaged[damaged.size() / 2] ^= 1;
@@ -476,50 +467,73 @@ static void test_valid_files(std::vector<Victim>* victims) {
     write_whole(checkpoint_path(folder, 60), v.content, v.size - 4096);
     write_whole(checkpoint_path(folder, 70) + ".tmp", v.content, v.size);
     write_whole(folder + "/metrics.jsonl", {0}, 1);
+
     std::vector<long> steps = list_checkpoints(folder);
     bool ok = steps == std::vector<long>({60, 50, 40});
-    std::string message,
-        notes =
-            stderr_of([&] { message = refusal([&] { ok &= newest_checkpoint(folder, "").step == 40; }); });
+    std::string message;
+    std::string notes = stderr_of(
+        [&] { message = refusal([&] { ok &= newest_checkpoint(folder, "").step == 40; }); });
     for (long step : {50, 60}) ok &= notes.find(checkpoint_path(folder, step)) != std::string::npos;
+
     unlink(checkpoint_path(folder, 40).c_str());
     std::string none;
     stderr_of([&] { none = refusal([&] { newest_checkpoint(folder, "start anew"); }); });
     report(ok && message.empty() && is_sentence(none), "newest whole checkpoint",
            "two damaged ones are named and passed over; alone they are refused");
+}
 
-    // Lines of steps that will be done again go; so does one that was cut short.
-    std::string metrics = folder + "/metrics.jsonl", kept;
-    FILE* f = fopen(metrics.c_str(), "w");
-    std::string before =
+// A run that resumes after step 10 drops the lines of later steps, which will be done again, and one that was cut
+// short.
+static void test_metrics_on_resume(const std::string& folder) {
+    std::string kept =
         "{\"step\": 1, \"loss\": 0.5}\n{\"step\": 4, \"val_loss\": 0.5}\n{\"step\": 8, \"val_loss\": 0.25}\n"
         "{\"step\": 10, \"val_loss\": nan}\n{\"step\": 10, \"loss\": 0.25}\n";
-    fprintf(f, "%srubbish\n{\"step\": 11, \"loss\": 0.1}\n{\"step\": 12, \"val_loss\": 0.1}\n",
-            before.c_str());
-    fprintf(f, "{\"step\": 2, \"lo");
-    fclose(f);
+    std::string dropped =
+        "rubbish\n{\"step\": 11, \"loss\": 0.1}\n{\"step\": 12, \"val_loss\": 0.1}\n{\"step\": 2, \"lo";
+    std::string path = folder + "/metrics.jsonl";
+    write_whole(path, kept + dropped);
+
     std::map<long, double> validated;
     {
-        Metrics log;
-        log.open(metrics, read_text(metrics), 10, &validated);
+        Metrics log;  // closed where it leaves its scope
+        log.open(path, read_text(path), 10, &validated);
         log.add("{\"step\": 11, \"loss\": 0.2}\n");
     }
-    kept = file_text(metrics);
+    std::string found = file_text(path);
     bool losses =
         validated.size() == 3 && validated[4] == 0.5 && validated[8] == 0.25 && std::isnan(validated[10]);
-    report(losses && kept == before + "{\"step\": 11, \"loss\": 0.2}\n", "metrics on resume",
-           "%zu bytes kept, validation losses known", kept.size());
+    report(losses && found == kept + "{\"step\": 11, \"loss\": 0.2}\n", "metrics on resume",
+           "%zu bytes kept, validation losses known", found.size());
+}
+
+static void test_valid_files(const std::vector<Victim>& victims) {
+    int good = 0;
+    std::string bad;
+    for (const Victim& v : victims) {
+        std::string wrong;
+        std::string message = refusal([&] { wrong = use_file(v, true); });
+        if (message.empty() && wrong.empty()) good++;
+        else bad += text("; %s: %s%s", KIND_NAMES[v.kind], message.c_str(), wrong.c_str());
+    }
+    report(bad.empty(), "valid files", "%d read%s", good, bad.c_str());
+
+    std::string folder = test_folder + "/run";
+    make_folder(folder);
+    test_checkpoint_read_back(victims[CHECKPOINT]);
+    test_newest_checkpoint(victims[CHECKPOINT], folder);
+    test_metrics_on_resume(folder);
 }
 
 static void test_config_files() {
     // Whatever the flags are, the file that is written for them says the same.
     Dice dice{31};
-    std::string bad, path = test_folder + "/config.txt";
+    std::string bad;
+    std::string path = test_folder + "/config.txt";
     const char* const pieces[] = {" ", "#", "\"", "\\", "=", "a", "x/y", "\t", "'", "é"};
     for (int i = 0; i < 2000 && bad.empty(); i++) {
-        std::string name;
+        std::string name = "x";
         for (int k = 1 + dice.below(6); k > 0; k--) name += pieces[dice.below(10)];
-        name = "x" + name + "x";
+        name += "x";
         Config config = config_of({{"data_file", name},
                                    {"out_dir", name + "é"},
                                    {"model_weights", i % 2 ? name : ""},
@@ -528,8 +542,7 @@ static void test_config_files() {
                                    {"attention_resolutions", i % 3 ? "16,4" : "0"},
                                    {"predict", "v"},
                                    {"flip", "1"}});
-        std::string contents = config_text(config);
-        write_whole(path, std::vector<char>(contents.begin(), contents.end()), contents.size());
+        write_whole(path, config_text(config));
         std::string message = refusal([&] {
             Config again = given_config(read_config_file(path));
             for (const Flag& flag : FLAGS)
@@ -555,27 +568,61 @@ static void test_config_files() {
         Config config = given_config(parse_config(form.line, "here"));
         if (flag_text(config, flag_named(form.flag)) != form.value) bad += form.line;
     }
-    report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", sizeof forms / sizeof *forms,
-           bad.c_str());
+    report(bad.empty(), "lines of a configuration", "%zu ways to write them%s", std::size(forms), bad.c_str());
 
     // Random bytes in such a file: an answer or one sentence.
     int accepted = 0, rejected = 0;
     std::string whole = config_text(default_config());
     for (int i = 0; i < 5000; i++) {
         std::string broken = whole;
-        for (int k = dice.below(3); k >= 0; k--) {
+        int edits = 1 + dice.below(3);
+        for (int k = 0; k < edits; k++) {
             size_t at = dice.below((uint32_t)broken.size());
             if (dice.one_in(2)) broken[at] = (char)dice.next();
             else broken.erase(at, 1 + dice.below(3));
         }
-        write_whole(path, std::vector<char>(broken.begin(), broken.end()), broken.size());
+        write_whole(path, broken);
         std::string message = refusal([&] { check_config(given_config(read_config_file(path))); });
+        if (message.empty()) {
+            accepted++;
+            continue;
+        }
+        rejected++;
         for (char& c : message) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
-        message.empty() ? accepted++ : rejected++;
-        if (!message.empty() && !is_sentence(message)) bad = message;
+        if (!is_sentence(message)) bad = message;
     }
     report(bad.empty() && accepted > 300 && rejected > 300, "broken configurations",
            "%d accepted, %d refused with one sentence each%s", accepted, rejected, bad.c_str());
+}
+
+// Writes another value into one field of a header, with the checksum as it was, then with the right one; reads both.
+static void read_with_field(const Victim& v, int field, int32_t value, Tally* tally) {
+    const int32_t* header = (const int32_t*)v.content.data();
+    for (bool sealed : {false, true}) {
+        if (!sealed && v.checksum_field() < 0) continue;
+        int32_t copy[HEADER_INTS];
+        memcpy(copy, header, sizeof copy);
+        copy[field] = value;
+        if (sealed) seal_header(v, copy, v.data_checksum);
+        put(v, 0, copy, sizeof copy);
+        bool right = sealed || same_bits(copy, header, sizeof copy);
+        read_victim(v, v.size, right, false, text("field %d = %d", field, value), tally);
+    }
+}
+
+// The old format of images has fields without a meaning, which are ignored, whatever they hold.
+static void test_undefined_fields(const Victim& v, Dice* dice, Tally* tally) {
+    Tally undefined;
+    for (int field = 10; field < HEADER_INTS; field++) {
+        int32_t copy[HEADER_INTS];
+        memcpy(copy, v.content.data(), sizeof copy);
+        copy[field] = (int32_t)dice->next();
+        put(v, 0, copy, sizeof copy);
+        read_victim(v, v.size, true, false, text("undefined field %d", field), &undefined);
+    }
+    put(v, 0, v.content.data(), HEADER_BYTES);
+    if (undefined.refused && tally->bad.empty())
+        tally->bad = text("; %s: an undefined field is not ignored", KIND_NAMES[v.kind]);
 }
 
 static void test_corrupted_fields(const std::vector<Victim>& victims) {
@@ -585,7 +632,8 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
     for (const Victim& v : victims) {
         const int32_t* header = (const int32_t*)v.content.data();
         for (int field = 0; field < HEADER_INTS; field++) {
-            if (v.kind == CHECKPOINT && field > 175) break;  // as in a file of weights alone, read at length
+            // The header of a checkpoint is that of a file of weights alone, which is tried at full length.
+            if (v.kind == CHECKPOINT && field > 175) break;
             int32_t value = header[field];
             const int32_t values[] = {0,
                                       -1,
@@ -596,43 +644,17 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
                                       (int32_t)((uint32_t)value - 1),
                                       (int32_t)dice.next(),
                                       (int32_t)dice.below(100),
-                                     header[(field + HEADER_INTS - 1) % HEADER_INTS],  // its neighbours'
-                                     header[(field + 1) % HEADER_INTS],
+                                      header[(field + HEADER_INTS - 1) % HEADER_INTS],  // its neighbours'
+                                      header[(field + 1) % HEADER_INTS],
                                       0x7FC00000 /* NaN */};
-            int tried = 0;
-            for (int32_t changed : values) {
-                // three values will do for a field of a long file that means nothing
-                if (v.kind >= WEIGHTS && !value && field > FIELD_LR_STEPS && ++tried > 3) break;
-                if (changed == value) continue;
-                std::string what = text("field %d = %d", field, changed);
-                for (bool sealed : {false, true}) {
-                    if (sealed != (v.checksum_field() < 0) && !sealed && v.kind == CHECKPOINT) continue;
-                    if (!sealed && v.checksum_field() < 0) continue;
-                    int32_t copy[HEADER_INTS];
-                    memcpy(copy, header, sizeof copy);
-                    copy[field] = changed;
-                    if (sealed) seal_header(v, copy, v.data_checksum);
-                    put(v, 0, copy, sizeof copy);
-                    read_victim(v, v.size, sealed || same_bits(copy, header, sizeof copy), false, what,
-                                &tally);
-                }
-            }
+            // Weights are long to read, so three values must do for a field of theirs that means nothing.
+            bool means_nothing = !value && field > FIELD_LR_STEPS;
+            size_t tries = v.kind >= WEIGHTS && means_nothing ? 3 : std::size(values);
+            for (size_t i = 0; i < tries; i++)
+                if (values[i] != value) read_with_field(v, field, values[i], &tally);
         }
         put(v, 0, v.content.data(), HEADER_BYTES);
-        // fields without a meaning are of no interest to the old format
-        if (v.kind == OLD_IMAGES) {
-            Tally ignored;
-            for (int field = 10; field < HEADER_INTS; field++) {
-                int32_t copy[HEADER_INTS];
-                memcpy(copy, header, sizeof copy);
-                copy[field] = (int32_t)dice.next();
-                put(v, 0, copy, sizeof copy);
-                read_victim(v, v.size, true, false, text("undefined field %d", field), &ignored);
-            }
-            put(v, 0, v.content.data(), HEADER_BYTES);
-            if (ignored.refused && tally.bad.empty())
-                tally.bad = text("; %s: an undefined field is not ignored", KIND_NAMES[v.kind]);
-        }
+        if (v.kind == OLD_IMAGES) test_undefined_fields(v, &dice, &tally);
     }
     report_tally("header fields", tally);
 }
@@ -659,6 +681,7 @@ static void test_truncated_files(const std::vector<Victim>& victims) {
            "%ld lengths, each refused with one sentence%s", tally.refused, tally.bad.c_str());
 }
 
+// A value that a field may not be able to hold, at random: small, huge, near the one it has, or a float.
 static int32_t odd_value(Dice* dice, int32_t value) {
     static const float reals[] = {NAN, INFINITY, -1.0f, 1e30f, 0.0f, -0.0f, 1e-40f};
     int32_t bits;
@@ -671,8 +694,116 @@ static int32_t odd_value(Dice* dice, int32_t value) {
         case 5: return (int32_t)(1u << dice->below(32));
         case 6: return (int32_t)((uint32_t)value << dice->below(4));
         case 7: return value ^ (int32_t)(1u << dice->below(32));
-        default: memcpy(&bits, &reals[dice->below(7)], sizeof bits); return bits;
+        default:
+            memcpy(&bits, &reals[dice->below(7)], sizeof bits);
+            return bits;
     }
+}
+
+// What is changed in a file: its header, bytes behind the header, its length.
+struct Mutation {
+    int32_t header[HEADER_INTS];
+    std::vector<std::pair<size_t, char>> bytes;  // places and values
+    size_t size;
+};
+
+static void edit_at_random(Mutation* m, const Victim& v, Dice* dice) {
+    int32_t* const header = m->header;
+    switch (dice->below(8)) {
+        case 0:
+        case 1:
+        case 2: {  // a field that means something, or a letter of a setting
+            if (v.settings.bytes && !dice->one_in(3)) {
+                static const char letters[] = "0123456789.,- =\nex";
+                size_t at = v.settings.offset + dice->below((uint32_t)v.settings.bytes);
+                m->bytes.push_back({at, letters[dice->below(sizeof letters - 1)]});
+                break;
+            }
+            int field = dice->below(v.kind <= OLD_IMAGES ? 10 : FIELD_LR_STEPS + 1);
+            header[field] = odd_value(dice, header[field]);
+            break;
+        }
+        case 3: {  // any field
+            int field = dice->below(HEADER_INTS);
+            header[field] = odd_value(dice, header[field]);
+            break;
+        }
+        case 4: {  // a section's entry: another's name, or another length
+            int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * dice->below(MAX_SECTIONS);
+            const int32_t* other = header + FIELD_SECTION_TABLE + SECTION_INTS * dice->below(6);
+            if (dice->one_in(2)) {
+                memcpy(entry, other, SECTION_NAME_BYTES);
+            } else {
+                int32_t length = odd_value(dice, other[6]);
+                entry[6 + dice->below(2)] = length;
+            }
+            break;
+        }
+        case 5: {  // a bit of the header
+            char bit = (char)(1 << dice->below(8));
+            ((char*)header)[dice->below(HEADER_BYTES)] ^= bit;
+            break;
+        }
+        case 6: {  // a byte of the data
+            if (m->size <= HEADER_BYTES) break;
+            size_t at = HEADER_BYTES + dice->below((uint32_t)(v.content.size() - HEADER_BYTES));
+            m->bytes.push_back({at, (char)dice->next()});
+            break;
+        }
+        case 7: {  // the length
+            if (!dice->one_in(4)) break;
+            if (dice->one_in(2)) {
+                m->size = dice->below((uint32_t)v.size);
+                break;
+            }
+            size_t longer = dice->below(17) - (size_t)8;  // or shorter: it wraps around
+            m->size = v.size + longer * (dice->one_in(2) ? 1 : 512);
+            break;
+        }
+    }
+}
+
+// The checksum of what lies behind the header once the file is changed.
+static uint32_t checksum_of_data(const Victim& v, const Mutation& m) {
+    if (m.bytes.empty() && m.size == v.size) return v.data_checksum;
+    if (m.size <= HEADER_BYTES) return 0;
+    std::vector<char> changed = v.content;
+    for (auto& [at, value] : m.bytes) changed[at] = value;
+    changed.resize(m.size);
+    return crc32(changed.data() + HEADER_BYTES, m.size - HEADER_BYTES);
+}
+
+static void apply(const Mutation& m, const Victim& v) {
+    for (auto& [at, value] : m.bytes) put(v, at, &value, 1);
+    put(v, 0, m.header, sizeof m.header);
+    if (m.size != v.size) assert(ftruncate(v.fd, (off_t)m.size) == 0);
+}
+
+static void undo(const Mutation& m, const Victim& v) {
+    if (m.size != v.size) {
+        assert(ftruncate(v.fd, (off_t)v.size) == 0);
+        put(v, 0, v.content.data(), v.content.size());
+        return;
+    }
+    put(v, 0, v.content.data(), HEADER_BYTES);
+    for (auto& [at, value] : m.bytes) put(v, at, &v.content[at], 1);
+}
+
+// Whether the file may be read although its checksum is that of the valid one.
+static bool may_change_nothing(const Mutation& m, const Victim& v) {
+    for (auto& [at, value] : m.bytes)
+        if (v.content[at] == value) return true;  // a byte written over with itself
+    return m.bytes.empty() && m.size == v.size && same_bits(m.header, v.content.data(), sizeof m.header);
+}
+
+// Which of the victims is next. The files of weights are long, so their turn comes less often.
+static size_t victim_of(uint32_t turn) {
+    if (turn < 24) return WEIGHTS;
+    if (turn < 34) return CHECKPOINT;
+    if (turn < 50) return NEW_IMAGES;
+    if (turn < 66) return LABELLED_IMAGES;
+    if (turn < 82) return OLD_IMAGES;
+    return FILE_KINDS + turn % 2;  // images that are read at half their size
 }
 
 // A mutation is a handful of edits of the header, of a section's entry, of single bytes and of the length;
@@ -683,89 +814,23 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
     running = "mutations";
     long sealed_count = 0;
     for (long i = 0; i < count; i++) {
-        // the files of weights are long, so their turn comes less often
-        uint32_t turn = dice.below(100);
-        const Victim& v = victims[turn < 24   ? (size_t)WEIGHTS
-                                  : turn < 34 ? (size_t)CHECKPOINT
-                                  : turn < 50 ? (size_t)NEW_IMAGES
-                                  : turn < 66 ? (size_t)LABELLED_IMAGES
-                                  : turn < 82 ? (size_t)OLD_IMAGES
-                                              : (size_t)FILE_KINDS + turn % 2];
-        int32_t header[HEADER_INTS];
-        memcpy(header, v.content.data(), sizeof header);
-        size_t size = v.size;
-        std::vector<std::pair<size_t, char>> bytes;  // behind the header
-        std::string what = text("mutation %ld of seed %u", i, seed);
-        for (int edit = 1 + dice.below(4); edit > 0; edit--) switch (dice.below(8)) {
-                case 0:
-                case 1:
-                case 2: {  // a field that means something, or a letter of a setting
-                    if (v.settings.bytes && !dice.one_in(3)) {
-                        static const char letters[] = "0123456789.,- =\nex";
-                        size_t at = v.settings.offset + dice.below((uint32_t)v.settings.bytes);
-                        bytes.push_back({at, letters[dice.below(sizeof letters - 1)]});
-                        break;
-                    }
-                    int field = dice.below(v.kind <= OLD_IMAGES ? 10 : FIELD_LR_STEPS + 1);
-                    header[field] = odd_value(&dice, header[field]);
-                    break;
-                }
-                case 3: {  // any field
-                    int field = dice.below(HEADER_INTS);
-                    header[field] = odd_value(&dice, header[field]);
-                    break;
-                }
-                case 4: {  // a section's entry: another's name, or another length
-                    int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(MAX_SECTIONS);
-                    const int32_t* other = header + FIELD_SECTION_TABLE + SECTION_INTS * dice.below(6);
-                    if (dice.one_in(2)) memcpy(entry, other, SECTION_NAME_BYTES);
-                    else entry[6 + dice.below(2)] = odd_value(&dice, other[6]);
-                    break;
-                }
-                case 5: ((char*)header)[dice.below(HEADER_BYTES)] ^= (char)(1 << dice.below(8)); break;
-                case 6: {
-                    if (size <= HEADER_BYTES) break;
-                    size_t at = HEADER_BYTES + dice.below((uint32_t)(v.content.size() - HEADER_BYTES));
-                    bytes.push_back({at, (char)dice.next()});
-                    break;
-                }
-                case 7: {
-                    if (!dice.one_in(4)) break;
-                    size = dice.one_in(2)
-                               ? dice.below((uint32_t)v.size)
-                               : v.size + (dice.below(17) - (size_t)8) * (dice.one_in(2) ? 1 : 512);
-                    break;
-                }
-            }
-        for (auto& [at, value] : bytes) put(v, at, &value, 1);
+        const Victim& v = victims[victim_of(dice.below(100))];
+        Mutation m;
+        memcpy(m.header, v.content.data(), sizeof m.header);
+        m.size = v.size;
+        int edits = 1 + dice.below(4);
+        for (int edit = 0; edit < edits; edit++) edit_at_random(&m, v, &dice);
+
         bool sealed = v.checksum_field() < 0;
         if (!sealed && dice.one_in(2)) {
             sealed = true;
-            uint32_t checksum = v.data_checksum;
-            size_t held = std::min(size, v.content.size());
-            if (!bytes.empty() || size != v.size) {
-                std::vector<char> changed = v.content;
-                for (auto& [at, value] : bytes) changed[at] = value;
-                changed.resize(size);
-                checksum =
-                    held > HEADER_BYTES ? crc32(changed.data() + HEADER_BYTES, size - HEADER_BYTES) : 0;
-            }
-            seal_header(v, header, checksum);
+            seal_header(v, m.header, checksum_of_data(v, m));
         }
-        put(v, 0, header, sizeof header);
-        if (size != v.size) assert(ftruncate(v.fd, (off_t)size) == 0);
-        bool untouched =
-            bytes.empty() && size == v.size && same_bits(header, v.content.data(), sizeof header);
-        for (auto& [at, value] : bytes) untouched |= v.content[at] == value;  // written over with itself
-        read_victim(v, size, sealed || untouched, v.kind != CHECKPOINT, what, &tally);
+        apply(m, v);
+        bool right = sealed || may_change_nothing(m, v);
+        read_victim(v, m.size, right, v.kind != CHECKPOINT, text("mutation %ld of seed %u", i, seed), &tally);
         sealed_count += sealed;
-        if (size != v.size) {
-            assert(ftruncate(v.fd, (off_t)v.size) == 0);
-            put(v, 0, v.content.data(), v.content.size());
-        } else {
-            put(v, 0, v.content.data(), HEADER_BYTES);
-            for (auto& [at, value] : bytes) put(v, at, &v.content[at], 1);
-        }
+        undo(m, v);
     }
     report(
         tally.bad.empty() && tally.refused > count / 4 && tally.accepted > count / 50, "mutations",
@@ -1067,7 +1132,7 @@ static void test_readers(long mutations, uint32_t seed) {
     victims.push_back(make_victim(NEW_IMAGES, 4));  // box-filtered to half the size
     victims.push_back(make_victim(OLD_IMAGES, 4));
     size_t files = files_in("/proc/self/fd");
-    test_valid_files(&victims);
+    test_valid_files(victims);
     test_config_files();
     test_corrupted_fields(victims);
     test_truncated_files(victims);
