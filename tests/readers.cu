@@ -838,13 +838,15 @@ static void test_mutations(const std::vector<Victim>& victims, long count, uint3
         count, sealed_count, tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
 }
 
+typedef std::vector<std::pair<std::string, std::string>> Sections;  // names and contents
+
 // A weights file of these sections, whatever they hold, with a right table and checksum.
-typedef std::vector<std::pair<std::string, std::string>> Sections;
 static std::vector<char> sealed_weights(const int32_t* fields, const Sections& sections) {
     int32_t header[HEADER_INTS];
     memcpy(header, fields, sizeof header);
     memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
     header[FIELD_SECTIONS] = (int32_t)sections.size();
+
     std::vector<char> content(HEADER_BYTES);
     int32_t* entry = header + FIELD_SECTION_TABLE;
     for (auto& [name, data] : sections) {
@@ -868,18 +870,85 @@ static void add_setting(Sections* sections, const std::string& name, const std::
 // Images whose header, labels, names and length fit each other or nearly do.
 static std::vector<char> sealed_images(Dice* dice) {
     static const int32_t sizes[] = {1, 2, 4, 8, 9, 16};
-    int32_t H = sizes[dice->below(6)], W = dice->one_in(5) ? sizes[dice->below(6)] : H,
-            N = (int32_t)dice->below(5), classes = dice->one_in(2) ? (int32_t)dice->below(4) : 0,
-            names = classes ? (int32_t)dice->below(40) : 0,
-            header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, H, W, 1, IMAGES_UINT8, classes, names};
+    int32_t H = sizes[dice->below(6)];
+    int32_t W = dice->one_in(5) ? sizes[dice->below(6)] : H;
+    int32_t N = (int32_t)dice->below(5);
+    int32_t classes = dice->one_in(2) ? (int32_t)dice->below(4) : 0;
+    int32_t names = classes ? (int32_t)dice->below(40) : 0;
+    int32_t header[HEADER_INTS] = {IMAGES_MAGIC, N, 3, H, W, 1, IMAGES_UINT8, classes, names};
     size_t bytes = (size_t)N * 3 * H * W + (classes ? 4 * N + names : 0);
-    if (dice->one_in(4)) header[1 + dice->below(8)] = odd_value(dice, header[1 + dice->below(8)]);
+    if (dice->one_in(4)) {
+        int32_t odd = odd_value(dice, header[1 + dice->below(8)]);
+        header[1 + dice->below(8)] = odd;
+    }
+
     std::vector<char> content(HEADER_BYTES);
     memcpy(content.data(), header, sizeof header);
     while (content.size() < HEADER_BYTES + bytes) content.push_back((char)dice->next());
     if (dice->one_in(8)) content.resize(HEADER_BYTES + dice->below((uint32_t)bytes + 9));
     seal(&content, IMAGES_CHECKSUM_FIELD);
     return content;
+}
+
+// Any bytes as the name of a file, at times longer than one may be.
+static std::string hostile_path(Dice* dice) {
+    std::string path;
+    int longest = dice->one_in(4) ? 2 * MAX_PATH_LENGTH : 20;
+    int length = dice->below(longest);
+    for (int k = 0; k < length; k++) path += dice->one_in(3) ? (char)dice->next() : (char)(32 + dice->below(95));
+    return path;
+}
+
+static void edit_sections(Sections* sections, Dice* dice) {
+    static const char* const names[] = {"weights",
+                                        "ema",
+                                        "ema_2",
+                                        "adam_m",
+                                        "state",
+                                        "config",
+                                        "",
+                                        "more",
+                                        "class_names",
+                                        "data_checksum",
+                                        "a name of 24 bytes, whole"};
+    const uint32_t all = std::size(names);
+    auto& [name, data] = (*sections)[dice->below((uint32_t)sections->size())];
+    switch (dice->below(8)) {
+        case 0: name = names[dice->below(all)]; break;
+        case 1: std::swap(data, (*sections)[dice->below((uint32_t)sections->size())].second); break;
+        case 2:  // up to 4 bytes shorter, or longer
+            data.resize(data.size() + dice->below(9) - std::min(data.size(), (size_t)4));
+            break;
+        case 3:
+            if (sections->size() < MAX_SECTIONS) sections->push_back((*sections)[dice->below(4)]);
+            sections->back().first = names[dice->below(all)];
+            break;
+        case 4: {
+            static const char* const files[] = {"data_file", "val_file", "model_weights"};
+            std::string path = hostile_path(dice);
+            add_setting(sections, files[dice->below(3)], path);
+            break;
+        }
+        case 5: {  // a float that is no number
+            float value = dice->one_in(2) ? NAN : INFINITY;
+            if (data.size() < sizeof value) break;
+            memcpy(&data[4 * dice->below((uint32_t)data.size() / 4)], &value, sizeof value);
+            break;
+        }
+        case 6: {  // a byte
+            if (data.empty()) break;
+            char value = (char)dice->next();
+            data[dice->below((uint32_t)data.size())] = value;
+            break;
+        }
+        case 7: {  // another setting
+            static const char* const values[] = {"0", "1", "2", "-1", "64", "0.5", "1e-9", "1e39", "",
+                                                 "1,2,3", "0,0", "nan", "v", "ddim", "1 1"};
+            const Flag& flag = FLAGS[dice->below((uint32_t)FLAGS.size())];
+            add_setting(sections, flag.name, values[dice->below(15)]);
+            break;
+        }
+    }
 }
 
 // Files written anew with a right table and checksum, so that all that is behind the checksum is reached:
@@ -894,68 +963,22 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     for (auto& [name, section] : file.sections)  // two sets of parameters are enough
         if (name != "ema_2" && name != "adam_m" && name != "adam_v")
             whole.push_back({name, std::string(&v.content[section.offset], section.bytes)});
-    const char* const names[] = {"weights",
-                                 "ema",
-                                 "ema_2",
-                                 "adam_m",
-                                 "state",
-                                 "config",
-                                 "",
-                                 "more",
-                                 "class_names",
-                                 "data_checksum",
-                                 "a name of 24 bytes, whole"};
-    const uint32_t all = sizeof names / sizeof *names;
+
     for (long i = 0; i < count && tally.bad.empty(); i++) {
         Victim now = {};
-        now.path = test_folder + "/sealed.bin", now.kind = CHECKPOINT;
+        now.path = test_folder + "/sealed.bin";
         std::vector<char> content;
-        if (i % 2) {
-            now.kind = NEW_IMAGES, now.image_size = dice.one_in(2) ? 0 : 4;
+        bool images = i % 2;
+        if (images) {
+            now.kind = NEW_IMAGES;
+            now.image_size = dice.one_in(2) ? 0 : 4;
             content = sealed_images(&dice);
         } else {
+            now.kind = CHECKPOINT;
             Sections sections = whole;
-            int32_t header[HEADER_INTS];
-            memcpy(header, v.content.data(), sizeof header);
-            for (int edit = 1 + dice.below(3); edit > 0; edit--) {
-                auto& [name, data] = sections[dice.below((uint32_t)sections.size())];
-                switch (dice.below(8)) {
-                    case 0: name = names[dice.below(all)]; break;
-                    case 1: std::swap(data, sections[dice.below((uint32_t)sections.size())].second); break;
-                    case 2:
-                        data.resize(data.size() + dice.below(9) - std::min(data.size(), (size_t)4));
-                        break;
-                    case 3:
-                        if (sections.size() < MAX_SECTIONS) sections.push_back(sections[dice.below(4)]);
-                        sections.back().first = names[dice.below(all)];
-                        break;
-                    case 4: {  // a file's name of any bytes, up to longer than one may be
-                        std::string hostile;
-                        for (int k = dice.below(dice.one_in(4) ? 2 * MAX_PATH_LENGTH : 20); k > 0; k--)
-                            hostile += dice.one_in(3) ? (char)dice.next() : (char)(32 + dice.below(95));
-                        static const char* const files[] = {"data_file", "val_file", "model_weights"};
-                        add_setting(&sections, files[dice.below(3)], hostile);
-                        break;
-                    }
-                    case 5: {
-                        float value = dice.one_in(2) ? NAN : INFINITY;
-                        if (data.size() < sizeof value) break;
-                        memcpy(&data[4 * dice.below((uint32_t)data.size() / 4)], &value, sizeof value);
-                        break;
-                    }
-                    case 6:
-                        if (!data.empty()) data[dice.below((uint32_t)data.size())] = (char)dice.next();
-                        break;
-                    case 7: {
-                        static const char* const values[] = {"0", "1", "2", "-1", "64", "0.5", "1e-9", "1e39", "",
-                                                             "1,2,3", "0,0", "nan", "v", "ddim", "1 1"};
-                        const Flag& flag = FLAGS[dice.below((uint32_t)FLAGS.size())];
-                        add_setting(&sections, flag.name, values[dice.below(15)]);
-                        break;
-                    }
-                }
-            }
-            content = sealed_weights(header, sections);
+            int edits = 1 + dice.below(3);
+            for (int edit = 0; edit < edits; edit++) edit_sections(&sections, &dice);
+            content = sealed_weights((const int32_t*)v.content.data(), sections);
         }
         write_whole(now.path, content, content.size());
         read_victim(now, content.size(), true, true, text("file %ld of seed %u", i, seed), &tally);
@@ -963,8 +986,10 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     report(tally.bad.empty() && tally.refused > count / 4 && tally.accepted > count / 20,
            "files with a right checksum", "%ld refused with one sentence, %ld read; slowest %.1f ms%s",
            tally.refused, tally.accepted, 1e3 * tally.slowest, tally.bad.c_str());
+}
 
-    // What training must never leave behind: weights that are no numbers. What was there stays as it was.
+// What training must never leave behind: weights that are no numbers. What was there stays as it was.
+static void test_unwritten_weights() {
     std::string path = test_folder + "/broken.bin", bad;
     Model m = Model();
     build_model(&m, smallest_config(), 1, true);
@@ -972,15 +997,45 @@ static void test_sealed_files(const std::vector<Victim>& victims, long count, ui
     write_checkpoint(path, m, 40, 0.25f, some_history());
     std::string before = file_text(path);
     size_t files = files_in(test_folder);
-    for (float value : {NAN, INFINITY, -INFINITY})
+    for (float value : {NAN, INFINITY, -INFINITY}) {
         for (float* parameters : {m.master, m.ema[1], m.adam_v}) {
             std::swap(parameters[1234], value);
             std::string message = refusal([&] { write_checkpoint(path, m, 41, 0.25f, some_history()); });
             std::swap(parameters[1234], value);
             if (!is_sentence(message) || message.find(path) == std::string::npos) bad += "; " + message;
         }
+    }
     report(bad.empty() && file_text(path) == before && files_in(test_folder) == files,
            "weights that are no numbers", "are never written%s", bad.c_str());
+}
+
+// A file of images of two classes, whose names are these.
+static void write_images_with_names(const std::string& path, const std::string& names) {
+    std::vector<char> content = image_file(6, 8, false, true);
+    content.erase(content.end() - strlen("cat\ndog\n"), content.end());
+    content.insert(content.end(), names.begin(), names.end());
+    int32_t bytes = (int32_t)names.size();
+    memcpy(&content[8 * sizeof bytes], &bytes, sizeof bytes);
+    seal(&content, IMAGES_CHECKSUM_FIELD);
+    write_whole(path, content, content.size());
+}
+
+// The same of weights.
+static void write_weights_with_names(const std::string& path, const std::string& names) {
+    Config config = smallest_config();
+    config.class_cond = 1;
+    config.num_classes = 2;
+    Model m = Model();
+    build_model(&m, config, 1, false);
+    perturbed_weights(&m, 5);
+    write_checkpoint(path, m, 40, 0.25f, some_history());
+
+    Section weights = open_weights(path).sections["weights"];
+    Sections sections = {{"weights", file_text(path).substr(weights.offset, weights.bytes)},
+                         {"config", stored_config(config)},
+                         {"class_names", names}};
+    std::vector<char> content = sealed_weights(Reader(path).header, sections);
+    write_whole(path, content, content.size());
 }
 
 // The names of classes in files of images and of weights: what can't be names is refused, each with its reason.
@@ -1007,58 +1062,62 @@ static void test_class_names() {
                  {"cat\xED\xA0\x80\ndog\n", "UTF-8"},  // is half of a pair of UTF-16
                  {"cat\xF4\x90\x80\x80\ndog\n", "UTF-8"},
                  {std::string(300, 'x') + "\n" + std::string(300, 'x') + "\n", "two classes called xxx"}};
-    Config config = smallest_config();
-    config.class_cond = 1, config.num_classes = 2;
-    for (auto& c : cases)
+    for (auto& c : cases) {
         for (bool images : {true, false}) {
-            if (images) {
-                std::vector<char> content = image_file(6, 8, false, true);
-                content.erase(content.end() - strlen("cat\ndog\n"), content.end());
-                content.insert(content.end(), c.names.begin(), c.names.end());
-                int32_t bytes = (int32_t)c.names.size();
-                memcpy(&content[8 * sizeof bytes], &bytes, sizeof bytes);
-                seal(&content, IMAGES_CHECKSUM_FIELD);
-                write_whole(path, content, content.size());
-            } else {
-                Model m = Model();
-                build_model(&m, config, 1, false);
-                perturbed_weights(&m, 5);
-                write_checkpoint(path, m, 40, 0.25f, some_history());
-                WeightsFile file = open_weights(path);
-                Section weights = file.sections["weights"];
-                Sections sections = {{"weights", file_text(path).substr(weights.offset, weights.bytes)},
-                                     {"config", stored_config(config)},
-                                     {"class_names", c.names}};
-                std::vector<char> content = sealed_weights(Reader(path).header, sections);
-                write_whole(path, content, content.size());
-            }
+            if (images) write_images_with_names(path, c.names);
+            else write_weights_with_names(path, c.names);
+
             std::vector<std::string> found;
             std::string message = refusal([&] {
                 Config wanted = {};
-                wanted.image_size = 8, wanted.in_channels = 3;
+                wanted.image_size = 8;
+                wanted.in_channels = 3;
                 found = images ? read_images(path, wanted).class_names : open_weights(path).class_names;
             });
             std::string joined;
             for (const std::string& name : found) joined += name + "\n";
-            // weights may name fewer classes than they have, or none
+
+            // Weights may name fewer classes than they have, or none.
             bool fewer = !images && (c.names == "cat\n" || c.names.empty());
-            bool right = c.says.empty() || fewer
-                             ? message.empty() && joined == c.names
-                             : is_sentence(message) && message.find(c.says) != message.npos &&
-                                   message.find(path) != message.npos;
+            bool right;
+            if (c.says.empty() || fewer) {
+                right = message.empty() && joined == c.names;
+            } else {
+                right = is_sentence(message) && message.find(c.says) != message.npos &&
+                        message.find(path) != message.npos;
+            }
             if (!right) bad += text("; %s: '%s'", printable(c.names).c_str(), message.c_str());
         }
-    report(bad.empty(), "names of classes", "%zu, in images and in weights%s", sizeof cases / sizeof *cases,
-           bad.c_str());
+    }
+    report(bad.empty(), "names of classes", "%zu, in images and in weights%s", std::size(cases), bad.c_str());
+}
+
+// A table of sections: names and lengths.
+typedef std::vector<std::pair<std::string, uint64_t>> Table;
+
+// Puts another table into the header of a file of weights, and the checksum that is then right.
+static void put_table(const Victim& v, const Table& table) {
+    int32_t header[HEADER_INTS];
+    memcpy(header, v.content.data(), sizeof header);
+    memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
+    header[FIELD_SECTIONS] = (int32_t)table.size();
+    for (size_t i = 0; i < table.size(); i++) {
+        auto& [name, bytes] = table[i];
+        int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * i;
+        memcpy(entry, name.data(), name.size());
+        memcpy(entry + SECTION_NAME_BYTES / 4, &bytes, sizeof bytes);
+    }
+    seal_header(v, header, v.data_checksum);
+    put(v, 0, header, sizeof header);
 }
 
 // Files that random changes do not hit upon: each must be refused, its checksum being right.
 static void test_crafted_files(const std::vector<Victim>& victims) {
     const Victim& v = victims[CHECKPOINT];
-    int32_t header[HEADER_INTS];
-    uint64_t whole = make_plan(smallest_config(), 1, false).num_parameters * sizeof(float),
-             texts = v.settings.bytes + strlen("0123abcd"), rest = v.size - HEADER_BYTES - texts;
-    typedef std::vector<std::pair<std::string, uint64_t>> Table;
+    uint64_t whole = make_plan(smallest_config(), 1, false).num_parameters * sizeof(float);
+    uint64_t texts = v.settings.bytes + strlen("0123abcd");
+    uint64_t rest = v.size - HEADER_BYTES - texts;
+    bool sound = rest == 5 * whole + sizeof(History);  // the tables below are made for this file
     const Table tables[] = {
         // lengths that sum up to the file's only because 64 bits overflow
         {{"pad", 0 - whole}, {"weights", whole}, {"more", rest}},
@@ -1076,10 +1135,12 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
         {{"weights", whole}, {"ema_4", whole + 4}, {"more", rest - 2 * whole - 4}},
         {{"weights", whole}, {"state", rest - whole}},
     };
+
     int refused = 0, count = 0;
     std::string bad;
     auto expect_refusal = [&](const Victim& file) {
-        std::string wrong, message = refusal([&] { wrong = use_file(file, true); });
+        std::string wrong;
+        std::string message = refusal([&] { wrong = use_file(file, true); });
         count++;
         if (is_sentence(message)) refused++;
         else bad += text("; file %d: '%s' %s", count, message.c_str(), wrong.c_str());
@@ -1087,33 +1148,27 @@ static void test_crafted_files(const std::vector<Victim>& victims) {
     for (Table table : tables) {
         table.push_back({"config", v.settings.bytes});
         table.push_back({"data_checksum", strlen("0123abcd")});
-        memcpy(header, v.content.data(), sizeof header);
-        memset(header + FIELD_SECTION_TABLE, 0, sizeof header - FIELD_SECTION_TABLE * sizeof(int32_t));
-        header[FIELD_SECTIONS] = (int32_t)table.size();
-        for (size_t i = 0; i < table.size(); i++) {
-            int32_t* entry = header + FIELD_SECTION_TABLE + SECTION_INTS * i;
-            memcpy(entry, table[i].first.data(), table[i].first.size());
-            memcpy(entry + SECTION_NAME_BYTES / 4, &table[i].second, sizeof(uint64_t));
-        }
-        seal_header(v, header, v.data_checksum);
-        put(v, 0, header, sizeof header);
+        put_table(v, table);
         expect_refusal(v);
     }
     put(v, 0, v.content.data(), HEADER_BYTES);
-    // counts and a loss that can't be, in the section `state`
+
+    // Counts and a loss that can't be, in the section `state`.
     const std::pair<size_t, int32_t> damages[] = {
         {0, -1}, {0, 4}, {4, -1}, {4, 38}, {8, 0x7FC00000 /* NaN */}, {sizeof(History) - 4, 0x7F800000}};
     for (auto [offset, value] : damages) {
         std::vector<char> changed = v.content;
         size_t at = HEADER_BYTES + 5 * whole + offset;
         memcpy(&changed[at], &value, sizeof value);
-        memcpy(header, changed.data(), sizeof header);
-        seal_header(v, header, crc32(changed.data() + HEADER_BYTES, changed.size() - HEADER_BYTES));
-        put(v, at, &value, sizeof value), put(v, 0, header, sizeof header);
+        seal(&changed, FIELD_CHECKSUM);
+        put(v, at, &value, sizeof value);
+        put(v, 0, changed.data(), HEADER_BYTES);
         expect_refusal(v);
-        put(v, at, &v.content[at], sizeof value), put(v, 0, v.content.data(), HEADER_BYTES);
+        put(v, at, &v.content[at], sizeof value);
+        put(v, 0, v.content.data(), HEADER_BYTES);
     }
-    bool sound = rest == 5 * whole + sizeof(History);  // the tables above were made for this file
+
+    // Pixels outside [-1, 1], and one within, which is read.
     const Victim& images = victims[OLD_IMAGES];
     for (float pixel : {NAN, INFINITY, -INFINITY, 2.0f, -1.5f, 1e-3f}) {
         size_t at = images.size - sizeof pixel;
@@ -1132,6 +1187,7 @@ static void test_readers(long mutations, uint32_t seed) {
     victims.push_back(make_victim(NEW_IMAGES, 4));  // box-filtered to half the size
     victims.push_back(make_victim(OLD_IMAGES, 4));
     size_t files = files_in("/proc/self/fd");
+
     test_valid_files(victims);
     test_config_files();
     test_corrupted_fields(victims);
@@ -1139,7 +1195,9 @@ static void test_readers(long mutations, uint32_t seed) {
     test_crafted_files(victims);
     test_mutations(victims, mutations, seed);
     test_sealed_files(victims, mutations / 20, seed);
+    test_unwritten_weights();
     test_class_names();
+
     running = "after the mutations";
     bool mended = true;
     std::string wrong;
