@@ -665,8 +665,8 @@ static void test_finite_differences() {
 // 4  PLAN
 // ===========================================================================================================
 
-// Two of a plan's buffers that are in use at the same moment and share memory, or one that leaves the arena: the first
-// such by name, "" where all is well.
+// Names two of a plan's buffers that are in use at the same moment and share memory, or one that leaves the arena.
+// Returns "" where there are none.
 static std::string collision(Plan* plan) {
     static const char* const NAMES[] = {"out",      "hidden",  "moments",      "stats",
                                         "gradient", "scratch", "scratch back", "late"};
@@ -733,7 +733,7 @@ static void test_plan() {
     }
 }
 
-// Small networks of every kind: some chosen for what they have at its least or most, then 14 at random.
+// Small networks of every kind: some chosen for their extremes, then 14 at random.
 static std::vector<Flags> tiny_configurations() {
     std::vector<Flags> list = {
         {{"image_size", "4"}, {"channel_mult", "1"}},
@@ -772,9 +772,9 @@ static std::vector<Flags> tiny_configurations() {
     return list;
 }
 
-// Runs a step of one configuration, which the plan has room for: `used` images of the plan's `batch`. Returns what went
-// wrong, "" where nothing did. found[1] counts planted lifetimes that end too early and are found, of `hidden` alone;
-// found[0] of `hidden` and `late` together.
+// Runs forward and backward of one configuration with `used` images. Returns what went wrong, "" where nothing did.
+// `roomy` is planned for `batch` images, which may be more. Then plants lifetimes of buffers that end too early, and
+// counts those that are found: in found[1] where `hidden` alone does, in found[0] where `late` does too.
 static std::string run_configuration(const Config& config, int batch, int used, int found[2]) {
     std::string bad;
     Model exact = Model(), roomy = Model(), inference = Model();
@@ -782,7 +782,7 @@ static std::string run_configuration(const Config& config, int batch, int used, 
     build_model(&roomy, config, batch, true);
     build_model(&inference, config, used, false);
 
-    // The first finds its memory as it was allocated, the others find NaN in it.
+    // The first finds its memory as it was allocated; in that of the others every float is NaN.
     std::vector<float> output[3], gradient[2];
     Model* models[] = {&exact, &roomy, &inference};
     for (int k = 0; k < 3; k++) {
@@ -819,8 +819,8 @@ static std::string run_configuration(const Config& config, int batch, int used, 
     };
     if (!same_with(LATE) || !same_with(ANY_TIME)) bad = "a late side stream changes the result";
 
-    // It is not, where the plan forgets that the side stream reads late. First the lifetimes of h, `hidden` of the
-    // residual blocks, end a step too early; then those of `late`, of all blocks, too.
+    // The check finds a plan that forgets about these late reads. First the lifetimes of h, which is `hidden` of the
+    // residual blocks, end a step too early; then those of every block's `late` do too.
     for (bool hidden : {true, false}) {
         for (Block& block : exact.plan.blocks) {
             if (!hidden) block.late.last--;

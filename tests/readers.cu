@@ -789,7 +789,7 @@ static void undo(const Mutation& m, const Victim& v) {
     for (auto& [at, value] : m.bytes) put(v, at, &v.content[at], 1);
 }
 
-// Whether the file may be read although its checksum is that of the valid one.
+// Whether the file may turn out to be the valid one, so that the checksum that it had is right.
 static bool may_change_nothing(const Mutation& m, const Victim& v) {
     for (auto& [at, value] : m.bytes)
         if (v.content[at] == value) return true;  // a byte written over with itself
