@@ -35,6 +35,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <type_traits>
 
 // The order of a tensor's dimensions in memory, if it has three or more. A 3x3 weight is (O, C, 3, 3) or (O, 3, 3, C).
@@ -690,6 +691,21 @@ struct LadderRun {
         return true;
     }
 
+    // What the command line can name.
+    std::string choices() const {
+        std::set<int> numbers;
+        for (const Version& version : ladder.versions) numbers.insert(version.number);
+
+        std::string versions, names;
+        for (int number : numbers) versions += text(" %d", number);
+        for (auto& [name, data] : cases) names += " '" + name + "'";
+        std::string found = "the versions are" + versions + " and the cases" + names;
+#ifndef PROGRAM
+        found += text("; make %s_program also builds the versions that need the program", ladder.stem);
+#endif
+        return found;
+    }
+
     int last_version_of(const Pass& pass) const {
         int last = 0;
         for (const Version& version : ladder.versions)
@@ -790,11 +806,7 @@ static int run_ladder(const Ladder& ladder, int argc, char** argv) {
     }
 
     run.run();
-    if (!run.checked) {
-        std::string names;
-        for (auto& [name, data] : run.cases) names += " " + name;
-        fail_usage("nothing of that name or number; the cases are:%s", names.c_str());
-    }
+    if (!run.checked) fail_usage("there is no such version or case here; %s", run.choices().c_str());
     printf("%d passed, %d failed\n", run.checked - run.failed, run.failed);
     return run.failed ? 1 : 0;
 }

@@ -40,6 +40,15 @@ def test_ladder(stem, cpp, tmp_path, monkeypatch, capsys):
     cpp(variant("ladders"), stem)
 
 
+def test_choices_of_a_ladder(tmp_path, monkeypatch):
+    """Where there is no such version or case, it says which there are."""
+    monkeypatch.setenv("DEV_DATA", str(tmp_path))
+    script("dev/gelu.py")
+    for words in (["77"], ["all", "9x9"]):
+        refused(variant("ladders"), "gelu", *words, status=2,
+                says=["no such version or case here", "versions are 0", "cases '"])
+
+
 def test_ladders_cover_the_model(tmp_path, monkeypatch):
     """Every shape of the default model's plan is a case that dev/ times."""
     plan = run(TRAIN, "--dry_run", "--out_dir", tmp_path).stdout
