@@ -346,6 +346,42 @@ static void groupnorm_backward2(Problem& p) {
 #endif
 #else
 
+// The tensors of a version's passes, whose kernels say the shapes. T is what images and parameters are made of: float or
+// floatX.
+template <class T> struct GroupnormForwardTensors {
+    T* out;
+    float *mean, *rstd;
+    const T *x, *w, *bias;
+};
+template <class T> static GroupnormForwardTensors<T> groupnorm_forward_tensors(Problem& p) {
+    return {.out = p.out<T>("out"),
+            .mean = p.out<float>("mean"),
+            .rstd = p.out<float>("rstd"),
+            .x = p.in<T>("x"),
+            .w = p.in<T>("w"),
+            .bias = p.in<T>("bias")};
+}
+
+template <class T> struct GroupnormBackwardTensors {
+    T *dx, *out;
+    float *dw, *dbias;
+    const T* dout;
+    const float *mean, *rstd;
+    const T *x, *w, *bias;
+};
+template <class T> static GroupnormBackwardTensors<T> groupnorm_backward_tensors(Problem& p) {
+    return {.dx = p.out<T>("dx"),
+            .out = p.out<T>("out"),
+            .dw = p.sum<float>("dw"),
+            .dbias = p.sum<float>("dbias"),
+            .dout = p.in<T>("dout"),
+            .mean = p.in<float>("mean"),
+            .rstd = p.in<float>("rstd"),
+            .x = p.in<T>("x"),
+            .w = p.in<T>("w"),
+            .bias = p.in<T>("bias")};
+}
+
 // ---- 1: a thread a group ----------------------------------------------------------------------------------
 // In NCHW a group is contiguous, so that a thread can walk it alone. But 32 images make only 1024 threads on a GPU that
 // has room for 270,000, and neighbouring threads read addresses far apart.
@@ -377,12 +413,7 @@ __global__ void groupnorm_forward_kernel1(float* out, float* mean, float* rstd, 
 
 static void groupnorm_forward1(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float* out = p.out<float>("out");
-    float* mean = p.out<float>("mean");
-    float* rstd = p.out<float>("rstd");
-    const float* x = p.in<float>("x");
-    const float* w = p.in<float>("w");
-    const float* bias = p.in<float>("bias");
+    auto [out, mean, rstd, x, w, bias] = groupnorm_forward_tensors<float>(p);
 
     int groups = s.B * s.G;
     launch(groupnorm_forward_kernel1, ceil_div(groups, 32), 32, 0, out, mean, rstd, x, w, bias, groups, s.T, s.C, s.G);
@@ -446,16 +477,7 @@ __global__ void groupnorm_weights_kernel1(float* dw, float* dbias, const float* 
 
 static void groupnorm_backward1(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float* dx = p.out<float>("dx");
-    float* out = p.out<float>("out");
-    float* dw = p.sum<float>("dw");
-    float* dbias = p.sum<float>("dbias");
-    const float* dout = p.in<float>("dout");
-    const float* mean = p.in<float>("mean");
-    const float* rstd = p.in<float>("rstd");
-    const float* x = p.in<float>("x");
-    const float* w = p.in<float>("w");
-    const float* bias = p.in<float>("bias");
+    auto [dx, out, dw, dbias, dout, mean, rstd, x, w, bias] = groupnorm_backward_tensors<float>(p);
 
     int groups = s.B * s.G;
     launch(groupnorm_backward_kernel1, ceil_div(groups, 32), 32, 0, dx, out, dout, mean, rstd, x, w, bias, groups, s.T,
@@ -496,12 +518,7 @@ __global__ void groupnorm_forward_kernel2(float* out, float* mean, float* rstd, 
 
 static void groupnorm_forward2(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float* out = p.out<float>("out");
-    float* mean = p.out<float>("mean");
-    float* rstd = p.out<float>("rstd");
-    const float* x = p.in<float>("x");
-    const float* w = p.in<float>("w");
-    const float* bias = p.in<float>("bias");
+    auto [out, mean, rstd, x, w, bias] = groupnorm_forward_tensors<float>(p);
     launch(groupnorm_forward_kernel2, s.B * s.G, 512, 0, out, mean, rstd, x, w, bias, s.T, s.C, s.G);
 }
 
@@ -565,16 +582,7 @@ __global__ void groupnorm_weights_kernel2(float* dw, float* dbias, const float* 
 
 static void groupnorm_backward2(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
-    float* dx = p.out<float>("dx");
-    float* out = p.out<float>("out");
-    float* dw = p.sum<float>("dw");
-    float* dbias = p.sum<float>("dbias");
-    const float* dout = p.in<float>("dout");
-    const float* mean = p.in<float>("mean");
-    const float* rstd = p.in<float>("rstd");
-    const float* x = p.in<float>("x");
-    const float* w = p.in<float>("w");
-    const float* bias = p.in<float>("bias");
+    auto [dx, out, dw, dbias, dout, mean, rstd, x, w, bias] = groupnorm_backward_tensors<float>(p);
     launch(groupnorm_backward_kernel2, s.B * s.G, 512, 0, dx, out, dout, mean, rstd, x, w, bias, s.T, s.C, s.G);
     launch(groupnorm_weights_kernel2, s.C, 512, 0, dw, dbias, dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
 }
@@ -628,12 +636,7 @@ __global__ void groupnorm_forward_kernel3(floatX* out, float* mean, float* rstd,
 static void groupnorm_forward3(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     assert(s.T % VEC == 0);
-    floatX* out = p.out<floatX>("out");
-    float* mean = p.out<float>("mean");
-    float* rstd = p.out<float>("rstd");
-    const floatX* x = p.in<floatX>("x");
-    const floatX* w = p.in<floatX>("w");
-    const floatX* bias = p.in<floatX>("bias");
+    auto [out, mean, rstd, x, w, bias] = groupnorm_forward_tensors<floatX>(p);
     launch(groupnorm_forward_kernel3, s.B * s.G, 512, 0, out, mean, rstd, x, w, bias, s.T, s.C, s.G);
 }
 
@@ -720,16 +723,7 @@ __global__ void groupnorm_weights_kernel3(float* dw, float* dbias, const floatX*
 static void groupnorm_backward3(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     assert(s.T % VEC == 0);
-    floatX* dx = p.out<floatX>("dx");
-    floatX* out = p.out<floatX>("out");
-    float* dw = p.sum<float>("dw");
-    float* dbias = p.sum<float>("dbias");
-    const floatX* dout = p.in<floatX>("dout");
-    const float* mean = p.in<float>("mean");
-    const float* rstd = p.in<float>("rstd");
-    const floatX* x = p.in<floatX>("x");
-    const floatX* w = p.in<floatX>("w");
-    const floatX* bias = p.in<floatX>("bias");
+    auto [dx, out, dw, dbias, dout, mean, rstd, x, w, bias] = groupnorm_backward_tensors<floatX>(p);
     launch(groupnorm_backward_kernel3, s.B * s.G, 512, 0, dx, out, dout, mean, rstd, x, w, bias, s.T, s.C, s.G);
     launch(groupnorm_weights_kernel3, s.C, 512, 0, dw, dbias, dout, mean, rstd, x, w, bias, s.B, s.T, s.C, s.G);
 }
@@ -885,14 +879,9 @@ static void groupnorm_forward4(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     assert(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
     int tiles = ceil_div(s.T, GROUPNORM_TILE);
-    floatX* out = p.out<floatX>("out");
-    float* mean = p.out<float>("mean");
-    float* rstd = p.out<float>("rstd");
+    auto [out, mean, rstd, x, w, bias] = groupnorm_forward_tensors<floatX>(p);
     float* tile_mean = p.scratch<float>("mean of tiles", (size_t)s.B * tiles * s.C);  // (B, tiles, C)
     float* tile_m2 = p.scratch<float>("m2 of tiles", (size_t)s.B * tiles * s.C);      // (B, tiles, C)
-    const floatX* x = p.in<floatX>("x");
-    const floatX* w = p.in<floatX>("w");
-    const floatX* bias = p.in<floatX>("bias");
 
     dim3 tile_grid(tiles, s.B);
     dim3 group_grid(s.G, s.B);
@@ -1029,18 +1018,9 @@ static void groupnorm_backward4(Problem& p) {
     GroupnormShape s = groupnorm_shape(p);
     assert(s.C % VEC == 0 && s.C <= GROUPNORM_FLOATS);
     int tiles = ceil_div(s.T, GROUPNORM_TILE);
-    floatX* dx = p.out<floatX>("dx");
-    floatX* out = p.out<floatX>("out");
-    float* dw = p.sum<float>("dw");
-    float* dbias = p.sum<float>("dbias");
+    auto [dx, out, dw, dbias, dout, mean, rstd, x, w, bias] = groupnorm_backward_tensors<floatX>(p);
     float* partials = p.scratch<float>("partials", (size_t)2 * s.B * tiles * s.C);  // (2, B, tiles, C)
     float* sums = p.scratch<float>("sums", (size_t)2 * s.B * s.C);                  // (2, B, C)
-    const floatX* dout = p.in<floatX>("dout");
-    const float* mean = p.in<float>("mean");
-    const float* rstd = p.in<float>("rstd");
-    const floatX* x = p.in<floatX>("x");
-    const floatX* w = p.in<floatX>("w");
-    const floatX* bias = p.in<floatX>("bias");
 
     dim3 tile_grid(tiles, s.B);
     launch(groupnorm_backward_partials_kernel4, tile_grid, GROUPNORM_THREADS, 0, partials, dout, mean, rstd, x, w, bias,
