@@ -67,6 +67,10 @@ static double error_of(const std::vector<float>& a, const std::vector<float>& r)
 // Whether an error is the worst so far. A NaN is, and remains the worst.
 static bool worsens(double error, double worst) { return std::isnan(error) || error > worst; }
 
+static inline void keep_worse(double* worst, double error) {
+    if (worsens(error, *worst)) *worst = error;
+}
+
 // ---- files of tensors, see unet_io.write_tensors ------------------------------------------------------------
 
 // A tensor of a tensor file. Its values are doubles, which hold fp32 and int32 exactly.

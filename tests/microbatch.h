@@ -83,9 +83,6 @@ static void test_microbatch(double limit) {
     size_t activations = 0;  // bytes, of the parts before
     bool same_counts = true, less_memory = true;
     bool pairwise = true, orders_differ = false;
-    auto worse = [](double* worst, double error) {
-        if (worsens(error, *worst)) *worst = error;
-    };
 
     for (int microbatch : {0, 2, 1}) {  // 0: all at once
         Trainer t;
@@ -105,9 +102,9 @@ static void test_microbatch(double limit) {
             whole_gradient.assign(gradient.begin(), gradient.end());
         } else {
             std::vector<double> whole_quartiles(whole.quartile_sums, whole.quartile_sums + 4);
-            worse(&losses, fabs(last.loss / whole.loss - 1));
-            worse(&gradients, error_of(gradient.data(), whole_gradient.data(), gradient.size()));
-            worse(&quartiles, error_of(last.quartile_sums, whole_quartiles.data(), 4));
+            keep_worse(&losses, fabs(last.loss / whole.loss - 1));
+            keep_worse(&gradients, error_of(gradient.data(), whole_gradient.data(), gradient.size()));
+            keep_worse(&quartiles, error_of(last.quartile_sums, whole_quartiles.data(), 4));
             for (int q = 0; q < 4; q++) same_counts &= last.quartile_counts[q] == whole.quartile_counts[q];
             less_memory &= m->plan.arena_bytes < activations;
         }

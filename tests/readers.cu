@@ -125,17 +125,6 @@ struct Victim {
 
 static std::string test_folder;
 
-static std::string file_text(const std::string& path) {
-    std::string content;
-    FILE* f = fopen(path.c_str(), "rb");
-    if (!f) return content;
-    char buffer[65536];
-    size_t n;
-    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) content.append(buffer, n);
-    fclose(f);
-    return content;
-}
-
 // What `act` prints on stderr.
 static std::string stderr_of(const std::function<void()>& act) {
     std::string path = test_folder + "/stderr";
@@ -151,7 +140,7 @@ static std::string stderr_of(const std::function<void()>& act) {
     fflush(stderr);
     dup2(kept, 2);
     close(kept);
-    return file_text(path);
+    return read_text(path);
 }
 
 static size_t files_in(const std::string& folder) {
@@ -271,7 +260,7 @@ static Victim make_victim(FileKind kind, int image_size = 0) {
             m.data_checksum = "0123abcd";
         }
         write_checkpoint(v.path, m, 40, 0.25f, some_history());
-        std::string written = file_text(v.path);
+        std::string written = read_text(v.path);
         v.content.assign(written.begin(), written.end());
         v.settings = open_weights(v.path).sections["config"];
     }
@@ -499,7 +488,7 @@ static void test_metrics_on_resume(const std::string& folder) {
         log.open(path, read_text(path), 10, &validated);
         log.add("{\"step\": 11, \"loss\": 0.2}\n");
     }
-    std::string found = file_text(path);
+    std::string found = read_text(path);
     bool losses =
         validated.size() == 3 && validated[4] == 0.5 && validated[8] == 0.25 && std::isnan(validated[10]);
     report(losses && found == kept + "{\"step\": 11, \"loss\": 0.2}\n", "metrics on resume",
@@ -588,8 +577,7 @@ static void test_config_files() {
             continue;
         }
         rejected++;
-        for (char& c : message) c = (unsigned char)c < ' ' || c == 127 ? '?' : c;
-        if (!is_sentence(message)) bad = message;
+        if (!is_sentence(message)) bad = message;  // although the file may hold any bytes
     }
     report(bad.empty() && accepted > 300 && rejected > 300, "broken configurations",
            "%d accepted, %d refused with one sentence each%s", accepted, rejected, bad.c_str());
@@ -647,7 +635,7 @@ static void test_corrupted_fields(const std::vector<Victim>& victims) {
                                       header[(field + HEADER_INTS - 1) % HEADER_INTS],  // its neighbours'
                                       header[(field + 1) % HEADER_INTS],
                                       0x7FC00000 /* NaN */};
-            // Weights are long to read, so three values must do for a field of theirs that means nothing.
+            // Weights are long to read, so -1 and 1 must do for a field of theirs that means nothing and is 0.
             bool means_nothing = !value && field > FIELD_LR_STEPS;
             size_t tries = v.kind >= WEIGHTS && means_nothing ? 3 : std::size(values);
             for (size_t i = 0; i < tries; i++)
@@ -995,7 +983,7 @@ static void test_unwritten_weights() {
     build_model(&m, smallest_config(), 1, true);
     perturbed_weights(&m, 5);
     write_checkpoint(path, m, 40, 0.25f, some_history());
-    std::string before = file_text(path);
+    std::string before = read_text(path);
     size_t files = files_in(test_folder);
     for (float value : {NAN, INFINITY, -INFINITY}) {
         for (float* parameters : {m.master, m.ema[1], m.adam_v}) {
@@ -1005,7 +993,7 @@ static void test_unwritten_weights() {
             if (!is_sentence(message) || message.find(path) == std::string::npos) bad += "; " + message;
         }
     }
-    report(bad.empty() && file_text(path) == before && files_in(test_folder) == files,
+    report(bad.empty() && read_text(path) == before && files_in(test_folder) == files,
            "weights that are no numbers", "are never written%s", bad.c_str());
 }
 
@@ -1031,7 +1019,7 @@ static void write_weights_with_names(const std::string& path, const std::string&
     write_checkpoint(path, m, 40, 0.25f, some_history());
 
     Section weights = open_weights(path).sections["weights"];
-    Sections sections = {{"weights", file_text(path).substr(weights.offset, weights.bytes)},
+    Sections sections = {{"weights", read_text(path).substr(weights.offset, weights.bytes)},
                          {"config", stored_config(config)},
                          {"class_names", names}};
     std::vector<char> content = sealed_weights(Reader(path).header, sections);
