@@ -36,8 +36,8 @@ static void each([[maybe_unused]] const Problem& p, size_t n, Element element) {
 }
 
 // Where number i of the concatenation (B, C + C2, T) is: in x (B, C, T) or in x2 (B, C2, T).
-template <typename Float>
-HOST_DEVICE static inline Float* in_either(Float* x, Float* x2, int C, int C2, int T, size_t i) {
+template <typename Element>
+HOST_DEVICE static inline Element* in_either(Element* x, Element* x2, int C, int C2, int T, size_t i) {
     size_t t = i % T;
     size_t c = i / T % (C + C2);
     size_t b = i / T / (C + C2);
@@ -371,24 +371,13 @@ static void each_vector(size_t n, Element element) {
     launch(each_kernel<Element>, ceil_div(n / VEC, 256), 256, 0, element, n / VEC);
 }
 
-// Where vector i of the concatenation (M, C + C2) is: in x (M, C) or in x2 (M, C2).
-template <typename Vector>
-__device__ static inline Vector* vector_in_either(Vector* x, Vector* x2, int C, int C2, size_t i) {
-    int vectors = C / VEC;
-    int vectors2 = C2 / VEC;
-    size_t m = i / (vectors + vectors2);
-    size_t c = i % (vectors + vectors2);
-    if (c < (size_t)vectors) return x + m * vectors + c;
-    return x2 + m * vectors2 + c - vectors;
-}
-
 // y (M, C + C2) = torch.cat([x, x2], 1)
 struct ConcatenateVectors {
     floatX* y;
     const floatX *x, *x2;
     int C, C2;
     __device__ void operator()(size_t i) const {
-        ((uint4*)y)[i] = *vector_in_either((const uint4*)x, (const uint4*)x2, C, C2, i);
+        ((uint4*)y)[i] = *in_either((const uint4*)x, (const uint4*)x2, C / VEC, C2 / VEC, 1, i);
     }
 };
 
@@ -398,7 +387,7 @@ struct SplitVectors {
     const floatX* y;
     int C, C2;
     __device__ void operator()(size_t i) const {
-        *vector_in_either((uint4*)x, (uint4*)x2, C, C2, i) = ((const uint4*)y)[i];
+        *in_either((uint4*)x, (uint4*)x2, C / VEC, C2 / VEC, 1, i) = ((const uint4*)y)[i];
     }
 };
 

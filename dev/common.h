@@ -350,10 +350,7 @@ struct Problem {
             while (slot.copies.size() < copies) {
                 char* copy = allocate_copy(slot);
                 slot.copies.push_back(copy);
-                if (on_cpu)
-                    memcpy(copy, slot.copies[0], slot.bytes);
-                else
-                    backend_copy(copy, slot.copies[0], slot.bytes);
+                backend_copy(copy, slot.copies[0], slot.bytes);
             }
         }
         return copies;

@@ -173,21 +173,6 @@ static void conv1x1_weight_gradient2(Problem&, float* dw, const float* dout, con
 #endif
 
 #ifdef __CUDACC__
-// to (n) += the sum over all parts of from (parts, n). The products below overwrite their result, but dw is added to.
-__global__ void conv1x1_add_kernel(float* to, const float* from, int parts, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-
-    float sum = 0;
-#pragma unroll 8
-    for (int part = 0; part < parts; part++) sum += from[part * n + i];
-    to[i] += sum;
-}
-
-static void add(float* to, const float* from, int parts, size_t n) {
-    launch(conv1x1_add_kernel, ceil_div(n, 128), 128, 0, to, from, parts, n);
-}
-
 // ---- 2: pixels as the rows of one product, transposes around it -------------------------------------------
 // The M = B T pixels of all images are the rows of one matrix.
 
@@ -218,7 +203,7 @@ static void conv1x1_weight_gradient2(Problem& p, float* dw, const float* dout, c
     transpose(rows, x, nullptr, s.B, s.C, s.T);
     transpose(d_rows, dout, nullptr, s.B, s.O, s.T);
     cublas_product(sums, d_rows, rows, s.O, s.C, M, true, false);  // sums = d_rows^T rows
-    add(dw, sums, 1, (size_t)s.O * s.C);
+    add_parts(dw, sums, 1, (size_t)s.O * s.C);
 }
 
 // ---- 3: no transposes -------------------------------------------------------------------------------------
@@ -247,7 +232,7 @@ static void conv1x1_weight_gradient3(Problem& p, float* dw, const float* dout, c
     size_t x_stride = (size_t)s.C * s.T;
     float* parts = p.scratch<float>("parts", s.B * n);  // (B, O, C)
     cublas_product(parts, dout, x, s.O, s.C, s.T, false, true, s.B, dout_stride, x_stride);  // parts = dout x^T
-    add(dw, parts, s.B, n);
+    add_parts(dw, parts, s.B, n);
 }
 
 // ---- 4: a product of our own ------------------------------------------------------------------------------
@@ -399,7 +384,7 @@ static void conv1x1_weight_gradient4(Problem& p, float* dw, const float* dout, c
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, C)
     dim3 grid(ceil_div(s.C, COLUMNS), ceil_div(s.O, ROWS), splits);
     launch(conv1x1_weight_gradient_kernel4, grid, 256, 0, parts, dout, x, s);
-    add(dw, parts, splits, n);
+    add_parts(dw, parts, splits, n);
 }
 #endif
 

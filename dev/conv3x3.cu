@@ -1284,17 +1284,6 @@ __global__ void __launch_bounds__(256, 2)
     store_sums(sum, place, s, [&](size_t i, float value) { parts[i] = value; });
 }
 
-// dw (n) += the sum over the splits of parts (splits, n).
-__global__ void conv3x3_weight_gradient_reduce_kernel6(float* dw, const float* parts, int splits, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-
-    float sum = 0;
-#pragma unroll 8
-    for (int split = 0; split < splits; split++) sum += parts[split * n + i];
-    dw[i] += sum;
-}
-
 static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, const float* x, Shape s) {
     size_t n = (size_t)s.O * s.C * 9;
     int tiles = weight_tiles(s);
@@ -1303,7 +1292,7 @@ static void conv3x3_weight_gradient6(Problem& p, float* dw, const float* dout, c
     int splits = std::min(tiles, std::max(1, fitting));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, C, 9)
     launch(conv3x3_weight_gradient_kernel6, dim3(slabs, splits), 256, 0, parts, dout, x, tiles, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
+    add_parts(dw, parts, splits, n);
 }
 
 #ifndef PRECISION_FP32
@@ -1420,7 +1409,7 @@ static void conv3x3_weight_gradient8(Problem& p, float* dw, const floatX* dout, 
     int splits = std::min(steps, std::max(1, fitting));
     float* parts = p.scratch<float>("parts", splits * n);  // (splits, O, 9, C)
     launch(conv3x3_weight_gradient_kernel8, dim3(tiles, splits), 128, 0, parts, dout, x, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, dw, parts, splits, n);
+    add_parts(dw, parts, splits, n);
 }
 #endif
 
@@ -1599,8 +1588,7 @@ static void conv3x3_backward8(Problem& p) {
     for (int o0 = 0; o0 < s.O; o0 += 64)
         launch(conv3x3_backward_kernel8, dim3(slabs, splits), 256, JOINT_SHARED, p.out<floatX>("dx"), parts,
                p.in<floatX>("dout"), p.in<floatX>("x"), p.in<floatX>("w"), o0, tiling, s);
-    launch(conv3x3_weight_gradient_reduce_kernel6, ceil_div(n, 128), 128, 0, p.sum<float>("dw"), parts,
-           splits, n);
+    add_parts(p.sum<float>("dw"), parts, splits, n);
 }
 #endif
 

@@ -34,3 +34,20 @@ static std::function<void(Problem&)> weight_gradient(WeightGradientFunction<T, S
         f(p, p.sum<float>("dw"), p.in<T>("dout"), p.in<T>("x"), Shape::of(p));
     };
 }
+
+#ifdef __CUDACC__
+// to (n) += the sum over all parts of from (parts, n).
+__global__ void add_parts_kernel(float* to, const float* from, int parts, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+
+    float sum = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; part++) sum += from[part * n + i];
+    to[i] += sum;
+}
+
+static void add_parts(float* to, const float* from, int parts, size_t n) {
+    launch(add_parts_kernel, ceil_div(n, 128), 128, 0, to, from, parts, n);
+}
+#endif

@@ -30,7 +30,7 @@ struct LayerCase : Case {
         for (double value : at(what)) numbers.push_back((floatX)(output ? NAN : (float)value));
         memory.push_back(allocate<floatX>(numbers.size()));
         floatX* data = memory.back().get();
-        backend_upload(data, numbers.data(), numbers.size() * sizeof(floatX));
+        upload(data, numbers);
 
         const std::vector<int64_t>& shape = tensors.at(what).shape;
         auto size = [&](size_t i) { return i < shape.size() ? (int)shape[i] : 1; };
@@ -56,8 +56,7 @@ struct LayerCase : Case {
     }
 
     void compare(const std::string& what, Tensor got) {
-        std::vector<floatX> found(at(what).size());
-        backend_download(found.data(), got.data, found.size() * sizeof(floatX));
+        std::vector<floatX> found = elements(got);
         verdict.compare(what, std::vector<float>(found.begin(), found.end()), at(what));
     }
 };
@@ -65,7 +64,7 @@ struct LayerCase : Case {
 // Numbers on the device.
 static std::shared_ptr<float[]> uploaded(const std::vector<float>& numbers) {
     auto memory = allocate<float>(numbers.size());
-    backend_upload(memory.get(), numbers.data(), numbers.size() * sizeof(float));
+    upload(memory.get(), numbers);
     return memory;
 }
 

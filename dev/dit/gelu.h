@@ -49,7 +49,7 @@ template <typename T> struct GeluForward {
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N;
-        size_t count = (size_t)x.B * x.T() * x.C;
+        size_t count = x.count();
         if (N == 1 || first + N <= count) {
             finish(first, load<N>(x.data + first), {});
             return;
@@ -72,14 +72,16 @@ template <typename T, bool AGAIN = false> struct GeluBackward {
         for (int k = 0; k < N; k++) gradient[k] = (T)((float)gradient[k] * gelu_gradient((float)values[k]));
         store(dx.data + first, gradient);
 
-        for (int k = 0; k < N; k++) values[k] = (T)gelu((float)values[k]);
-        if (AGAIN) store(again.data + first, values);
+        if (AGAIN) {
+            for (int k = 0; k < N; k++) values[k] = (T)gelu((float)values[k]);
+            store(again.data + first, values);
+        }
     }
 
     size_t items() const { return (x.count() + N - 1) / N; }
     HOST_DEVICE void operator()(size_t item) const {
         size_t first = item * N;
-        size_t count = (size_t)x.B * x.T() * x.C;
+        size_t count = x.count();
         if (N == 1 || first + N <= count) {
             finish(first, load<N>(dout.data + first), extra(first));
             return;
